@@ -1,0 +1,48 @@
+# Everything a newcomer needs: `make demo` shows it, `make test` proves it. Both set up .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+.PHONY: help setup demo test check format bench clean
+
+help:
+	@echo "make setup   create .venv with all that the demo, the tests and the benchmarks need"
+	@echo "make demo    train a small LLaMA on two ranks, kill one, go on, export, generate (about five minutes)"
+	@echo "make test    run the tests"
+	@echo "make check   formatting, lint and types"
+	@echo "make format  rewrite the code in the project's format"
+	@echo "make bench   every benchmark in its quick form"
+
+setup: $(STAMP)
+
+# Torch comes first and alone: with its version settled, no other package's range can pull another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Phalanx needs Python 3.11 or newer; name one with: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "Python's venv module is missing; install it (Debian, Ubuntu: apt-get install python3-venv)"; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $(STAMP)
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file --quick || exit 1; done
+
+clean:
+	rm -rf $(VENV) runs out .mypy_cache .ruff_cache .pytest_cache .hypothesis

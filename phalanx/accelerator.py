@@ -1,0 +1,122 @@
+"""The one file that knows what kind of device there is; the rest goes through it or through torch.accelerator."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+# Dense peak in FLOP/s by device name (a part of it) and compute type, from the makers' data sheets, without sparsity.
+# An A100 of either memory size has the same peak. The longest matching name wins.
+PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
+    "V100": {torch.float16: 125e12, torch.float32: 15.7e12},
+    "T4": {torch.float16: 65e12, torch.float32: 8.1e12},
+    "A10G": {torch.bfloat16: 70e12, torch.float16: 70e12, torch.float32: 35e12},
+    "A40": {torch.bfloat16: 149.7e12, torch.float16: 149.7e12, torch.float32: 37.4e12},
+    "A100": {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12, torch.float64: 19.5e12},
+    "L40S": {torch.bfloat16: 362e12, torch.float16: 362e12, torch.float32: 91.6e12},
+    "RTX 3090": {torch.bfloat16: 71e12, torch.float16: 71e12, torch.float32: 35.6e12},
+    "RTX 4090": {torch.bfloat16: 165.2e12, torch.float16: 165.2e12, torch.float32: 82.6e12},
+    "H100 PCIe": {torch.bfloat16: 756e12, torch.float16: 756e12, torch.float32: 51e12, torch.float64: 51e12},
+    "H100": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12, torch.float64: 66.9e12},
+    "H200": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12, torch.float64: 66.9e12},
+    "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 75e12, torch.float64: 37e12},
+}
+
+
+def found() -> list[str]:
+    """Names of this machine's accelerators, such as ["cuda:0", "cuda:1"]; empty when there are none.
+
+    This may initialise the accelerator's driver: a process that forks workers must call it in a child.
+    """
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return [f"{kind.type}:{index}" for index in range(torch.accelerator.device_count())]
+
+
+def backend(device: torch.device) -> str:
+    """The process group backend string: gloo for host tensors, the device's own for its tensors."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
+
+
+def host_cores() -> int:
+    """CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def use(device: torch.device, threads: int) -> None:
+    """Make `device` this process's current one, with `threads` host threads for operations on the CPU."""
+    torch.set_num_threads(max(1, threads))
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+def name(device: torch.device) -> str:
+    """What the maker calls the device; "cpu" for a CPU."""
+    if device.type == "cpu":
+        return "cpu"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Dense peak in FLOP/s, or None when the device is not in the table."""
+    matching = sorted((known for known in PEAK_FLOPS if known in device_name), key=len)
+    return PEAK_FLOPS[matching[-1]].get(dtype) if matching else None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new measurement of `peak_memory`."""
+    if device.type == "cpu":
+        # Linux: writing 5 resets the high-water mark of the resident set to its current size.
+        Path("/proc/self/clear_refs").write_text("5") if os.access("/proc/self/clear_refs", os.W_OK) else None
+    else:
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held since `reset_peak_memory`: resident memory of the process on CPU, allocated memory elsewhere."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    for line in _lines(Path("/proc/self/status")):
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return psutil.Process().memory_info().rss
+
+
+def memory_free(device: torch.device, local_world: int) -> int:
+    """Bytes that one rank may still take: on CPU its part of what the machine and its control group leave."""
+    if device.type != "cpu":
+        free, _ = torch.accelerator.get_memory_info(device)
+        return int(free)
+    return min([psutil.virtual_memory().available, *_control_group_room()]) // local_world
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that device or host memory ran out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _lines(path: Path) -> Sequence[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _control_group_room() -> list[int]:
+    """What the control group (cgroup v2, then v1) leaves, in bytes; empty when it sets no limit."""
+    for limit, usage in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        values = [_lines(Path("/sys/fs/cgroup") / part) for part in (limit, usage)]
+        if all(values) and values[0][0].isdigit() and values[1][0].isdigit():
+            return [max(0, int(values[0][0]) - int(values[1][0]))]
+    return []

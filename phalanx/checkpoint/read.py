@@ -1,0 +1,264 @@
+"""The reading half of checkpoints: find the newest valid one and read any range of any parameter from its pieces.
+
+A checkpoint is a folder `step-00000050/` of safetensors files and a `manifest.json`, which is written last. A piece is
+a run of elements [start, stop) of one row-major flattened parameter (`kind` "param") or of a state that has its shape
+("exp_avg", ...), so a checkpoint written by any number of ranks is read on any other number by coordinates alone.
+Nothing is unpickled.
+"""
+
+import hashlib
+import json
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from phalanx.errors import CheckpointError
+from phalanx.records import Kind
+
+FORMAT = "phalanx-pieces"
+VERSION = 1
+MANIFEST = "manifest.json"
+CHUNK_BYTES = 8 << 20  # large enough that zlib and the kernel work without the interpreter lock nearly all the time
+
+OnEvent = Callable[[str, dict[str, Any]], None]
+Parameters = dict[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype such as "float32"
+
+
+class Group(Protocol):
+    """How the ranks that save or load together exchange small JSON-able objects.
+
+    Every rank calls both functions in the same order. A saver calls them from its own thread, so they must not share a
+    process group with the collectives of training.
+    """
+
+    def gather_objects(self, obj: Any) -> list[Any] | None:
+        """The objects of all ranks in order of rank on rank 0; None elsewhere."""
+
+    def broadcast_object(self, obj: Any) -> Any:
+        """Rank 0's object, on every rank."""
+
+
+class Alone:
+    """The group of one rank."""
+
+    def gather_objects(self, obj: Any) -> list[Any] | None:
+        """The one object there is."""
+        return [obj]
+
+    def broadcast_object(self, obj: Any) -> Any:
+        """The object itself."""
+        return obj
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """The folder of one step's checkpoint inside the folder of all checkpoints."""
+    return folder / f"step-{step:08d}"
+
+
+def tensor_name(name: str, kind: str, start: int, stop: int) -> str:
+    """The name of a piece inside its safetensors file."""
+    return f"{kind}/{name}/{start}-{stop}"
+
+
+def canonical(obj: Any) -> bytes:
+    """JSON in the one spelling that checksums are taken of: sorted keys, no spaces, ASCII, no NaN."""
+    return json.dumps(obj, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def manifest_checksum(manifest: dict[str, Any]) -> str:
+    """SHA-256 (hexadecimal) of a manifest without its own "checksum"."""
+    return hashlib.sha256(canonical({key: value for key, value in manifest.items() if key != "checksum"})).hexdigest()
+
+
+def first_gap(spans: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int] | None:
+    """The first part of [start, stop) that no span covers; None when all of it is covered. Spans may overlap."""
+    at = start
+    for low, high in sorted(spans):
+        if at >= stop or low > at:
+            break
+        at = max(at, high)
+    if at >= stop:
+        return None
+    return at, min([low for low, _ in spans if low > at] + [stop])
+
+
+class Checkpoint:
+    """One checkpoint, opened: its manifest is whole and its files are there with the right sizes.
+
+    What is in the files is checked by `verify`. `header` is what the saver was given (step, attempt, ...), `parameters`
+    maps names to (shape, dtype), `bytes` is the size of all files without the manifest. Raises CheckpointError, naming
+    the file and its problem.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        manifest = self._parse()
+        try:
+            self.header: dict[str, Any] = dict(manifest["header"])
+            self.parameters: Parameters = {
+                name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in manifest["parameters"].items()
+            }
+            self.files: dict[str, dict[str, Any]] = {
+                Path(name).name: entry for name, entry in manifest["files"].items()
+            }
+            self.bytes = sum(int(entry["bytes"]) for entry in self.files.values())
+            self._pieces: defaultdict[tuple[str, str], list[tuple[int, int, str]]] = defaultdict(list)
+            for file, entry in self.files.items():
+                for name, kind, start, stop, _dtype in entry["pieces"]:
+                    self._pieces[name, kind].append((start, stop, file))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._refuse(MANIFEST, f"does not have the fields of version {VERSION} ({error!r})") from error
+        self._open: dict[str, Any] = {}
+        for file, entry in self.files.items():
+            self._check_size(file, entry["bytes"])
+
+    def kinds(self, name: str) -> list[str]:
+        """The kinds of state that are stored for a parameter, sorted."""
+        return sorted(kind for other, kind in self._pieces if other == name)
+
+    def verify(self, rank: int = 0, world: int = 1) -> None:
+        """Read the files whose place in the sorted list is rank modulo world, and compare their CRC-32.
+
+        `world` ranks that each call it check everything once. Raises CheckpointError, naming the file.
+        """
+        for file in sorted(self.files)[rank::world]:
+            crc = 0
+            try:
+                with open(self.path / file, "rb", buffering=0) as source:
+                    buffer = memoryview(bytearray(min(CHUNK_BYTES, self.files[file]["bytes"] + 1)))
+                    while count := source.readinto(buffer):
+                        crc = zlib.crc32(buffer[:count], crc)
+            except OSError as error:
+                raise self._refuse(file, f"cannot be read ({error.strerror})") from error
+            if f"{crc:08x}" != self.files[file]["crc32"]:
+                raise self._refuse(file, f"has CRC-32 {crc:08x} where {self.files[file]['crc32']} was written")
+
+    def read(self, name: str, kind: str, start: int, stop: int, out: Tensor) -> None:
+        """Fill `out` with elements [start, stop) of a parameter's `kind`.
+
+        `out` is 1-D, of stop - start elements, of any dtype and on any device. Only the bytes asked for are read.
+        Raises CheckpointError where no piece covers the range.
+        """
+        assert out.shape == (stop - start,), (name, kind, start, stop, tuple(out.shape))
+        pieces = self._pieces.get((name, kind), [])
+        gap = first_gap([(low, high) for low, high, _ in pieces], start, stop)
+        if gap is not None:
+            raise CheckpointError(
+                f"checkpoint {self.path} holds no elements [{gap[0]}, {gap[1]}) of {kind} of parameter {name}, so it"
+                " does not fit this model; resume with the configuration that wrote it"
+            )
+        at = start
+        while at < stop:
+            # Of all pieces that hold this element the one that reaches farthest, so that replicas are read once.
+            low, high, file = max((piece for piece in pieces if piece[0] <= at), key=lambda piece: piece[1])
+            end = min(high, stop)
+            try:
+                values = self._handle(file).get_slice(tensor_name(name, kind, low, high))[at - low : end - low]
+            except (OSError, SafetensorError) as error:
+                raise self._refuse(file, f"cannot be read ({error})") from error
+            with torch.no_grad():  # `out` may be a view of a parameter that wants gradients
+                out[at - start : end - start].copy_(values)
+            at = end
+
+    def close(self) -> None:
+        """Let go of the open files; a later `read` opens them again."""
+        self._open.clear()
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            self._open[file] = safe_open(str(self.path / file), framework="pt")
+        return self._open[file]
+
+    def _parse(self) -> dict[str, Any]:
+        try:
+            raw = (self.path / MANIFEST).read_bytes()
+        except OSError as error:
+            raise self._refuse(MANIFEST, f"cannot be read ({error.strerror})") from error
+        try:
+            manifest = json.loads(raw.decode("ascii"))
+        except (ValueError, RecursionError) as error:
+            raise self._refuse(MANIFEST, "is torn: it is not complete JSON") from error
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+            raise self._refuse(MANIFEST, f"is not of format {FORMAT} version {VERSION}")
+        # Comparing the spelling as well leaves no byte of the file that could change unnoticed.
+        if manifest_checksum(manifest) != manifest.get("checksum") or canonical(manifest) != raw:
+            raise self._refuse(MANIFEST, "does not match its own checksum")
+        return manifest
+
+    def _check_size(self, file: str, expected: int) -> None:
+        try:
+            size = (self.path / file).stat().st_size
+        except OSError as error:
+            raise self._refuse(file, f"is missing ({error.strerror})") from error
+        if size != expected:
+            raise self._refuse(file, f"has {size} bytes where {expected} were written")
+
+    def _refuse(self, file: str, problem: str) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint {self.path} cannot be used because its file {file} {problem}; put an intact copy of the file"
+            " there or resume from another checkpoint"
+        )
+
+
+def find(folder: Path) -> list[int]:
+    """Steps that have a checkpoint folder, valid or not, newest first; empty where the folder does not exist."""
+    if not folder.is_dir():
+        return []
+    matches = (re.fullmatch(r"step-(\d{8,})", entry.name) for entry in folder.iterdir())
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def examine(
+    path: Path, rank: int = 0, world: int = 1, check: Callable[[Checkpoint], bool] | None = None
+) -> tuple[Checkpoint | None, str | None]:
+    """Open a checkpoint, verify this rank's part of the files, then ask `check` (False or CheckpointError: refused).
+
+    Returns the checkpoint and None, or None and the reason it is refused for. Involves no other rank.
+    """
+    try:
+        checkpoint = Checkpoint(path)
+        checkpoint.verify(rank, world)
+        if check is not None and not check(checkpoint):
+            return None, f"checkpoint {path} is intact but does not fit this run"
+    except CheckpointError as error:
+        return None, str(error)
+    return checkpoint, None
+
+
+def agree(group: Group, reason: str | None) -> str | None:
+    """The reason of the lowest rank that has one, on every rank; None when none has."""
+    reasons = group.gather_objects(reason)
+    return group.broadcast_object(next((found for found in reasons or [] if found is not None), None))
+
+
+def newest_agreed(
+    folder: Path, rank: int, group: Group, check: Callable[[Checkpoint], bool] | None, on_event: OnEvent
+) -> Checkpoint | None:
+    """The newest checkpoint that every rank finds valid.
+
+    All ranks call it and share the work of reading the files. Refused ones are reported on rank 0 as
+    "checkpoint_refused" (step, reason) and left untouched on disk.
+    """
+    members = group.gather_objects(None)
+    # Rank 0 lists the folder for all: on a network file system two ranks may see different lists for a while.
+    plan = group.broadcast_object(None if members is None else {"world": len(members), "steps": find(folder)})
+    for step in plan["steps"]:
+        checkpoint, reason = examine(step_folder(folder, step), rank, plan["world"], check)
+        reason = agree(group, reason)
+        if reason is None:
+            return checkpoint
+        if rank == 0:
+            on_event(Kind.CHECKPOINT_REFUSED, {"step": step, "reason": reason})
+    return None
+
+
+def newest_valid(folder: Path, check: Callable[[Checkpoint], bool] | None, on_event: OnEvent) -> Checkpoint | None:
+    """`newest_agreed` for one process: from newest to oldest, reads files completely, reports what it refuses."""
+    return newest_agreed(folder, 0, Alone(), check, on_event)

@@ -1,0 +1,115 @@
+"""Why a process ended: what it says about an exception of its own, and which of several ends was the first real cause.
+
+When one rank dies, the others fail a moment later because their collectives lost a peer; sometimes the agent even sees
+them first. Pure functions, no torch.
+"""
+
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.records import ExitCode
+
+# What gloo, NCCL, the TCP store and sockets say when the other side has gone.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|connectFullMesh|pair closure|"
+    r"timed out (waiting|after)|(socket|wait) timeout|failed to recv|recvValue failed|sendBytes failed|"
+    r"remote process exited|ncclRemoteError|unhandled system error|process group .*(abort|timeout)",
+    re.IGNORECASE,
+)
+_LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """A JSON-able record of an exception: exit_code, type, message, reason (one line), traceback, step, time.
+
+    `step` is taken from a note that says "step N" (`error.add_note(f"step {n}")`), None without one. An exception that
+    says that memory ran out gets exit code OUT_OF_MEMORY whatever its class.
+    """
+    if isinstance(error, PhalanxError):
+        code, reason = int(error.exit_code), str(error)
+    else:
+        code = int(ExitCode.OUT_OF_MEMORY if _says_out_of_memory(error) else ExitCode.FAILED)
+        reason = traceback.format_exception_only(error)[0].partition("\n")[0]
+    steps = re.findall(r"\bstep (\d+)", "\n".join(getattr(error, "__notes__", [])))
+    return {
+        "pid": os.getpid(),
+        "exit_code": code,
+        "type": type(error).__name__,
+        "message": str(error),
+        "reason": reason,
+        "traceback": "".join(traceback.format_exception(error)),
+        "step": int(steps[-1]) if steps else None,
+        "time": time.time(),
+    }
+
+
+def _says_out_of_memory(error: BaseException) -> bool:
+    # By name: the accelerator's class lives in torch, and torch's CPU allocator raises a bare RuntimeError.
+    names = {cls.__name__ for cls in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator: can't allocate" in str(error)
+
+
+@dataclass(frozen=True)
+class End:
+    """How one worker ended: by `signal` or with `exit_code` (the other is None), and what it left in its cause file."""
+
+    rank: int
+    pid: int
+    signal: int | None
+    exit_code: int | None
+    cause: dict[str, Any] | None = None
+
+    @property
+    def abnormal(self) -> bool:
+        return self.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
+
+    def details(self) -> dict[str, Any]:
+        """Fields of the event: rank, pid, signal or exit_code, reason; type and step where known."""
+        how: dict[str, Any] = {"exit_code": self.exit_code}
+        if self.signal is not None:
+            how = {"signal": signal_name(self.signal)}
+        if self.signal is not None:
+            reason = f"killed by {signal_name(self.signal)}"
+        elif self.cause is None:
+            reason = f"ended with exit code {self.exit_code} and no exception; its log may say why"
+        else:
+            reason = self.cause["reason"]
+            how["type"] = self.cause["type"]
+        if self.cause is not None and self.cause["step"] is not None:
+            how["step"] = self.cause["step"]
+        return {"rank": self.rank, "pid": self.pid, **how, "reason": reason}
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; real-time signals have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def is_aftermath(end: End) -> bool:
+    """Whether an end looks like the consequence of another rank's: a lost peer, or an abort (gloo's answer to one)."""
+    return _suspicion(end) >= 2
+
+
+def _suspicion(end: End) -> int:
+    """0: a death by signal; 1: an exception of its own; 2: an abort; 3: an exception that speaks of a lost peer."""
+    if end.signal is not None:
+        return 2 if end.signal == signal.SIGABRT else 0
+    if end.cause is None:
+        return 1
+    lost = end.cause["type"] in _LOST_PEER_TYPES or _LOST_PEER.search(end.cause["message"])
+    return 3 if lost else 1
+
+
+def first_cause(ends: Sequence[End]) -> End:
+    """The end that brought down the others, out of a non-empty sequence in order of detection."""
+    return min(ends, key=_suspicion)

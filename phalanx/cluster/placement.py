@@ -1,0 +1,108 @@
+"""Which rank a process is when something else started it: torchrun's or Slurm's environment, read into a placement."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from phalanx.errors import ConfigError
+from phalanx.records import Placement, StoreAddress
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+
+
+def from_environment(environment: Mapping[str, str], devices: Sequence[str]) -> Placement | None:
+    """The placement that torchrun or `srun` describes, or None when neither started this process.
+
+    `devices` are this node's accelerators ("cpu" is used when there are none). Raises ConfigError when the variables
+    are there but make no sense, or when a node has more ranks than accelerators.
+    """
+    if all(name in environment for name in TORCHRUN):
+        return _torchrun(environment, devices)
+    # Inside an allocation but outside a step (an sbatch script, say) a process is alone.
+    if all(name in environment for name in SLURM) and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        return _slurm(environment, devices)
+    return None
+
+
+def _torchrun(environment: Mapping[str, str], devices: Sequence[str]) -> Placement:
+    rank, world, local_rank = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    local_world = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world
+    # torchrun's own agent usually keeps the store; otherwise rank 0 has to.
+    kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in environment else 0
+    return Placement(
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        local_world=local_world,
+        node=_number(environment, "GROUP_RANK") if "GROUP_RANK" in environment else rank // local_world,
+        device=device_of(devices, local_rank, local_world),
+        store=StoreAddress(
+            environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"), serve=rank == 0 and not kept_by_agent
+        ),
+        attempt=restarts + 1,
+    )
+
+
+def _slurm(environment: Mapping[str, str], devices: Sequence[str]) -> Placement:
+    rank, world = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
+    local_rank = _number(environment, "SLURM_LOCALID")
+    local_world = _tasks_here(environment, rank, world)
+    # Two steps of a job must not meet each other; ports below 10000 and above 60000 are left to others.
+    job, step = _number(environment, "SLURM_JOB_ID"), int(environment.get("SLURM_STEP_ID", "0"))
+    port = 10000 + (job * 64 + step) % 50000
+    return Placement(
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        local_world=local_world,
+        node=_number(environment, "SLURM_NODEID"),
+        device=device_of(devices, local_rank, local_world),
+        store=StoreAddress(first_host(environment["SLURM_STEP_NODELIST"]), port, serve=rank == 0),
+        attempt=int(environment.get("SLURM_RESTART_COUNT", "0")) + 1,
+    )
+
+
+def device_of(devices: Sequence[str], local_rank: int, local_world: int) -> str:
+    """The device of a rank of a node. Raises ConfigError when the node has more ranks than accelerators."""
+    if not devices:
+        return "cpu"
+    if len(devices) == 1 and local_world > 1 and local_rank >= 1:
+        raise ConfigError(f"this node has {local_world} ranks but sees one accelerator; start one rank per accelerator")
+    if local_rank >= len(devices):
+        raise ConfigError(
+            f"local rank {local_rank} has no accelerator: this node sees {len(devices)}; start one rank per accelerator"
+        )
+    return devices[local_rank]
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list.
+
+    >>> first_host("gpu-[007-009,12],login")
+    'gpu-007'
+    """
+    first = re.match(r"([^,\[\]]+)(?:\[([^\]]+)\])?([^,\[\]]*)", nodes)
+    if first is None:
+        raise ConfigError(f"SLURM_STEP_NODELIST is {nodes!r}, which is not a list of nodes; start the ranks with srun")
+    prefix, numbers, suffix = first.groups()
+    return prefix + (re.split(r"[,-]", numbers)[0] if numbers else "") + suffix
+
+
+def _tasks_here(environment: Mapping[str, str], rank: int, world: int) -> int:
+    """Ranks of this node, from a list such as "4(x2),3": four on each of two nodes, then three."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", str(world)).split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE has {part!r}, which is no count; start the ranks with srun")
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _number(environment, "SLURM_NODEID")
+    return counts[node] if node < len(counts) else world
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment[name]
+    if not re.fullmatch(r"\d+", value):
+        raise ConfigError(f"the environment variable {name} is {value!r}, not a number; let torchrun or srun set it")
+    return int(value)

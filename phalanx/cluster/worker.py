@@ -1,0 +1,69 @@
+"""The life of one rank inside its forked process: output to a log, the worker function, a cause of death on disk.
+
+A worker ends in one of three ways: its function returns an exit code, it raises (the exception goes to the cause file
+and the log), or a signal kills it (the agent sees which). No torch here.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster.causes import describe
+from phalanx.errors import PhalanxError
+from phalanx.records import ExitCode, Placement, RunPaths, write_atomic
+
+STACKS_SIGNAL = signal.SIGUSR2  # a worker that gets it writes the stacks of its threads to its log
+
+
+def run_worker(worker: Callable[[Placement], int], placement: Placement, paths: RunPaths | None) -> int:
+    """Run one rank to its end and return its exit code; an exception is written to the cause file and the log.
+
+    A PhalanxError leaves its sentence in the log, anything else its traceback. With `paths` None both go to the
+    inherited standard error, and no cause file is written.
+    """
+    if paths is not None:
+        _redirect_output(paths.log(placement.attempt, placement.rank))
+    # All ranks are on this machine; without this gloo asks the resolver for the host's own name, maybe in vain.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        return int(worker(placement))
+    except SystemExit as error:
+        return _code_of(error)
+    except BaseException as error:
+        cause = describe(error) | {"rank": placement.rank, "attempt": placement.attempt}
+        if paths is not None:
+            _write_cause(paths.cause(placement.attempt, placement.rank), cause)
+        sys.stderr.write(cause["reason"] + "\n" if isinstance(error, PhalanxError) else cause["traceback"])
+        return int(cause["exit_code"])
+
+
+def _redirect_output(log: Path) -> None:
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    faulthandler.enable(file=2, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+
+
+def _code_of(error: SystemExit) -> int:
+    if error.code is None:
+        return int(ExitCode.DONE)
+    if isinstance(error.code, int):
+        return error.code
+    sys.stderr.write(f"{error.code}\n")
+    return int(ExitCode.FAILED)
+
+
+def _write_cause(path: Path, cause: dict[str, Any]) -> None:
+    try:
+        write_atomic(path, json.dumps(cause))
+    except OSError as error:  # a full disk must not hide why the worker ended: the log and the exit code still say it
+        sys.stderr.write(f"the cause of death could not be written to {path}: {error}\n")

@@ -1,0 +1,82 @@
+"""Collectives behind a thin wrapper that checks what gloo does not, counts bytes and measures the wait.
+
+gloo returns wrong values, without an error, for non-contiguous tensors in some collectives: here that is an assertion.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed them.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Traffic:
+    """What this rank has put through collectives since the last `take`."""
+
+    calls: int = 0
+    payload_bytes: int = 0  # bytes of the tensors handed over, not of what the algorithm sends
+    wait_s: float = 0.0  # time the host was held up
+
+    def take(self) -> "Traffic":
+        """Return the counts so far and start again from zero."""
+        taken = Traffic(self.calls, self.payload_bytes, self.wait_s)
+        self.calls, self.payload_bytes, self.wait_s = 0, 0, 0.0
+        return taken
+
+
+class Pending:
+    """A collective under way; `wait` holds the host until the result may be used by work queued after it."""
+
+    def __init__(self, work: dist.Work | None, traffic: Traffic) -> None:
+        self._work, self._traffic = work, traffic
+
+    def wait(self) -> None:
+        if self._work is not None:
+            start = time.perf_counter()
+            self._work.wait()
+            self._traffic.wait_s += time.perf_counter() - start
+            self._work = None
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    traffic: Traffic,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> Pending:
+    """Start reducing `tensor` in place over `group`."""
+    start = _begin(traffic, tensor)
+    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    return _issued(work, traffic, start)
+
+
+def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, traffic: Traffic) -> Pending:
+    """Start gathering equal shards: `output` holds `shard` of every rank, in order of rank."""
+    start = _begin(traffic, output, shard)
+    work = _ALL_GATHER(output, shard, group=group, async_op=True)
+    return _issued(work, traffic, start)
+
+
+def reduce_scatter(shard: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, traffic: Traffic) -> Pending:
+    """Start summing `tensor` over ranks; `shard` receives this rank's equal part of the sum."""
+    start = _begin(traffic, tensor, shard)
+    work = _REDUCE_SCATTER(shard, tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    return _issued(work, traffic, start)
+
+
+def _begin(traffic: Traffic, *tensors: torch.Tensor) -> float:
+    for tensor in tensors:
+        assert tensor.is_contiguous(), f"a collective was given a non-contiguous tensor of shape {tuple(tensor.shape)}"
+    traffic.calls += 1
+    traffic.payload_bytes += max(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return time.perf_counter()
+
+
+def _issued(work: dist.Work | None, traffic: Traffic, start: float) -> Pending:
+    traffic.wait_s += time.perf_counter() - start
+    return Pending(work, traffic)

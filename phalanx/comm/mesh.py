@@ -1,0 +1,139 @@
+"""Process groups and meshes: the only place that makes them."""
+
+import contextlib
+import datetime
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from phalanx import accelerator
+from phalanx.comm.collectives import Traffic, all_reduce
+from phalanx.errors import RunError
+from phalanx.records import Placement, StoreAddress
+
+
+@dataclass
+class Mesh:
+    """The groups of one attempt. Independent streams of collectives have groups of their own, so that none can overtake
+    or delay another's: `shard` carries gradients and parameters, `control` a few bytes a step, `checkpoint` saves."""
+
+    rank: int
+    world: int
+    device: torch.device
+    shard: DeviceMesh
+    control: dist.ProcessGroup
+    checkpoint: dist.ProcessGroup
+    traffic: Traffic
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sum numbers over all ranks, in float64, and wait for the result."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: list[float]) -> list[float]:
+        """The greatest of each number over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def min(self, values: list[float]) -> list[float]:
+        """The least of each number over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MIN)
+
+    def all_agree(self, ok: bool) -> bool:
+        """Whether `ok` is true on every rank."""
+        return self.min([float(ok)])[0] == 1.0
+
+    def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        all_reduce(tensor, self.control, Traffic(), op).wait()  # bookkeeping: no part of a step's traffic
+        return tensor.tolist()
+
+
+@contextlib.contextmanager
+def join(placement: Placement, timeout_s: float) -> Iterator[Mesh]:
+    """Meet the other ranks, make the groups, and leave them on exit.
+
+    Raises RunError naming the missing ranks when they do not arrive within `timeout_s`.
+    """
+    device = torch.device(placement.device)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store = _store(placement, timeout)
+    _meet(store, placement, timeout_s)
+    dist.init_process_group(
+        accelerator.backend(device),
+        store=dist.PrefixStore(f"attempt-{placement.attempt}", store),
+        rank=placement.rank,
+        world_size=placement.world,
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
+    )
+    try:
+        yield Mesh(
+            rank=placement.rank,
+            world=placement.world,
+            device=device,
+            shard=DeviceMesh(device.type, torch.arange(placement.world), mesh_dim_names=("shard",)),
+            control=dist.new_group(backend="gloo", timeout=timeout),
+            checkpoint=dist.new_group(backend="gloo", timeout=timeout),
+            traffic=Traffic(),
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def _store(placement: Placement, timeout: datetime.timedelta) -> dist.Store:
+    address = placement.store
+    if address is None:
+        assert placement.world == 1, "several ranks need a store to meet at"
+        return dist.HashStore()
+    listen_fd = _listen(address) if address.serve else address.listen_fd
+    try:
+        return dist.TCPStore(
+            address.host,
+            address.port,
+            placement.world,
+            is_master=listen_fd is not None,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+        )
+    except dist.DistError as error:
+        raise RunError(
+            f"rank {placement.rank} found no store at {address.host}:{address.port} within "
+            f"{timeout.total_seconds():.0f} s ({str(error).splitlines()[0]}); check that rank 0 is alive and that this "
+            f"node reaches that address"
+        ) from None
+
+
+def _listen(address: StoreAddress) -> int:
+    """Bind the store's own address and no other: TCPStore by itself would listen on every interface."""
+    family, kind, protocol, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+    try:
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(where)
+        bound.listen(2048)
+    except OSError as error:
+        raise RunError(
+            f"rank 0 cannot listen at {address.host}:{address.port} ({error.strerror}); "
+            "choose an address of its own node and a free port"
+        ) from None
+    return bound.detach()
+
+
+def _meet(store: dist.Store, placement: Placement, timeout_s: float) -> None:
+    """Wait until every rank has announced itself, so that a missing one is named, not waited for in silence."""
+    names = [f"attempt-{placement.attempt}/arrived/{rank}" for rank in range(placement.world)]
+    store.set(names[placement.rank], "1")
+    deadline = time.monotonic() + timeout_s
+    while not store.check(names):
+        if time.monotonic() > deadline:
+            missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+            raise RunError(
+                f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {placement.world} did not arrive "
+                f"within {timeout_s:.0f} s; look at their logs, or raise comm.timeout_s"
+            )
+        time.sleep(0.002)

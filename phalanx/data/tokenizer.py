@@ -1,0 +1,251 @@
+"""Tokenizers: train one, open one of a local Hugging Face folder, and turn many documents into token ids fast."""
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.tokens import sync_folder, token_dtype, write_synced
+from phalanx.errors import ConfigError, DataError
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCAB = 257  # the 256 bytes and the end of text
+# Any of these makes a folder a tokenizer's; the others only say more about it.
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+DETAIL_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "generation_config.json",
+    "config.json",
+)
+SEGMENT_CHARS = 1 << 18  # longer documents are cut, so that all cores work on them and memory stays small
+ENCODE_CHARS = (
+    1 << 23
+)  # text handed to one call of the tokenizer: fewer idle cores at its end, more memory (some 100 bytes a token)
+WINDOW_CHARS = 256  # text on each side of a cut that must be encoded alike with and without the cut
+CANDIDATES = 16  # places tried for one cut
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """An opened tokenizer. `vocab_size` is the highest id plus one, which is what a model's table must hold."""
+
+    backend: Any  # tokenizers.Tokenizer, which is only imported where it is used
+    vocab_size: int
+    eos_id: int
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: Path) -> None:
+    """Train a byte-level BPE and save it so that AutoTokenizer loads it; `<|endoftext|>` is EOS and BOS.
+
+    The same documents in the same order give the same files. A small text gives fewer entries than `vocab_size`.
+    `folder` appears complete or not at all. Raises ConfigError when `vocab_size` cannot hold all bytes.
+    Source: Sennrich et al. 2016 (BPE) on bytes as in GPT-2 (Radford et al. 2019).
+    """
+    check_vocab(vocab_size)
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(documents, trainer)
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    # PreTrainedTokenizerFast is the one name that transformers 4 and 5 both read.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
+    contents = {
+        "tokenizer.json": backend.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(config, indent=1),
+        "special_tokens_map.json": json.dumps(special, indent=1),
+    }
+    temporary = folder.with_name(f".{folder.name}.writing")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    for name, text in contents.items():
+        write_synced(temporary / name, text.encode())
+    os.rename(temporary, folder)
+    sync_folder(folder.parent)
+
+
+def check_vocab(vocab_size: int) -> None:
+    """Raise ConfigError when a trained tokenizer of this size could not hold every byte."""
+    if vocab_size < SMALLEST_VOCAB:
+        raise ConfigError(
+            f"data.tokenizer_vocab is {vocab_size}, but a byte-level tokenizer needs {SMALLEST_VOCAB} entries for the "
+            f"bytes and the "
+            f"end of text; set it to {SMALLEST_VOCAB} or more"
+        )
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """The sha256 of a tokenizer's files and their names; ConfigError for a folder without a tokenizer."""
+    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
+        found = (
+            "does not exist" if not folder.is_dir() else f"holds no tokenizer (none of {', '.join(VOCABULARY_FILES)})"
+        )
+        raise ConfigError(f'data.tokenizer is {folder}, which {found}; name a local Hugging Face folder, or "train"')
+    digest = hashlib.sha256()
+    for name in (*VOCABULARY_FILES, *DETAIL_FILES):
+        path = folder / name
+        if path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Open the tokenizer of a local Hugging Face folder; nothing is downloaded.
+
+    Raises ConfigError when it cannot be opened and DataError when no file names its end-of-text token.
+    """
+    if (folder / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            backend = Backend.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises bare Exception for a malformed file
+            raise ConfigError(f"{folder / 'tokenizer.json'} cannot be read ({error}); restore the file") from None
+    else:
+        backend = _converted(folder)
+    # A folder saved for fine-tuning may say how to cut and pad its inputs; a token file wants neither.
+    backend.no_truncation()
+    backend.no_padding()
+    vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    eos_id = _eos_id(folder, backend)
+    if eos_id is None or not 0 <= eos_id < vocab_size:
+        raise DataError(
+            f"the tokenizer in {folder} names no end-of-text token of its vocabulary, so documents could not be told "
+            f"apart; "
+            f"set eos_token in its tokenizer_config.json"
+        )
+    return Tokenizer(backend, vocab_size, eos_id)
+
+
+def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Encode documents: their ids behind one another, each document followed by EOS; and their lengths with EOS.
+
+    No special token is added by the tokenizer itself. The ids have the token set's type (uint16 or uint32).
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    cuts = [segments(tokenizer, text) for text in texts]
+    ids: list[NDArray[Any]] = []
+    counts: list[NDArray[np.int64]] = []
+    for group in _groups(itertools.chain.from_iterable(cuts)):
+        # The fast variant leaves out character offsets, which nobody reads here.
+        encodings = tokenizer.backend.encode_batch_fast(group, add_special_tokens=False)
+        sizes = np.fromiter(map(len, encodings), np.int64, len(encodings))
+        flat = itertools.chain.from_iterable(encoding.ids for encoding in encodings)
+        ids.append(np.fromiter(flat, dtype, int(sizes.sum())))
+        counts.append(sizes)
+    if not texts:
+        return np.empty(0, dtype), np.empty(0, np.int64)
+    first_segment = np.cumsum([0, *map(len, cuts[:-1])])
+    lengths = np.add.reduceat(np.concatenate(counts), first_segment)
+    return np.insert(np.concatenate(ids), np.cumsum(lengths), tokenizer.eos_id), lengths + 1
+
+
+def segments(tokenizer: Tokenizer, text: str) -> list[str]:
+    """Cut a long text where the tokenizer cuts it anyway: its segments, encoded one by one, give the ids of the whole.
+
+    A place is taken only if the text around it is encoded alike with and without the cut; a tokenizer for which that
+    never holds (one that marks the beginning of each text) gets the text whole.
+    """
+    cut = [0]
+    while cut[-1] + SEGMENT_CHARS < len(text):
+        place = _place_to_cut(tokenizer, text, cut[-1] + SEGMENT_CHARS)
+        if place is None:
+            break
+        cut.append(place)
+    return [text[start:stop] for start, stop in itertools.pairwise([*cut, len(text)])]
+
+
+def _place_to_cut(tokenizer: Tokenizer, text: str, start: int) -> int | None:
+    for _ in range(CANDIDATES):
+        newline = text.find("\n", start)
+        if newline < 0 or newline + 1 >= len(text):
+            return None
+        place = newline + 1
+        start = place
+        if text[newline - 1].isspace() or text[place].isspace():
+            continue  # runs of white space are often one token
+        left, right = text[max(0, place - WINDOW_CHARS) : place], text[place : place + WINDOW_CHARS]
+        whole, before, after = tokenizer.backend.encode_batch_fast(
+            [left + right, left, right], add_special_tokens=False
+        )
+        if whole.ids == before.ids + after.ids:
+            return place
+    return None
+
+
+def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
+    group: list[str] = []
+    chars = 0
+    for text in texts:
+        group.append(text)
+        chars += len(text)
+        if chars >= ENCODE_CHARS:
+            yield group
+            group, chars = [], 0
+    if group:
+        yield group
+
+
+def _converted(folder: Path) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # transformers raises whatever the missing converter or file raised
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"transformers cannot open the tokenizer in {folder} ({reason}); add a tokenizer.json"
+        ) from None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError(
+            f"the tokenizer in {folder} has no fast form, so it cannot encode whole corpora; add a tokenizer.json"
+        )
+    return tokenizer.backend_tokenizer
+
+
+def _eos_id(folder: Path, backend: Any) -> int | None:
+    """The id of the end-of-text token: by name in the tokenizer's files, or by number in the model's."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _json(folder / name).get("eos_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            found = backend.token_to_id(content)
+            if found is not None:
+                return int(found)
+    for name in ("generation_config.json", "config.json"):
+        number = _json(folder / name).get("eos_token_id")
+        first = number[0] if isinstance(number, list) and number else number
+        if isinstance(first, int):
+            return first
+    return None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}); restore the file") from None
+    return content if isinstance(content, dict) else {}

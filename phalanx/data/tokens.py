@@ -1,0 +1,193 @@
+"""Indexed token files: one flat array of token ids on disk and the offsets of its documents.
+
+A token set is a folder of three files: `tokens.bin` (uint16 or uint32, little endian), `index.bin` (int64, documents +
+1 offsets into the tokens, the first 0 and the last the number of tokens) and `manifest.json`. Each document ends with
+EOS.
+"""
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.errors import DataError
+
+FORMAT_VERSION = 1
+TOKENS = "tokens.bin"
+INDEX = "index.bin"
+MANIFEST = "manifest.json"
+CHECK_BYTES = 16 << 20  # how much of a file is read at a time to check it
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The narrowest little-endian type that holds every id below `vocab_size`."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder (creations, renames) survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and bring it to the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class TokenFile:
+    """A token set opened for reading; the tokens stay on disk (memory-mapped) until they are sliced.
+
+    Attributes: `folder`, `tokens` and `documents` (counts), `vocab_size`, `eos_id`, `key` (what it was prepared from).
+    Raises DataError when a file is missing, unreadable or of another size than the manifest says; contents are checked
+    by `verify`, which reads everything.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._manifest = _read_manifest(folder)
+        self.tokens: int = self._manifest["tokens"]
+        self.documents: int = self._manifest["documents"]
+        self.vocab_size: int = self._manifest["vocab_size"]
+        self.eos_id: int = self._manifest["eos_id"]
+        self.key: str = self._manifest["key"]
+        self._data = _map(folder / TOKENS, np.dtype(self._manifest["dtype"]), self.tokens)
+        self._index = _map(folder / INDEX, np.dtype("<i8"), self.documents + 1)
+        if self._index[0] != 0 or self._index[-1] != self.tokens:
+            raise DataError(
+                _damaged(folder / INDEX, f"its offsets do not end at the {self.tokens} tokens of the manifest")
+            )
+
+    def slice(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens [start, stop) of the whole file as a new int64 array of shape (stop - start,)."""
+        assert 0 <= start <= stop <= self.tokens, f"tokens [{start}, {stop}) of {self.tokens}"
+        return self._data[start:stop].astype(np.int64)
+
+    def document(self, number: int) -> NDArray[np.int64]:
+        """The tokens of one document, its EOS included."""
+        assert 0 <= number < self.documents, f"document {number} of {self.documents}"
+        return self.slice(int(self._index[number]), int(self._index[number + 1]))
+
+    def verify(self) -> None:
+        """Read both files whole and compare their checksums with the manifest; raises DataError."""
+        for name in (TOKENS, INDEX):
+            found, expected = _checksum(self.folder / name), self._manifest["crc32"][name]
+            if found != expected:
+                raise DataError(_damaged(self.folder / name, f"its checksum is {found:08x}, not {expected:08x}"))
+
+
+class TokenWriter:
+    """Writes a token set; `finish` renames the complete folder into place, and before it `folder` does not exist.
+
+    What a killed writer left under the temporary name is removed by the next one.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eos_id: int, key: str) -> None:
+        assert 0 <= eos_id < vocab_size, f"EOS {eos_id} with a vocabulary of {vocab_size}"
+        assert not folder.exists(), f"{folder} exists"
+        self.folder = folder
+        self.dtype = token_dtype(vocab_size)
+        self._temporary = folder.with_name(f".{folder.name}.writing")
+        self._manifest: dict[str, Any] = {"vocab_size": vocab_size, "eos_id": eos_id, "key": key}
+        self._ends: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
+        self._tokens = 0
+        self._crc = 0
+        if self._temporary.exists():
+            shutil.rmtree(self._temporary)
+        self._temporary.mkdir(parents=True)
+        self._file = open(self._temporary / TOKENS, "wb")  # noqa: SIM115  closed by finish
+
+    def append(self, document: NDArray[Any]) -> None:
+        """Add one document (ids of shape (n,), without EOS) and its EOS."""
+        tokens = np.append(document, self._manifest["eos_id"])
+        self.extend(tokens, np.array([len(tokens)], np.int64))
+
+    def extend(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
+        """Add documents that lie behind one another in `tokens`, each ending with EOS; `lengths` count it."""
+        ends = np.cumsum(lengths, dtype=np.int64)
+        if not len(ends):
+            return
+        assert ends[-1] == len(tokens), "lengths do not cover the tokens"
+        assert (lengths > 0).all(), "a document without EOS"
+        assert (tokens[ends - 1] == self._manifest["eos_id"]).all(), "a document without EOS"
+        assert tokens.min() >= 0, "a token outside the vocabulary"
+        assert tokens.max() < self._manifest["vocab_size"], "a token outside the vocabulary"
+        data = np.ascontiguousarray(tokens, self.dtype).data.cast("B")
+        self._file.write(data)
+        self._crc = zlib.crc32(data, self._crc)
+        self._ends.append(ends + self._tokens)
+        self._tokens += len(tokens)
+
+    def finish(self) -> None:
+        """Write index and manifest, bring everything to the disk and give the folder its name."""
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        index = np.concatenate(self._ends).astype("<i8").tobytes()
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "dtype": self.dtype.str,
+            "tokens": self._tokens,
+            "documents": len(index) // 8 - 1,
+            **self._manifest,
+            "crc32": {TOKENS: self._crc, INDEX: zlib.crc32(index)},
+        }
+        for name, content in ((INDEX, index), (MANIFEST, json.dumps(manifest, indent=1).encode())):
+            write_synced(self._temporary / name, content)
+        sync_folder(self._temporary)
+        os.rename(self._temporary, self.folder)
+        sync_folder(self.folder.parent)
+
+
+def _damaged(path: Path, what: str) -> str:
+    return f"{path} cannot be used: {what}; delete {path.parent} and prepare the data again"
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        version = manifest["format_version"]
+        if version == FORMAT_VERSION:
+            wanted = {"dtype": str, "tokens": int, "documents": int, "vocab_size": int, "eos_id": int, "key": str}
+            wrong = [name for name, kind in wanted.items() if type(manifest[name]) is not kind]
+            if wrong or manifest["dtype"] not in ("<u2", "<u4") or set(manifest["crc32"]) != {TOKENS, INDEX}:
+                raise DataError(_damaged(path, "its fields are not those of a token set"))
+            return dict(manifest)
+    except FileNotFoundError:
+        raise DataError(f"{folder} is not a token set: it has no {MANIFEST}; prepare the data again") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(_damaged(path, f"it is not a manifest of a token set ({error!r})")) from None
+    raise DataError(_damaged(path, f"its format version is {version}, this program reads {FORMAT_VERSION}"))
+
+
+def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    expected_bytes = count * dtype.itemsize
+    try:
+        found_bytes = path.stat().st_size
+    except FileNotFoundError:
+        raise DataError(_damaged(path, "it is missing")) from None
+    if found_bytes != expected_bytes:
+        raise DataError(_damaged(path, f"it has {found_bytes} bytes, its manifest says {expected_bytes}"))
+    if count == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, mode="r", shape=(count,))
+
+
+def _checksum(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(CHECK_BYTES):
+            crc = zlib.crc32(block, crc)
+    return crc

@@ -1,0 +1,39 @@
+"""Errors that a user can act on: one sentence with what was found, what it breaks and what to do; never a traceback."""
+
+from phalanx.records import ExitCode
+
+
+class PhalanxError(Exception):
+    """Anything that ends a run for a reason a user can mend; `exit_code` is the process's exit code."""
+
+    exit_code: int = ExitCode.FAILED
+
+
+class ConfigError(PhalanxError):
+    """The recipe, the command line or a model folder asks for something impossible."""
+
+    exit_code = ExitCode.CONFIG
+
+
+class DataError(PhalanxError):
+    """A source, a token file or a tokenizer is missing, empty or damaged."""
+
+    exit_code = ExitCode.CONFIG
+
+
+class CheckpointError(PhalanxError):
+    """A checkpoint is torn, damaged or does not fit; its files are left as they are."""
+
+    exit_code = ExitCode.FAILED
+
+
+class RunError(PhalanxError):
+    """The run folder cannot be used: in use by another run, of another configuration, or not writable."""
+
+    exit_code = ExitCode.CONFIG
+
+
+class OutOfMemory(PhalanxError):
+    """A device ran out of memory; not retried unchanged."""
+
+    exit_code = ExitCode.OUT_OF_MEMORY

@@ -1,0 +1,221 @@
+"""Starting a run: the folder, each `auto`, the data, then local ranks under the agent, or one rank of a larger job."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console as Terminal
+
+from phalanx import recipe
+from phalanx.cluster import agent
+from phalanx.cluster.fork import fork_call
+from phalanx.cluster.placement import device_of, from_environment
+from phalanx.config import Config
+from phalanx.errors import PhalanxError
+from phalanx.records import ExitCode, Kind, Placement, RunPaths, write_event
+
+# What a worker needs, imported once in the parent that forks the workers. Importing torch alone is not enough: the
+# first optimizer step would import torch._dynamo in each worker.
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "phalanx.train.trainer",
+    "phalanx.train.resolve",
+)
+DEVICES_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is left to do once a run may start."""
+
+    config: Config
+    job: Any  # train.trainer.Run; its module imports torch, so this one does not
+    attempt: int
+
+
+def train(wanted: Config, paths: RunPaths, ranks: int | None, environment: Mapping[str, str]) -> int:
+    """Train `wanted` in a run folder: as local ranks, or as the rank that torchrun's or Slurm's variables describe.
+
+    Returns the exit code; raises PhalanxError for what a user can mend.
+    """
+    terminal = Terminal()
+    if terminal.is_terminal:
+        terminal.print("[dim]importing torch[/dim]", end="\r")
+    agent.preload(PRELOAD)
+    devices = fork_call(_devices, timeout_s=DEVICES_TIMEOUT_S)
+    given = None if ranks is not None else from_environment(environment, devices)
+    if given is not None:
+        return _join(wanted, paths, given)
+    world = ranks or len(devices) or 1
+    return _launch(wanted, paths, [device_of(devices, rank, world) for rank in range(world)])
+
+
+def _devices() -> list[str]:
+    from phalanx import accelerator
+
+    return accelerator.found()
+
+
+def _launch(wanted: Config, paths: RunPaths, devices: Sequence[str]) -> int:
+    """Run local ranks under the agent, which starts them again when one dies."""
+    from phalanx.report.console import Console, Follower
+    from phalanx.train import folder
+
+    lock = folder.open_folder(paths)
+    try:
+        if (done := _finished(wanted, paths)) is not None:
+            return done
+        world = len(devices)
+        prepared = _prepare(wanted, paths, devices[0], world, world, writes=True)
+        if prepared.config.report.tensorboard:
+            agent.preload(["torch.utils.tensorboard"])
+        console = Console(prepared.config.train.steps, paths.root.name)
+        follower = Follower(paths, console)
+        write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **_facts(prepared, devices[0], world))
+        try:
+            code = agent.run(
+                agent.Job(
+                    world=world,
+                    worker=functools.partial(_worker, prepared.job),
+                    paths=paths,
+                    devices=devices,
+                    max_restarts=prepared.config.resilience.max_restarts,
+                    on_event=lambda kind, details: _note(paths, kind, details),
+                    on_idle=follower.poll,
+                    first_attempt=prepared.attempt,
+                    grace_s=prepared.config.comm.timeout_s,
+                )
+            )
+        finally:
+            follower.poll()
+            console.close()
+        _close(paths, code)
+        return code
+    finally:
+        os.close(lock)
+
+
+def _join(wanted: Config, paths: RunPaths, placement: Placement) -> int:
+    """Be one rank of a job that something else started; rank 0 keeps the folder and shows the progress."""
+    from phalanx.report.console import Console
+    from phalanx.train import folder, trainer
+    from phalanx.train.sinks import Sink, TensorBoard
+
+    first = placement.rank == 0
+    with contextlib.ExitStack() as stack:
+        if first:
+            stack.callback(os.close, folder.open_folder(paths))
+        if (done := _finished(wanted, paths, show=first)) is not None:
+            return done
+        prepared = _prepare(wanted, paths, placement.device, placement.world, placement.local_world, writes=first)
+        sinks: list[Sink] = []
+        if first:
+            write_event(
+                paths.events, Kind.RUN_STARTED, prepared.attempt, **_facts(prepared, placement.device, placement.world)
+            )
+            sinks = [Console(prepared.config.train.steps, paths.root.name)]
+            if prepared.config.report.tensorboard:
+                sinks.append(TensorBoard(paths))
+        code = int(trainer.run(prepared.job, placement, sinks, attempt=prepared.attempt if first else 0))
+        if first:
+            _close(paths, code)
+        return code
+
+
+def _worker(job: Any, placement: Placement) -> int:
+    """What each local rank runs. The console is the agent's: it follows the files."""
+    from phalanx.train import trainer
+    from phalanx.train.sinks import TensorBoard
+
+    sinks = [TensorBoard(job.paths)] if placement.rank == 0 and job.config.report.tensorboard else []
+    return int(trainer.run(job, placement, sinks))
+
+
+def _finished(wanted: Config, paths: RunPaths, show: bool = True) -> int | None:
+    """The exit code when the folder holds this run and it has come to its end; None when there is something to do."""
+    from phalanx.report.console import summary
+    from phalanx.train import folder
+
+    saved, step = folder.saved_config(paths), folder.finished_step(paths)
+    if saved is None or step is None:
+        return None
+    if step < recipe.continue_from(wanted, saved, paths.root).train.steps:
+        return None
+    if show:
+        Terminal().print(
+            f"this run is complete at step {step}; raise train.steps to go on, or choose another --run-dir"
+        )
+        Terminal().print(summary(paths))
+    return ExitCode.DONE
+
+
+def _prepare(wanted: Config, paths: RunPaths, device: str, world: int, local_world: int, writes: bool) -> Prepared:
+    """Resolve every `auto`, make the token files, and (where `writes`) put the configuration into the folder."""
+    from phalanx.train import folder
+    from phalanx.train.build import spec_from_run
+    from phalanx.train.trainer import Run
+
+    saved = folder.saved_config(paths)
+    config = recipe.continue_from(wanted, saved, paths.root) if saved else wanted
+    config, chosen = recipe.resolve(config, device=device.partition(":")[0], world=world)
+    answer = fork_call(_resolve, recipe.to_yaml(config), device, world, local_world, writes, timeout_s=None)
+    config = recipe.check(yaml.safe_load(answer["config"]), "the resolved configuration")
+    attempt = folder.next_attempt(paths)
+    if writes:
+        folder.write_start(paths, config, Path(answer["tokenizer"]))
+        for key, value, reason in [*chosen, *answer["chosen"]]:
+            write_event(paths.events, Kind.RESOLVED, attempt, key=key, value=value, reason=reason)
+    job = Run(config, spec_from_run(config, paths), paths, Path(answer["train"]), Path(answer["held_out"]))
+    return Prepared(config, job, attempt)
+
+
+def _resolve(text: str, device: str, world: int, local_world: int, show: bool) -> dict[str, Any]:
+    """In a child process, since tokenizers start threads and a probe allocates."""
+    from phalanx.report.progress import phases
+    from phalanx.train.resolve import resolve_with_files
+
+    with phases() if show else contextlib.nullcontext() as progress:
+        return resolve_with_files(text, device, world, local_world, progress)
+
+
+def _facts(prepared: Prepared, device: str, world: int) -> dict[str, Any]:
+    from phalanx.models.spec import parameter_count
+
+    return {
+        "parameters": parameter_count(prepared.job.spec),
+        "world": world,
+        "device": device.partition(":")[0],
+        "dtype": prepared.config.train.dtype,
+        "engine": prepared.config.parallel.data,
+        "steps": prepared.config.train.steps,
+    }
+
+
+def _note(paths: RunPaths, kind: str, details: dict[str, Any]) -> None:
+    write_event(paths.events, kind, **details)
+
+
+def _close(paths: RunPaths, code: int) -> None:
+    """Write the report and say where everything is; a report that fails must not hide how the run ended."""
+    from phalanx.report import html
+    from phalanx.report.console import summary
+
+    terminal = Terminal()
+    try:
+        html.write(paths)
+    except (PhalanxError, OSError) as error:
+        terminal.print(f"no report was written: {error}", style="yellow")
+    if code in (ExitCode.DONE, ExitCode.STOPPED):
+        terminal.print(summary(paths))
+    else:
+        terminal.print(
+            f"the run failed (exit code {code}); the ranks' own words are in {paths.root / 'logs'}", style="red"
+        )

@@ -1,0 +1,119 @@
+"""Randomness by coordinates: a draw depends on where it is used, never on who draws it, in what order, or how often.
+
+Everything here is a hash of integers in plain tensor operations, so that no layout, share, restart or recomputation
+changes a number and `torch.compile` takes all of it. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood,
+"Fast splittable pseudorandom number generators", 2014) on int64, whose products wrap around as wanted.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+# The constants of SplitMix64 as signed 64-bit numbers: 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB.
+_GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
+# A kernel splits a tensor of more than 32768 elements over its threads, and a vectorised logarithm may differ in the
+# last bit from the scalar one at a seam; aligned blocks of this many pairs make a draw independent of both.
+_PAIRS_PER_BLOCK = 32768
+_PAIRS_PER_BLOCK_ACCELERATOR = 1 << 22
+
+
+def key(seed: int, *coordinates: int | str) -> int:
+    """A signed 64-bit key for a seed and any coordinates; the same on every machine and Python version."""
+    digest = hashlib.sha256(repr((int(seed), *coordinates)).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def bits(key: int | Tensor, counters: Tensor) -> Tensor:
+    """64 random bits (int64) for each int64 counter: SplitMix64's output number `key ^ counter`, started at 0.
+
+    `key` is a Python integer or an int64 tensor that broadcasts with `counters`.
+    """
+    # The counter must meet the key before it is multiplied: a compiled `arange * constant` is an overflow that gcc can
+    # see, takes for impossible, and answers by dropping the end of the loop (seen with torch 2.13).
+    z = (counters ^ key) * _GOLDEN
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    return z ^ _shift_right(z, 31)
+
+
+def _shift_right(z: Tensor, places: int) -> Tensor:
+    return (z >> places) & ((1 << (64 - places)) - 1)  # >> on int64 drags the sign bit along
+
+
+def normal(key: int, start: int, stop: int, *, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """Standard normal draws for elements [start, stop) of a flat parameter: a 1-D tensor of `stop - start` elements.
+
+    Element i depends on (key, i) only, so any slicing gives the same numbers. Box-Muller in float64 (Box and Muller,
+    1958), block by block, so that the extra memory stays at a few MiB on a CPU. Raises ValueError if the range is empty
+    backwards or negative.
+    """
+    if not 0 <= start <= stop:
+        raise ValueError(f"normal() got the range [{start}, {stop})")
+    out = torch.empty(stop - start, device=device, dtype=dtype)
+    block = 2 * (_PAIRS_PER_BLOCK if torch.device(device).type == "cpu" else _PAIRS_PER_BLOCK_ACCELERATOR)
+    for first in range(start - start % block, stop, block):
+        low, high = max(start, first), min(stop, first + block)
+        out[low - start : high - start] = _normal_block(key, first, block, out.device)[low - first : high - first]
+    return out
+
+
+def _normal_block(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    counters = torch.arange(first, first + count, device=device).view(-1, 2)
+    uniform = _shift_right(bits(key, counters), 11).double()  # 53 bits, as many as a float64 holds
+    radius = torch.sqrt(-2.0 * torch.log((uniform[:, 0] + 1.0) * 2.0**-53))  # the logarithm's argument is never 0
+    angle = uniform[:, 1] * (2.0 * math.pi * 2.0**-53)
+    return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=1).flatten()
+
+
+def keep(key: int | Tensor, samples: Tensor, positions: Tensor, width: int, p: float) -> Tensor:
+    """Which elements survive a dropout of probability `p`: bool (B, S, width) for samples (B,) and positions (S,).
+
+    Element (b, s, c) depends on (key, samples[b], positions[s], c) only. `p` is rounded to a multiple of 2^-32.
+    """
+    rows = bits(bits(key, samples)[:, None], positions[None, :])
+    words = bits(rows[..., None], torch.arange((width + 1) // 2, device=rows.device))
+    # One word serves two channels: half the hashing, and 32 bits resolve any probability that matters.
+    halves = torch.stack((words & 0xFFFFFFFF, _shift_right(words, 32)), dim=-1)
+    return halves.flatten(-2)[..., :width] >= _threshold(p)
+
+
+def _threshold(p: float) -> int:
+    """The number below which a fraction `p` of all 32-bit numbers lies."""
+    return round(p * 2**32)
+
+
+@dataclass
+class Draws:
+    """The dropout of one micro-batch: `samples` (B,) int64 says which sample of the global order each row is.
+
+    `step` may be a 0-dim int64 tensor. What compiled code sees is `root`, a 0-dim tensor on the device of `samples`, so
+    that another step or seed never recompiles anything.
+    """
+
+    seed: int
+    step: int | Tensor
+    samples: Tensor
+    root: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        step = self.step
+        if isinstance(step, int):
+            step = torch.full((), step, dtype=torch.int64, device=self.samples.device)
+        self.root = bits(key(self.seed, "dropout"), step)
+
+    def dropout(self, x: Tensor, layer: int | Tensor, p: float) -> Tensor:
+        """`x` (B, S, D) with elements zeroed with probability `p`, the others scaled by 1 / (1 - p); `x` itself if 0.
+
+        A draw depends on (seed, step, layer, sample, position, channel) only. `layer` is any number that tells the
+        places of dropout in a model apart; as a 0-dim int64 tensor it is not compiled into the code.
+        """
+        if p == 0.0:
+            return x
+        if isinstance(layer, int):
+            layer = torch.full((), layer, dtype=torch.int64, device=x.device)
+        positions = torch.arange(x.shape[1], device=x.device)
+        kept = keep(bits(self.root, layer), self.samples, positions, x.shape[2], p)
+        return torch.where(kept, x * (1.0 / (1.0 - p)), 0.0)

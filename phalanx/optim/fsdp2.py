@@ -1,0 +1,207 @@
+"""PyTorch's fully_shard behind the engine interface: a reference to test our own sharding by, and a peer to measure.
+
+Each unit is gathered for its forward and its backward pass and its gradients are reduce-scattered after every
+micro-batch. Shards are even: cut along the first dim, the last ranks may hold less.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from phalanx.comm import collectives
+from phalanx.comm.collectives import Traffic
+from phalanx.comm.mesh import Mesh
+from phalanx.optim import gradients
+from phalanx.optim.engine import Allocator, Piece, Shard
+from phalanx.optim.update import MOMENTS, AdamW, Slot, make_slot, zeros
+
+
+class Fsdp2:
+    """Master parameters are the shards that fully_shard keeps, in fp32 (or fp64); moments lie beside them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[tuple[str, nn.Module]],
+        *,
+        mesh: Mesh,
+        rule: AdamW,
+        nominal_weight: int,
+        dtype: torch.dtype,
+        allocate: Allocator = zeros,
+    ) -> None:
+        """`model` is on meta and gets wrapped; it takes memory in `initialise`.
+
+        Parameters outside `units` belong to the root: gathered once, they stay whole until the step's end.
+        """
+        self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
+        self.step = 0
+        self._allocate = allocate
+        self._units = dict(units)
+        self._master_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
+        self._moments: Slot = {}
+        model.to(self._master_dtype)
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype if dtype != self._master_dtype else None,
+            reduce_dtype=self._master_dtype,
+            # Positions' cosines and sines are fp32 inputs and stay so; the embedding sets the type of the rest.
+            cast_forward_inputs=False,
+        )
+        for _, unit in units:
+            fully_shard(unit, mesh=mesh.shard, mp_policy=policy)
+        fully_shard(model, mesh=mesh.shard, mp_policy=policy)
+        for module in self._wrapped():
+            # Sum, never average: the update divides by the true weight.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_all_gather(_TimedAllGather(mesh.traffic))
+            module.set_custom_reduce_scatter(_TimedReduceScatter(mesh.traffic))
+
+    def _wrapped(self) -> list[FSDPModule]:
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    def _local(self) -> dict[str, torch.Tensor]:
+        """Flat master shards by name. Asked for anew each time: fully_shard moves them when it first runs."""
+        with torch.no_grad():
+            return {name: _flat(parameter) for name, parameter in self.model.named_parameters()}
+
+    def _range(self, name: str, parameter: DTensor) -> tuple[int, int]:
+        """The elements of the flattened parameter that this rank keeps: whole rows, ceil(rows / ranks) each."""
+        rows = parameter.shape[0] if parameter.dim() else 1
+        row_elements = parameter.numel() // rows if rows else 0
+        portion = -(-rows // self.mesh.world)
+        first = min(self.mesh.rank * portion, rows)
+        last = min(first + portion, rows)
+        return first * row_elements, last * row_elements
+
+    def initialise(self, fill: Callable[[Shard], None]) -> None:
+        self.model.to_empty(device=self.mesh.device)
+        parameters = dict(self.model.named_parameters())
+        local = self._local()
+        self._ranges = {name: self._range(name, p) for name, p in parameters.items()}  # type: ignore[arg-type]
+        self._no_decay = frozenset(name for name, parameter in parameters.items() if parameter.dim() < 2)
+        sizes = [(name, tensor.numel()) for name, tensor in local.items()]
+        self._moments = make_slot(sizes, MOMENTS, self._master_dtype, self.mesh.device, self._allocate)
+        for name, tensor in local.items():
+            start, stop = self._ranges[name]
+            assert stop - start == tensor.numel(), (name, start, stop, tensor.numel())
+            fill(Shard(name, start, stop, tuple(parameters[name].shape), tensor))
+
+    def begin_step(self, step: int, weight: int) -> None:
+        assert step == self.step + 1, (step, self.step)
+        self._weight = gradients.TotalWeight(weight, self.mesh.control, self.mesh.traffic)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_is_last_backward(last)
+        yield
+
+    def grads_ready(self, unit: str) -> None:
+        module = self._units[unit]
+        assert isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            group.post_backward()
+
+    @torch.no_grad()
+    def finish_step(self, lr: float, clip: float | None) -> tuple[torch.Tensor, torch.Tensor, int]:
+        grads = {name: _flat(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+        squares = gradients.sum_of_squares(grads.values(), self._master_dtype, self.mesh.device)
+        collectives.all_reduce(squares, self.mesh.shard.get_group(), self.mesh.traffic).wait()
+        total = self._weight.get()
+        norm, divisor, skip = gradients.fold(squares, nominal_weight=self.nominal_weight, total_weight=total, clip=clip)
+        slot = self._slot()
+        self.rule.apply(
+            slot, slot, grads, step=self.step + 1, lr=lr, no_decay=self._no_decay, divisor=divisor, skip=skip
+        )  # fmt: skip
+        self.model.zero_grad(set_to_none=True)
+        return norm, skip, total
+
+    def _slot(self) -> Slot:
+        return {name: {"param": tensor, **self._moments[name]} for name, tensor in self._local().items()}
+
+    @contextlib.contextmanager
+    def full_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
+        wrapped = self._wrapped()
+        for module in wrapped:
+            module.unshard()
+        try:
+            yield {name: parameter.data for name, parameter in self.model.named_parameters()}
+        finally:
+            for module in wrapped:
+                module.reshard()
+
+    def pieces(self) -> Iterator[Piece]:
+        for name, kinds in self._slot().items():
+            start, stop = self._ranges[name]
+            for kind, tensor in kinds.items():
+                if stop > start:
+                    yield Piece(name, kind, start, stop, tensor)
+
+    def load(self, read: Callable[[str, str, int, int, torch.Tensor], None]) -> None:
+        for piece in self.pieces():
+            read(piece.name, piece.kind, piece.start, piece.stop, piece.tensor)
+
+    def commit(self, step: int) -> None:
+        self.step = step
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().view(-1)
+
+
+class _TimedAllGather(AllGather):
+    """fully_shard's all-gather through our wrapper."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:  # a Pending, which like a Work has wait()
+        pending = collectives.all_gather(output_tensor, input_tensor, group, self._traffic)
+        return _as_asked(pending, async_op)
+
+
+class _TimedReduceScatter(ReduceScatter):
+    """fully_shard's reduce-scatter through our wrapper."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> Any:  # a Pending, which like a Work has wait()
+        assert op == dist.ReduceOp.SUM, f"gradients are summed, not reduced by {op}"
+        pending = collectives.reduce_scatter(output_tensor, input_tensor, group, self._traffic)
+        return _as_asked(pending, async_op)
+
+
+def _as_asked(pending: collectives.Pending, async_op: bool) -> collectives.Pending | None:
+    if async_op:
+        return pending
+    pending.wait()
+    return None

@@ -1,0 +1,154 @@
+"""The engine of one rank: nothing is sharded and nothing exchanged. It is also the plain twin of the sharded ones."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from phalanx.comm.mesh import Mesh
+from phalanx.optim import gradients
+from phalanx.optim.engine import Allocator, Piece, Shard
+from phalanx.optim.update import KINDS, MOMENTS, AdamW, Slot, make_slot, zeros
+
+# Gradients are widened to the master's type in portions, so that the copies stay small beside the state.
+PORTION_ELEMENTS = 2**26
+
+
+class Single:
+    """Holds fp32 (or fp64) master parameters and moments; under bf16 the model computes with a rounded copy of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[tuple[str, nn.Module]],
+        *,
+        mesh: Mesh,
+        rule: AdamW,
+        nominal_weight: int,
+        dtype: torch.dtype,
+        allocate: Allocator = zeros,
+    ) -> None:
+        """`model` is on meta; it is converted to `dtype` and takes memory in `initialise`."""
+        assert mesh.world == 1, "the single engine is for one rank"
+        self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
+        self.step = 0
+        self._allocate = allocate
+        self._master_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
+        self._narrow = dtype != self._master_dtype
+        model.to(dtype)
+        self._units = {name: [full for full, _ in unit.named_parameters(prefix=name)] for name, unit in units}
+        self._slot: Slot = {}
+        self._accumulated: dict[str, torch.Tensor] = {}
+        self._fold_grads = False
+        self._fresh = True  # no micro-batch of this step has begun
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
+
+    def initialise(self, fill: Callable[[Shard], None]) -> None:
+        self.model.to_empty(device=self.mesh.device)
+        parameters = self.parameters
+        sizes = [(name, parameter.numel()) for name, parameter in parameters.items()]
+        self._slot = make_slot(sizes, KINDS, self._master_dtype, self.mesh.device, self._allocate)
+        self._no_decay = frozenset(name for name, parameter in parameters.items() if parameter.dim() < 2)
+        for name, parameter in parameters.items():
+            fill(Shard(name, 0, parameter.numel(), tuple(parameter.shape), self._slot[name]["param"]))
+            if not self._narrow:
+                # The model computes with the master values themselves.
+                parameter.data = self._slot[name]["param"].view(parameter.shape)
+            else:
+                parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._fold(name, p))
+        self._round_into_model()
+
+    def begin_step(self, step: int, weight: int) -> None:
+        assert step == self.step + 1, (step, self.step)
+        self._weight = gradients.TotalWeight(weight, self.mesh.control, self.mesh.traffic)
+        self._accumulated, self._fresh = {}, True
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        # A gradient that is used at once need not be widened; one that others are added to must be.
+        self._fold_grads = self._narrow and not (last and self._fresh)
+        self._fresh = False
+        yield
+
+    def grads_ready(self, unit: str) -> None:
+        for name in self._units[unit]:
+            parameter = self.model.get_parameter(name)
+            if self._narrow:
+                self._fold(name, parameter)
+
+    def _fold(self, name: str, parameter: torch.Tensor) -> None:
+        """Add a narrow gradient to its wide accumulator: sums of micro-batches in bf16 would lose the small ones."""
+        if not self._fold_grads or parameter.grad is None:
+            return
+        if name in self._accumulated:
+            self._accumulated[name].add_(parameter.grad)
+        else:
+            self._accumulated[name] = parameter.grad.to(self._master_dtype)
+        parameter.grad = None
+
+    @torch.no_grad()
+    def finish_step(self, lr: float, clip: float | None) -> tuple[torch.Tensor, torch.Tensor, int]:
+        parameters = self.parameters
+        grads = self._accumulated or {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        total = self._weight.get()
+        squares = gradients.sum_of_squares(grads.values(), self._master_dtype, self.mesh.device)
+        norm, divisor, skip = gradients.fold(squares, nominal_weight=self.nominal_weight, total_weight=total, clip=clip)
+        for names in _portions(grads):
+            wide = {name: grads[name].reshape(-1).to(self._master_dtype) for name in names}
+            self.rule.apply(
+                self._slot,
+                self._slot,
+                wide,
+                step=self.step + 1,
+                lr=lr,
+                no_decay=self._no_decay,
+                divisor=divisor,
+                skip=skip,
+            )
+        self._accumulated = {}
+        for parameter in parameters.values():
+            parameter.grad = None
+        self._round_into_model()
+        return norm, skip, total
+
+    def _round_into_model(self) -> None:
+        if self._narrow:
+            parameters = self.parameters
+            masters = [self._slot[name]["param"].view(p.shape) for name, p in parameters.items()]
+            torch._foreach_copy_([p.data for p in parameters.values()], masters)
+
+    @contextlib.contextmanager
+    def full_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
+        yield {name: parameter.data for name, parameter in self.parameters.items()}
+
+    def pieces(self) -> Iterator[Piece]:
+        for name, kinds in self._slot.items():
+            for kind in KINDS:
+                yield Piece(name, kind, 0, kinds[kind].numel(), kinds[kind])
+
+    def load(self, read: Callable[[str, str, int, int, torch.Tensor], None]) -> None:
+        for name, kinds in self._slot.items():
+            for kind in ("param", *MOMENTS):
+                read(name, kind, 0, kinds[kind].numel(), kinds[kind])
+        self._round_into_model()
+
+    def commit(self, step: int) -> None:
+        self.step = step
+
+
+def _portions(grads: dict[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Cut the names into runs of at most PORTION_ELEMENTS elements (a larger tensor is a run of its own)."""
+    names: list[str] = []
+    elements = 0
+    for name, grad in grads.items():
+        if names and elements + grad.numel() > PORTION_ELEMENTS:
+            yield names
+            names, elements = [], 0
+        names.append(name)
+        elements += grad.numel()
+    if names:
+        yield names

@@ -1,0 +1,194 @@
+"""Everything that crosses a process boundary: placements, exit codes, events, step records, and the names of files.
+
+The seams between processes are files; this module is the only place that spells their names and their fields.
+Lines of `metrics.jsonl` and `events.jsonl` carry the attempt that wrote them; a reader keeps the last line of a step.
+"""
+
+import enum
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of `phalanx` and of its workers."""
+
+    DONE = 0
+    FAILED = 1  # an unexpected error; worth another attempt
+    CONFIG = 2  # a mistake in the recipe, the data or the run folder; never retried
+    STOPPED = 10  # asked to stop by a signal: finished the step, saved, left
+    OUT_OF_MEMORY = 11  # never retried unchanged
+
+
+class Kind(enum.StrEnum):
+    """Kinds of lines in `events.jsonl`."""
+
+    RUN_STARTED = "run_started"
+    RESOLVED = "resolved"  # an `auto` got its value: key, value, reason
+    ATTEMPT_STARTED = "attempt_started"  # pids by rank
+    RESUMED = "resumed"  # step, checkpoint
+    CHECKPOINT_SAVED = "checkpoint_saved"  # step, bytes, seconds
+    CHECKPOINT_FAILED = "checkpoint_failed"  # step, reason
+    CHECKPOINT_REFUSED = "checkpoint_refused"  # step, reason
+    EVALUATED = "evaluated"  # step, loss, tokens
+    STEP_SKIPPED = "step_skipped"  # step, reason
+    WORKER_DIED = "worker_died"  # rank, pid, signal or exit_code, reason
+    RESTARTED = "restarted"  # attempt
+    SIGNALLED = "signalled"  # signal
+    STOPPED = "stopped"  # step
+    FINISHED = "finished"  # step, seconds
+    EXPORTED = "exported"  # folder
+    WARNING = "warning"  # message
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where the ranks of one attempt meet: the TCP store's host and port. The rank that keeps the store has either its
+    socket, bound and listening, or is told to `serve`."""
+
+    host: str
+    port: int
+    listen_fd: int | None = None
+    serve: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one worker runs. `device` is "cpu" or an accelerator with its index; `attempt` counts from 1."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    node: int
+    device: str
+    store: StoreAddress | None  # None: one rank alone
+    attempt: int = 1
+
+
+@dataclass
+class StepRecord:
+    """One optimizer step as `metrics.jsonl` holds it. Times in seconds, memory in bytes, loss in nats per token."""
+
+    step: int  # steps done so far: the first step of a run is 1
+    attempt: int
+    loss: float | None  # None when it is not a finite number
+    grad_norm: float | None
+    lr: float
+    tokens: int  # valid tokens of this step, all ranks
+    total_tokens: int  # valid tokens since step 1
+    step_s: float
+    tokens_per_s: float
+    wait_s: float | None  # time this rank waited in collectives; None where the device hides it from the host
+    data_s: float  # time spent on making the batches
+    mfu: float | None  # model FLOPs over the devices' dense peak; None where no peak is known
+    mfu_causal: float | None  # the same with only the causal half of attention counted
+    memory_bytes: int  # peak on the worst rank
+    skipped: bool = False  # the update was not applied
+    time: float = field(default_factory=time.time)  # seconds since the epoch
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """File names of a run folder."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def versions(self) -> Path:
+        return self.root / "versions.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / "tokenizer"
+
+    @property
+    def hf_config(self) -> Path:
+        """The config.json of the Hugging Face folder that a run started from."""
+        return self.root / "tokenizer" / "config.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / ".lock"
+
+    def log(self, attempt: int, rank: int) -> Path:
+        return self.root / "logs" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"
+
+    def cause(self, attempt: int, rank: int) -> Path:
+        """Why a worker ended, written by itself."""
+        return self.root / "logs" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.cause.json"
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one JSON line with a single write, so that lines of several writers never mix."""
+    line = (json.dumps(record, allow_nan=False, default=str) + "\n").encode()
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(fd, line)
+    finally:
+        os.close(fd)
+
+
+def write_event(path: Path, kind: str, attempt: int, **details: Any) -> dict[str, Any]:
+    """Append an event (kind, time, attempt and details) to `events.jsonl` and return it."""
+    event = {"kind": str(kind), "time": time.time(), "attempt": attempt, **details}
+    append_line(path, event)
+    return event
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old content or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a JSON-lines file; a torn line (a writer died in it) is passed over."""
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """Step records in order of step; the last line of a step wins (a restarted attempt walks some steps again)."""
+    latest = {record["step"]: record for record in read_lines(path) if "step" in record}
+    return [latest[step] for step in sorted(latest)]

@@ -1,0 +1,274 @@
+"""What a run looks like in a terminal: a progress bar with events above it, or plain lines where there is no terminal.
+
+Nothing here starts a thread (the process that shows the bar may also be the one that forks), hides the cursor, or
+replaces `sys.stdout`: whatever kills the process, the terminal is left as it was.
+"""
+
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.records import Kind, RunPaths, read_lines
+from phalanx.report import words
+
+STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
+RATE_STEPS = 20  # the shown rate is a median over these many steps, so that one slow step does not shake it
+REDRAW_S = 0.08
+LINE_S, LINE_MOST_S = 10.0, 60.0  # between two lines without a terminal; the gap grows on long runs
+
+
+class Console:
+    """Shows the records of one run as they come.
+
+    `total_steps` is where the bar ends, `description` the word at its left, `stream` a text stream (standard output if
+    None). On a terminal there is a live bar; anywhere else a line at the first step, then about every ten seconds
+    (a minute on long runs) or every twentieth of the run, and every event. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, total_steps: int, description: str = "training", stream: TextIO | None = None) -> None:
+        self.total_steps = total_steps
+        self.description = description
+        stream = sys.stdout if stream is None else stream
+        terminal = stream.isatty()
+        # Without a terminal no line is folded: a log is read with other widths than the one guessed here.
+        self.rich = RichConsole(file=stream, width=None if terminal else 400, highlight=False, emoji=False)
+        self.step = 0
+        self._pid = os.getpid()
+        self._started = time.monotonic()
+        self._drawn = 0.0
+        self._line: tuple[int, float] | None = None  # step and time of the last line
+        self._unprinted = False
+        self._loss: float | None = None
+        self._step_s: deque[float] = deque(maxlen=RATE_STEPS)
+        self._tokens_per_s: deque[float] = deque(maxlen=RATE_STEPS)
+        self._live: Live | None = None
+        if terminal and not self.rich.is_dumb_terminal:
+            self._live = Live(
+                console=self.rich,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                get_renderable=self._bar,
+                vertical_overflow="crop",
+            )
+            self._live.start()
+            self.rich.show_cursor(True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        """Take a step record; a step that comes again after a restart moves the bar back."""
+        step = record.get("step")
+        if not isinstance(step, int):
+            return
+        self.step = step
+        self._loss = words.number(record, "loss")
+        for window, key in ((self._step_s, "step_s"), (self._tokens_per_s, "tokens_per_s")):
+            value = words.number(record, key)
+            if value is not None:
+                window.append(value)
+        if self._live is None:
+            self._step_line()
+        else:
+            self.tick()
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Print an event as a line (above the bar, where there is one)."""
+        kind = str(event.get("kind"))
+        if kind == Kind.WORKER_DIED and self._unprinted:
+            self._print_step()  # where the run stood belongs above what happened to it
+        sentence = words.sentence(event, self.step or None)
+        if kind == Kind.RESUMED and isinstance(event.get("step"), int):
+            self.step = event["step"]
+        self.say(sentence, kind, event.get("time"))
+
+    def say(self, text: str, kind: str = "", when: float | None = None) -> None:
+        """Print a line of text with the mark of `kind`, at `when` (seconds since the epoch; now if None)."""
+        mark = words.mark(kind)
+        style = STYLES[mark.tone]
+        line = Text(time.strftime("%H:%M:%S ", time.localtime(when)), style="dim")
+        line.append(f"{mark.ascii if self.rich.options.ascii_only else mark.symbol} ", style=style)
+        line.append(text, style=style if mark.tone in ("bad", "warn", "quiet") else "")
+        self.rich.print(line, soft_wrap=self._live is None)
+        self.tick()
+
+    def tick(self) -> None:
+        """Draw the bar again if that was not done just now; call it often, also while nothing happens."""
+        now = time.monotonic()
+        if self._live is not None and now - self._drawn >= REDRAW_S:
+            self._drawn = now
+            self._live.refresh()
+
+    def close(self) -> None:
+        """Draw the last state and leave the terminal clean. A forked child that gets here leaves it alone."""
+        if os.getpid() != self._pid:
+            return
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self._unprinted:
+            self._print_step()
+
+    def show(self, renderable: RenderableType) -> None:
+        """Print anything that rich can print, such as a summary."""
+        self.rich.print(renderable)
+
+    def _left_s(self) -> float | None:
+        return (self.total_steps - self.step) * statistics.median(self._step_s) if self._step_s else None
+
+    def _figures(self) -> list[str]:
+        """Loss, rate, time left and time elapsed, in the order in which a narrow terminal keeps them."""
+        rate, left = statistics.median(self._tokens_per_s) if self._tokens_per_s else None, self._left_s()
+        figures = [f"loss {self._loss:.4f}" if self._loss is not None else ""]
+        figures.append(f"{words.count(rate)} tokens/s" if rate is not None else "")
+        figures.append(f"{words.clock(left)} left" if left is not None and self.step < self.total_steps else "")
+        figures.append(f"{words.clock(time.monotonic() - self._started)} elapsed")
+        return [figure for figure in figures if figure]
+
+    def _bar(self) -> RenderableType:
+        done = f"{self.step}/{self.total_steps}"
+        figures = self._figures()
+        room = self.rich.width - len(self.description) - len(done) - 4
+        while figures and sum(len(figure) + 2 for figure in figures) + 10 > room:
+            figures.pop()
+        grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        cells: list[RenderableType] = [
+            Text(self.description, style="bold"),
+            ProgressBar(total=max(1, self.total_steps), completed=min(self.step, self.total_steps)),
+            Text(done),
+            *(Text(figure, style="cyan" if index == 0 else "") for index, figure in enumerate(figures)),
+        ]
+        for index, _ in enumerate(cells):
+            grid.add_column(ratio=1 if index == 1 else None, no_wrap=True)
+        grid.add_row(*cells)
+        return grid
+
+    def _step_line(self) -> None:
+        now = time.monotonic()
+        self._unprinted = True
+        gap_s = min(LINE_MOST_S, max(LINE_S, (now - self._started) / 30))
+        due = self._line is None or now - self._line[1] >= gap_s or self.step >= self.total_steps
+        if due or (self._line is not None and abs(self.step - self._line[0]) * 20 >= self.total_steps):
+            self._print_step()
+
+    def _print_step(self) -> None:
+        self._line = (self.step, time.monotonic())
+        self._unprinted = False
+        if self._live is None:
+            parts = [f"{self.description} step {self.step}/{self.total_steps}", *self._figures()]
+            self.say("  ".join(parts))
+
+
+class _Tail:
+    """The complete new lines of a growing JSON-lines file that need not exist yet."""
+
+    def __init__(self, path: Path, offset: int) -> None:
+        self.path = path
+        self.offset = offset
+
+    def read(self) -> list[dict[str, Any]]:
+        try:
+            if os.stat(self.path).st_size <= self.offset:
+                return []
+        except FileNotFoundError:
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            text = file.read()
+        end = text.rfind(b"\n") + 1  # what follows is a line that its writer has not finished
+        self.offset += end
+        return [record for line in text[:end].splitlines() if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None  # a writer died in this line
+    return record if isinstance(record, dict) else None
+
+
+class Follower:
+    """Feeds a console from the files that a run writes.
+
+    With `from_start` everything in the files is shown; without it only what is written from now on, which is what a
+    command wants that resumes a run. Reading needs nothing of the run but its folder, so the run may die at any point.
+    """
+
+    def __init__(self, paths: RunPaths, console: Console, from_start: bool = False) -> None:
+        self.console = console
+        self._steps = _Tail(paths.metrics, 0 if from_start else _length(paths.metrics))
+        self._events = _Tail(paths.events, 0 if from_start else _length(paths.events))
+
+    def poll(self) -> None:
+        """Show the complete lines written since the last call, in order of time."""
+        found = [(words.number(record, "time") or 0.0, True, record) for record in self._steps.read()]
+        found += [(words.number(record, "time") or 0.0, False, record) for record in self._events.read()]
+        for _, is_step, record in sorted(found, key=lambda entry: entry[0]):
+            if is_step:
+                self.console.on_step(record)
+            else:
+                self.console.on_event(record)
+        self.console.tick()
+
+
+def _length(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def summary(paths: RunPaths) -> RenderableType:
+    """The closing box of a run, from its records: folder, last step, losses, checkpoint, export and report."""
+    # the last line, not the highest step: after a restart steps are walked again
+    last: dict[str, Any] = next(iter(deque(read_lines(paths.metrics), maxlen=1)), {})
+    events = {str(event.get("kind")): event for event in read_lines(paths.events)}
+    rows = [("run", str(paths.root))]
+    if "step" in last:
+        rows.append(("last step", str(last["step"])))
+    if (loss := words.number(last, "loss")) is not None:
+        rows.append(("loss", f"{loss:.4f}"))
+    if (held_out := words.number(events.get(Kind.EVALUATED, {}), "loss")) is not None:
+        rows.append(("held-out loss", f"{held_out:.4f}  (perplexity {words.perplexity(held_out)})"))
+    if (checkpoint := _checkpoint(paths, events.get(Kind.CHECKPOINT_SAVED, {}).get("step"))) is not None:
+        rows.append(("checkpoint", str(checkpoint)))
+    if folder := events.get(Kind.EXPORTED, {}).get("folder"):
+        rows.append(("export", str(folder)))
+    if paths.report.exists():
+        rows.append(("report", str(paths.report)))
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")  # a path that is cut short is of no use
+    for name, value in rows:
+        grid.add_row(name, Text(value))
+    return Panel.fit(grid, title="phalanx", title_align="left", border_style="green", padding=(0, 1))
+
+
+def _checkpoint(paths: RunPaths, step: object) -> Path | None:
+    """The folder of the checkpoint of `step`: the one whose name ends in that number."""
+    if not paths.checkpoints.is_dir():
+        return None
+    for folder in paths.checkpoints.iterdir():
+        digits = re.search(r"(\d+)$", folder.name)
+        if digits and int(digits[1]) == step:
+            return folder
+    return paths.checkpoints

@@ -1,0 +1,180 @@
+"""What the records of a run tell: which steps count, what happened after which step, how the run stands."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from phalanx.errors import RunError
+from phalanx.records import Kind, RunPaths, read_lines
+from phalanx.report import words
+
+Record = dict[str, Any]
+
+POINTS = 4000  # more than these in a curve are thinned; the extremes of every stretch stay
+ALIVE_S = 60.0  # a run whose last line is younger than this is taken to be running
+
+
+@dataclass
+class Run:
+    """The records of a run, sorted out: `kept` are the steps that count, in order; `lost` were walked again."""
+
+    name: str
+    kept: list[Record]
+    lost: list[Record]
+    events: list[Record]
+    config_text: str
+    config: Record
+    versions: Record
+    began: float  # seconds since the epoch, of the first line
+    ended: float  # of the last line
+
+
+def read_run(paths: RunPaths) -> Run:
+    """Read the records of a run folder. Raises RunError where it holds neither metrics nor events."""
+    if not paths.metrics.exists() and not paths.events.exists():
+        raise RunError(
+            f"{paths.root} holds neither {paths.metrics.name} nor {paths.events.name}, so there is nothing to report; "
+            "name the folder of a run"
+        )
+    kept, lost = split_attempts(read_lines(paths.metrics))
+    events = sorted(read_lines(paths.events), key=lambda event: words.number(event, "time") or 0.0)
+    times = [moment for record in [*kept, *lost, *events] if (moment := words.number(record, "time"))]
+    config_text = paths.config.read_text(encoding="utf-8", errors="replace") if paths.config.exists() else ""
+    return Run(
+        name=paths.root.resolve().name,
+        kept=kept,
+        lost=lost,
+        events=events,
+        config_text=config_text,
+        config=_parsed(config_text),
+        versions=next(iter(_json_objects(paths.versions)), {}),
+        began=min(times, default=0.0),
+        ended=max(times, default=0.0),
+    )
+
+
+def split_attempts(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+    """Split step records, in the order of the file, into the trajectory that counts and the steps walked in vain.
+
+    A step that comes again takes back itself and all later steps: they were lost and walked again. A line of an older
+    attempt than the newest seen comes from a late writer and is lost too.
+    """
+    kept: list[Record] = []
+    lost: list[Record] = []
+    newest = 0
+    for record in records:
+        step, attempt = record.get("step"), record.get("attempt", 1)
+        if not isinstance(step, int) or not isinstance(attempt, int):
+            continue
+        if attempt < newest:
+            lost.append(record)
+            continue
+        newest = attempt
+        while kept and kept[-1]["step"] >= step:
+            lost.append(kept.pop())
+        kept.append(record)
+    return kept, sorted(lost, key=lambda record: (record.get("attempt", 1), record["step"]))
+
+
+def after_steps(run: Run) -> list[tuple[Record, int | None]]:
+    """Every event with the step that had been recorded last when it happened (None before the first)."""
+    timed = [(words.number(record, "time") or 0.0, record["step"]) for record in [*run.kept, *run.lost]]
+    timed.sort(key=lambda entry: entry[0])
+    found: list[tuple[Record, int | None]] = []
+    position = 0
+    for event in run.events:
+        while position < len(timed) and timed[position][0] <= (words.number(event, "time") or 0.0):
+            position += 1
+        found.append((event, timed[position - 1][1] if position else None))
+    return found
+
+
+def deaths(run: Run) -> dict[int, tuple[Record, int | None]]:
+    """By attempt, the worker that died first (others may follow it down) and the step it died after."""
+    deaths: dict[int, tuple[Record, int | None]] = {}
+    for event, after_step in after_steps(run):
+        if event.get("kind") == Kind.WORKER_DIED:
+            deaths.setdefault(event.get("attempt", 1), (event, after_step))
+    return deaths
+
+
+def attempts(run: Run) -> int:
+    numbers = [record.get("attempt") for record in [*run.kept, *run.lost, *run.events]]
+    return max((number for number in numbers if isinstance(number, int)), default=1)
+
+
+def status(run: Run, now: float) -> tuple[str, str]:
+    """How the run stands, as (word, tone): by its last telling event, and by the age of its last line."""
+    for event in reversed(run.events):
+        match event.get("kind"):
+            case Kind.FINISHED:
+                return "finished", "good"
+            case Kind.STOPPED:
+                return "stopped", "warn"
+            case Kind.WORKER_DIED:  # and nothing was started after it
+                return "died", "bad"
+            case Kind.RUN_STARTED | Kind.ATTEMPT_STARTED | Kind.RESUMED | Kind.RESTARTED:
+                break
+    return ("running", "info") if now - run.ended < ALIVE_S else ("not finished", "quiet")
+
+
+def smooth(values: Sequence[float | None]) -> list[float | None]:
+    """A curve averaged with weights that fall exponentially to both sides (so it does not lag); a gap (None) stays one.
+
+    The reach grows with the curve, from a few steps to about a hundred.
+    """
+    decay = 1 - 2 / (1 + min(100.0, max(3.0, len(values) / 50)))
+
+    def sums(ordered: Iterable[float | None]) -> list[tuple[float, float]]:
+        total = weight = 0.0
+        found = []
+        for value in ordered:
+            total = decay * total + (value or 0.0)
+            weight = decay * weight + (value is not None)
+            found.append((total, weight))
+        return found
+
+    before, after = sums(values), sums(reversed(values))[::-1]
+    return [
+        None if value is None else (left[0] + right[0] - value) / (left[1] + right[1] - 1)
+        for value, left, right in zip(values, before, after, strict=True)
+    ]
+
+
+def thin(losses: Sequence[float | None], times: Sequence[float | None], points: int = POINTS) -> list[int]:
+    """Which steps to draw when there are more than `points`: the extremes of loss and of step time in every stretch."""
+    count = len(losses)
+    if count <= points:
+        return list(range(count))
+    stretch = -(-count * 4 // points)
+    chosen = {0, count - 1}
+    for start in range(0, count, stretch):
+        for values in (losses, times):
+            known = [(value, i) for i in range(start, min(count, start + stretch)) if (value := values[i]) is not None]
+            if known:
+                chosen |= {min(known)[1], max(known)[1]}
+    return sorted(chosen)
+
+
+def _parsed(text: str) -> Record:
+    """The configuration, for a few facts in the header; one that is not a YAML mapping is only shown as text."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _json_objects(path: Path) -> list[Record]:
+    """The one JSON object of a file, or none where the file is missing or torn."""
+    if not path.exists():
+        return []
+    try:
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except json.JSONDecodeError:
+        return []
+    return [value] if isinstance(value, dict) else []

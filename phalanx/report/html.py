@@ -1,0 +1,298 @@
+"""The report of a run: one HTML file made from its records alone, that opens without a network."""
+
+import html
+import json
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from plotly.offline import get_plotlyjs
+
+from phalanx.errors import RunError
+from phalanx.records import Kind, RunPaths, write_atomic
+from phalanx.report import page, words
+from phalanx.report.history import POINTS, Record, Run, after_steps, attempts, deaths, read_run, smooth, status, thin
+
+COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "data_s", "mfu", "mfu_causal", "memory_bytes")
+SHAPES = {  # how an event is drawn on the curves: (class, line from top to bottom)
+    Kind.WORKER_DIED: ("died", True),
+    Kind.RESTARTED: ("restarted", False),
+    Kind.RESUMED: ("resumed", True),
+    Kind.STOPPED: ("stopped", True),
+    Kind.CHECKPOINT_SAVED: ("saved", False),
+    Kind.CHECKPOINT_FAILED: ("failed", False),
+    Kind.CHECKPOINT_REFUSED: ("failed", False),
+    Kind.STEP_SKIPPED: ("skipped", False),
+}
+
+
+def write(paths: RunPaths) -> Path:
+    """Write `report.html` into the run folder, atomically, and return its path.
+
+    Any of the records may be missing, empty or torn. Raises RunError where there is neither a metrics nor an events
+    file (that is no run folder), and where the folder cannot be written.
+    """
+    run = read_run(paths)
+    # Everything outside ASCII is escaped, so that the file means the same under any locale and any server's charset.
+    script = get_plotlyjs().encode("ascii", "backslashreplace").decode()
+    drawing = payload(run)
+    text = page.render(
+        title=html.escape(run.name),
+        header=_header(run),
+        tiles=_tiles(run),
+        incidents=_incidents(run),
+        curves=_curves(drawing["charts"]),
+        records=_records(run),
+        footer=f"Made {_moment(time.time())} from the records of the run, which can be read without this page.",
+        payload=to_script(drawing),
+        plotly=script if drawing["charts"] else "",
+    )
+    try:
+        write_atomic(paths.report, text.encode("ascii", "xmlcharrefreplace").decode())
+    except OSError as error:
+        raise RunError(
+            f"the report {paths.report} could not be written ({error.strerror or error}), so there is none; "
+            "make the folder writable or free some space, then run `phalanx report` again"
+        ) from error
+    return paths.report
+
+
+def payload(run: Run) -> Record:
+    """What the page's script draws: charts, columns of numbers (None for what is not known), evaluations, events."""
+    losses = [words.number(record, "loss") for record in run.kept]
+    drawn = thin(losses, [words.number(record, "step_s") for record in run.kept])
+    kept = _columns([run.kept[i] for i in drawn], run.began)
+    smoothed = smooth(losses)
+    kept["smooth"] = [_rounded(smoothed[i]) for i in drawn]
+    evaluations = {event.get("step"): event for event in run.events if event.get("kind") == Kind.EVALUATED}
+    held_out = [evaluations[step] for step in sorted(step for step in evaluations if isinstance(step, int))]
+    lost = _columns(run.lost[-POINTS:], run.began)
+    lost["smooth"] = [None] * len(lost["step"])
+    return {
+        "charts": [chart for chart in charts(run) if _filled(chart, kept) or _filled(chart, lost)],
+        "kept": kept,
+        "lost": lost,
+        "heldOut": _columns(held_out, run.began),
+        "events": _marks(run),
+        "duration": run.ended - run.began,
+    }
+
+
+def to_script(value: object) -> str:
+    """JSON that is safe inside a script element, in ASCII and without NaN."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def charts(run: Run) -> list[Record]:
+    """The charts that the records can fill: id, title, unit, traces (name, column, colour, style) and the y axis."""
+    norms = [value for record in run.kept if (value := words.number(record, "grad_norm")) is not None and value > 0]
+    times = sorted(value for record in run.kept if (value := words.number(record, "step_s")) is not None)
+    waits = any(words.number(record, "wait_s") is not None for record in run.kept)
+    usual = times[int(0.98 * (len(times) - 1))] if times else 0.0
+    capped = bool(times) and times[-1] > 3 * usual  # a first step that compiles would flatten all others
+    wide = bool(norms) and max(norms) > 30 * min(norms)
+    note = f"a step of {words.seconds(times[-1])} reaches out of the picture" if capped else ""
+    found = [
+        _chart("loss", "Loss", "nats per token", [_trace("train", "loss", "blue", "faint"),
+               _trace("train, smoothed", "smooth", "blue", "bold")], wide=True),
+        _chart("speed", "Throughput", "tokens/s", [_trace("tokens/s", "tokens_per_s", "teal")], zero=True),
+        _chart("time", "Step time", "s", [_trace("compute", "compute_s", "blue", "area"),
+               _trace("data", "data_s", "violet", "area"), _trace("wait", "wait_s", "orange", "area")]
+               if waits else [_trace("step", "step_s", "blue", "area")],
+               zero=True, top=1.1 * max(value for value in times if value <= 3 * usual) if capped else None, note=note),
+        _chart("memory", "Memory", "GiB, peak of the fullest rank", [_trace("memory", "memory_gib", "violet", "area")],
+               zero=True),
+        _chart("lr", "Learning rate", "", [_trace("learning rate", "lr", "orange")], zero=True),
+        _chart("norm", "Gradient norm", "before clipping" + (", logarithmic" if wide else ""),
+               [_trace("norm", "grad_norm", "teal")], log=wide),
+    ]  # fmt: skip
+    if any(words.number(record, "mfu") is not None for record in run.kept):
+        traces = [_trace("all of attention", "mfu", "blue"), _trace("causal half", "mfu_causal", "teal")]
+        found.append(_chart("mfu", "Model FLOPs utilisation", "share of dense peak", traces, zero=True, percent=True))
+    return found
+
+
+def _chart(id: str, title: str, unit: str, traces: list[Record], **options: Any) -> Record:
+    return {"id": id, "title": title, "unit": unit, "traces": traces, **options}
+
+
+def _filled(chart: Record, columns: Record) -> bool:
+    return any(value is not None for trace in chart["traces"] for value in columns[trace["column"]])
+
+
+def _trace(name: str, column: str, color: str, style: str = "line") -> Record:
+    return {"name": name, "column": column, "color": color, "style": style}
+
+
+def _columns(records: Sequence[Record], began: float) -> Record:
+    """Records as columns: step, attempt, t (seconds since the run began), and numbers of six digits, or None."""
+    columns: Record = {"step": [record["step"] for record in records]}
+    columns["attempt"] = [record.get("attempt", 1) for record in records]
+    moments = [words.number(record, "time") for record in records]
+    columns["t"] = [None if moment is None else round(moment - began, 3) for moment in moments]
+    for name in COLUMNS:
+        columns[name] = [_rounded(words.number(record, name)) for record in records]
+    columns["memory_gib"] = [None if value is None else value / 2**30 for value in columns.pop("memory_bytes")]
+    parts = zip(columns["step_s"], columns["wait_s"], columns["data_s"], strict=True)
+    columns["compute_s"] = [
+        None if whole is None else _rounded(max(0.0, whole - (wait or 0.0) - (data or 0.0)))
+        for whole, wait, data in parts
+    ]
+    return columns
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _marks(run: Run) -> list[Record]:
+    """The events that are drawn on the curves: step, t, text, class and whether a line crosses the chart."""
+    marks = []
+    for event, after_step in after_steps(run):
+        if event.get("kind") not in SHAPES or (moment := words.number(event, "time")) is None:
+            continue
+        shape, crosses = SHAPES[event["kind"]]
+        step = event["step"] if isinstance(event.get("step"), int) else after_step
+        text = html.escape(words.sentence(event, after_step))  # plotly reads some HTML in hover texts
+        marks.append({"step": step or 0, "t": round(moment - run.began, 3), "text": text, "class": shape})
+        marks[-1]["crosses"] = crosses
+    return marks
+
+
+def _header(run: Run) -> str:
+    word, tone = status(run, time.time())
+    started: Record = next((event for event in run.events if event.get("kind") == Kind.RUN_STARTED), {})
+    model = run.config.get("model")
+    model = model if isinstance(model, dict) else {}
+    facts = [str(model[key]) for key in ("preset", "name", "family") if isinstance(model.get(key), str)][:1]
+    if parameters := words.number(started, "parameters"):
+        facts.append(f"{words.count(parameters)} parameters")
+    if world := words.number(started, "world"):
+        facts.append(f"{world:.0f} rank{'s' if world > 1 else ''}")
+    facts += [str(started["device"])] if started.get("device") else []
+    facts += [f"began {_moment(run.began)}"] if run.began else []
+    shown = "".join(f"<span>{html.escape(fact)}</span>" for fact in facts)
+    heading = f'<h1>{html.escape(run.name)} <span class="pill {tone}">{html.escape(word)}</span></h1>'
+    return f'{heading}<p class="facts">{shown}</p>'
+
+
+def _tiles(run: Run) -> str:
+    tiles: list[tuple[str, str, str]] = []
+    last: Record = run.kept[-1] if run.kept else {}
+    train = run.config.get("train")
+    total = train.get("steps") if isinstance(train, dict) else None
+    tiles.append(("steps", f"{last.get('step', 0):,}", f"of {total:,}" if isinstance(total, int) else ""))
+    smoothed = smooth([words.number(record, "loss") for record in run.kept])
+    loss = words.number(last, "loss")
+    near = smoothed[-1] if smoothed else None
+    tiles.append(("last loss", _fixed(loss), f"smoothed {near:.4f}" if near is not None else ""))
+    evaluated: list[Record] = [event for event in run.events if event.get("kind") == Kind.EVALUATED]
+    held_out = words.number(evaluated[-1], "loss") if evaluated else None
+    tiles.append(("held-out loss", _fixed(held_out), f"perplexity {words.perplexity(held_out)}" if held_out else ""))
+    tokens = words.number(last, "total_tokens")
+    tiles.append(("tokens", words.count(tokens) if tokens is not None else "-", "trained on"))
+    step_s = _numbers(run.kept, "step_s")
+    mean = sum(_numbers(run.kept, "tokens")) / sum(step_s) if sum(step_s) > 0 else None
+    tiles.append(("mean speed", words.count(mean) if mean is not None else "-", "tokens/s"))
+    waits = _numbers(run.kept, "wait_s")
+    share = f"{100 * sum(waits) / sum(step_s):.0f} % of it waiting" if waits and sum(step_s) > 0 else ""
+    tiles.append(("median step", words.seconds(statistics.median(step_s)) if step_s else "-", share))
+    mfu = _numbers(run.kept, "mfu")
+    if mfu:
+        causal = _numbers(run.kept, "mfu_causal")
+        note = f"{100 * statistics.median(causal):.1f} % with the causal half" if causal else ""
+        tiles.append(("median MFU", f"{100 * statistics.median(mfu):.1f} %", note))
+    memory = _numbers([*run.kept, *run.lost], "memory_bytes")
+    tiles.append(("peak memory", words.size(max(memory)) if memory else "-", "fullest rank"))
+    tries = attempts(run)
+    tiles.append(("total time", words.seconds(run.ended - run.began), f"{tries} attempt{'s' if tries > 1 else ''}"))
+    incidents = len(deaths(run))
+    tiles.append(("incidents", str(incidents), f"{len(run.lost)} steps walked again" if incidents else "none died"))
+    return "".join(
+        f'<div class="tile"><dt>{name}</dt><dd>{html.escape(value)}</dd><p>{html.escape(note)}</p></div>'
+        for name, value, note in tiles
+    )
+
+
+def _numbers(records: Iterable[Record], key: str) -> list[float]:
+    return [value for record in records if (value := words.number(record, key)) is not None]
+
+
+def _fixed(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _incidents(run: Run) -> str:
+    """One line for each incident: what died, how long to the next step, how many steps were walked again."""
+    lines = []
+    for attempt, (event, after_step) in deaths(run).items():
+        died = words.number(event, "time") or run.began
+        after = [record for record in [*run.kept, *run.lost] if record.get("attempt", 1) > attempt]
+        moments = [moment for moment in _numbers(after, "time") if moment >= died]
+        again = sum(1 for record in run.lost if record.get("attempt", 1) == attempt)
+        back = f"the next step was done {words.seconds(min(moments) - died)} later" if moments else "no step followed"
+        walked = f", {again} step{'s' if again != 1 else ''} walked again" if moments else ""
+        what = html.escape(words.sentence(event, after_step))
+        lines.append(f"<li><b>{what}</b><span>{back}{walked}</span></li>")
+    return f'<ul class="incidents">{"".join(lines)}</ul>' if lines else ""
+
+
+def _curves(drawn: list[Record]) -> str:
+    if not drawn:
+        return '<div class="bar"><h2>Curves</h2></div><div class="card empty">No step has been recorded yet.</div>'
+    buttons = (
+        '<button type="button" data-mode="step" aria-pressed="true">by step</button>'
+        '<button type="button" data-mode="time" aria-pressed="false">by time</button>'
+    )
+    hint = '<div class="hint">drag to zoom, double-click to go back</div>'
+    legend = f'<h2>Curves</h2><div class="legend"></div>{hint}'
+    bar = f'<div class="bar">{legend}<div class="switch">{buttons}</div></div>'
+    return f'{bar}<div class="grid">{"".join(_card(chart) for chart in drawn)}</div>'
+
+
+def _card(chart: Record) -> str:
+    wide = " wide" if chart.get("wide") else ""
+    note = f" &middot; {html.escape(chart['note'])}" if chart.get("note") else ""
+    unit = f"<span>{html.escape(chart['unit'])}{note}</span>"
+    head = f"<h3>{html.escape(chart['title'])}{unit}</h3>"
+    return f'<section class="card{wide}">{head}<div class="plot" id="plot-{chart["id"]}"></div></section>'
+
+
+def _records(run: Run) -> str:
+    """Events, resolved configuration and versions, below the curves."""
+    rows = []
+    for event, after_step in after_steps(run):
+        mark = words.mark(str(event.get("kind")))
+        moment = words.number(event, "time")
+        cells = [words.clock(moment - run.began), _moment(moment)] if moment is not None else ["", ""]
+        cells.append(str(event.get("attempt", "")))
+        sentence = html.escape(words.sentence(event, after_step))
+        head = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+        rows.append(f'<tr class="{mark.tone}">{head}<td><i>{mark.symbol}</i>{sentence}</td></tr>')
+    titles = "<tr><th>after</th><th>at</th><th>attempt</th><th>what happened</th></tr>"
+    table = (
+        f'<div class="scroll"><table class="events"><thead>{titles}</thead><tbody>{"".join(rows)}</tbody></table></div>'
+    )
+    parts = [f'<section class="card"><h3>Events</h3>{table if rows else "<p>No events were recorded.</p>"}</section>']
+    if run.config_text:
+        config = f"<pre>{html.escape(run.config_text)}</pre>"
+        parts.append(f'<details class="card"><summary>Resolved configuration</summary>{config}</details>')
+    if run.versions:
+        pairs = "".join(
+            f"<tr><th>{html.escape(str(key))}</th><td>{html.escape(_plain(value))}</td></tr>"
+            for key, value in run.versions.items()
+        )
+        table = f'<div class="scroll"><table class="versions"><tbody>{pairs}</tbody></table></div>'
+        parts.append(f'<details class="card"><summary>Versions</summary>{table}</details>')
+    return "".join(parts)
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _moment(value: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))

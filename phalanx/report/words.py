@@ -1,0 +1,209 @@
+"""Plain words for what the records say: one sentence per event, and numbers as people write them."""
+
+import math
+import signal
+from typing import Any, NamedTuple
+
+from phalanx.records import ExitCode, Kind
+
+
+class Mark(NamedTuple):
+    """How an event is shown: a symbol, its twin for terminals without Unicode, and a tone.
+
+    Tones: "bad", "warn", "good", "info" and "quiet"; each display gives them colours of its own.
+    """
+
+    symbol: str
+    ascii: str
+    tone: str
+
+
+_MARKS = {
+    Kind.RUN_STARTED: Mark("▶", ">", "info"),
+    Kind.RESOLVED: Mark("·", "-", "quiet"),
+    Kind.ATTEMPT_STARTED: Mark("·", "-", "quiet"),
+    Kind.RESUMED: Mark("↻", "@", "info"),
+    Kind.CHECKPOINT_SAVED: Mark("·", "-", "quiet"),
+    Kind.CHECKPOINT_FAILED: Mark("!", "!", "bad"),
+    Kind.CHECKPOINT_REFUSED: Mark("!", "!", "warn"),
+    Kind.EVALUATED: Mark("◆", "*", "info"),
+    Kind.STEP_SKIPPED: Mark("!", "!", "warn"),
+    Kind.WORKER_DIED: Mark("✗", "X", "bad"),
+    Kind.RESTARTED: Mark("↻", "@", "warn"),
+    Kind.SIGNALLED: Mark("!", "!", "warn"),
+    Kind.STOPPED: Mark("■", "#", "warn"),
+    Kind.FINISHED: Mark("✓", "+", "good"),
+    Kind.EXPORTED: Mark("✓", "+", "good"),
+    Kind.WARNING: Mark("!", "!", "warn"),
+}
+
+
+def mark(kind: str) -> Mark:
+    """The mark of a kind of event; a kind that this version does not know gets a quiet one."""
+    return _MARKS[Kind(kind)] if kind in _MARKS else Mark("·", "-", "quiet")
+
+
+def seconds(value: float) -> str:
+    """A duration given in seconds, in two units at most: `85 ms`, `4.2 s`, `3 min 05 s`, `2 h 10 min`, `3 d 04 h`."""
+    if value < 0.9995:
+        return f"{value * 1000:.3g} ms" if value > 0 else "0 s"
+    if value < 59.95:
+        return f"{value:.1f} s"
+    whole = round(value)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(value / 60)
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = round(value / 3600)
+    return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def clock(value: float) -> str:
+    """A duration given in seconds as a clock shows it: `1:05`, `2:03:09`."""
+    whole = max(0, round(value))
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def size(count_bytes: float) -> str:
+    """A number of bytes in binary units: `512 B`, `1.5 MiB`, `79.6 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count_bytes < 999.5:
+            return f"{count_bytes:.3g} {unit}"
+        count_bytes /= 1024
+    return f"{count_bytes:.4g} TiB"
+
+
+def count(value: float) -> str:
+    """A large number in three digits: `950`, `12.4k`, `1.24M`, `8.03B`, `15T`."""
+    for unit in ("", "k", "M", "B"):
+        if abs(value) < 999.5:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.4g}T"
+
+
+def perplexity(loss: float) -> str:
+    """e to the loss (nats per token), as text; a loss too large for a double has none worth printing."""
+    return f"{math.exp(loss):,.1f}" if loss < 20 else "over 1e8"
+
+
+def number(event: dict[str, Any], key: str) -> float | None:
+    """A finite number of a record, or None where it is missing, null, not finite or not a number."""
+    value = event.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
+    """One event in plain words, without its mark and its time.
+
+    `after_step` is the last step known when the event happened, for events that carry none. Details that are missing
+    (an older or a foreign writer) are left out; a kind that this version does not know is spelled out with its details.
+    """
+    match event.get("kind"):
+        case Kind.RUN_STARTED:
+            return "run started" + _started(event)
+        case Kind.RESOLVED:
+            return f"{event.get('key', 'a setting')} = {event.get('value')}" + _because(event)
+        case Kind.ATTEMPT_STARTED:
+            return f"attempt {event.get('attempt', '?')} started" + _pids(event)
+        case Kind.RESUMED:
+            return f"resumed from the checkpoint of step {event.get('step', '?')}"
+        case Kind.CHECKPOINT_SAVED:
+            return f"checkpoint of step {event.get('step', '?')} saved" + _cost(event)
+        case Kind.CHECKPOINT_FAILED:
+            return f"checkpoint of step {event.get('step', '?')} could not be saved" + _because(event)
+        case Kind.CHECKPOINT_REFUSED:
+            return f"checkpoint of step {event.get('step', '?')} was not used" + _because(event)
+        case Kind.EVALUATED:
+            return "held-out loss" + _evaluated(event)
+        case Kind.STEP_SKIPPED:
+            return f"step {event.get('step', '?')} skipped" + _because(event)
+        case Kind.WORKER_DIED:
+            return _died(event, after_step)
+        case Kind.RESTARTED:
+            return f"starting again: attempt {event.get('attempt', '?')}" + _because(event)
+        case Kind.SIGNALLED:
+            return f"got {signal_name(event.get('signal'))}: finishing the step, saving, then leaving"
+        case Kind.STOPPED:
+            return "stopped" + _after(event, after_step) + "; the same command goes on from here"
+        case Kind.FINISHED:
+            took = number(event, "seconds")
+            return "finished" + _after(event, after_step) + (f" in {seconds(took)}" if took is not None else "")
+        case Kind.EXPORTED:
+            return f"exported to {event.get('folder', '?')}"
+        case Kind.WARNING:
+            return str(event.get("message", "warning"))
+    details = {key: value for key, value in event.items() if key not in ("kind", "time", "attempt")}
+    return ", ".join([str(event.get("kind") or "event"), *(f"{key} {value}" for key, value in details.items())])
+
+
+def signal_name(value: object) -> str:
+    """`SIGKILL` for 9, "9" or "SIGKILL"; a number without a name stays `signal 99`."""
+    text = str(value)
+    if not text.isdecimal():
+        return text
+    known = {int(member): member.name for member in signal.Signals}
+    return known.get(int(text), f"signal {text}")
+
+
+def _because(event: dict[str, Any]) -> str:
+    reason = event.get("reason")
+    return f": {reason}" if reason else ""
+
+
+def _after(event: dict[str, Any], after_step: int | None) -> str:
+    step = event.get("step", after_step)
+    return f" after step {step}" if step is not None else ""
+
+
+def _started(event: dict[str, Any]) -> str:
+    parts = []
+    parameters, world = number(event, "parameters"), number(event, "world")
+    if parameters:
+        parts.append(f"{count(parameters)} parameters")
+    if world:
+        parts.append(f"{world:.0f} rank{'s' if world > 1 else ''}")
+    if event.get("device"):
+        parts.append(f"on {event['device']}")
+    return f": {', '.join(parts)}" if parts else ""
+
+
+def _pids(event: dict[str, Any]) -> str:
+    pids = event.get("pids")
+    if isinstance(pids, dict):
+        pids = list(pids.values())
+    if not isinstance(pids, list) or not pids:
+        return ""
+    shown = ", ".join(str(pid) for pid in pids[:8]) + (", ..." if len(pids) > 8 else "")
+    return f" with {len(pids)} rank{'s' if len(pids) > 1 else ''} (pid {shown})"
+
+
+def _cost(event: dict[str, Any]) -> str:
+    written, took = number(event, "bytes"), number(event, "seconds")
+    parts = [size(written)] if written is not None else []
+    parts += [seconds(took)] if took is not None else []
+    return f" ({' in '.join(parts)})" if parts else ""
+
+
+def _evaluated(event: dict[str, Any]) -> str:
+    loss = number(event, "loss")
+    if loss is None:
+        return f" is not a number{_after(event, None)}"
+    return f" {loss:.4f}, perplexity {perplexity(loss)}{_after(event, None)}"
+
+
+def _died(event: dict[str, Any], after_step: int | None) -> str:
+    pid = f" (pid {event['pid']})" if event.get("pid") is not None else ""
+    if event.get("signal"):
+        cause = f"was killed by {signal_name(event['signal'])}"
+    elif event.get("exit_code") == ExitCode.OUT_OF_MEMORY:
+        cause = f"ran out of memory (exit code {int(ExitCode.OUT_OF_MEMORY)})"
+    elif event.get("exit_code") is not None:
+        cause = f"ended with exit code {event['exit_code']}"
+    else:
+        cause = "died"
+    return f"rank {event.get('rank', '?')}{pid} {cause}{_after(event, after_step)}{_because(event)}"

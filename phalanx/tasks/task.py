@@ -1,0 +1,53 @@
+"""What one batch means. A task never sees a rank: weights are counts of this batch alone, and losses are sums."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from phalanx.models.draws import Draws
+
+
+class SampleLike(Protocol):
+    """What a loader hands over: tokens of shape (seq_len + 1,), int64, and the sample's place in the run."""
+
+    @property
+    def tokens(self) -> NDArray[np.int64]: ...
+
+    @property
+    def position(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. `weight` is what its loss sum is a sum over; `samples` (B,) int64 are its places in the run."""
+
+    inputs: dict[str, Tensor]
+    weight: int
+    samples: Tensor
+
+    def to(self, device: torch.device | str) -> Self:
+        """The batch on a device; the host does not wait for the copies."""
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+        return type(self)(inputs, self.weight, self.samples.to(device, non_blocking=True))
+
+
+class Task(Protocol):
+    """Turns samples into a batch, and a batch into the sum of its losses."""
+
+    def collate(self, samples: Sequence[SampleLike]) -> Batch:
+        """Make a batch; of no samples, one of weight 0 that still runs through the model."""
+        ...
+
+    def loss_sum(self, model: nn.Module, batch: Batch, draws: "Draws | None") -> Tensor:
+        """The sum (a scalar) of the losses that `batch.weight` counts."""
+        ...
+
+    def nominal_weight(self, global_batch: int) -> int:
+        """What a full global batch weighs: a constant that keeps magnitudes near one."""
+        ...

@@ -1,0 +1,141 @@
+"""Step records: measured here, written a step late so that the host never waits for the device to finish a step."""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from phalanx import accelerator
+from phalanx.comm.mesh import Mesh
+from phalanx.models.spec import ModelSpec, flops_per_token
+from phalanx.records import StepRecord
+
+
+class HostCopy:
+    """A copy of small device tensors that is asked for now and read later."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        stacked = torch.stack([tensor.detach().reshape(()).to(torch.float64) for tensor in tensors])
+        self._event: torch.Event | None = None
+        if stacked.device.type == "cpu":
+            self._host = stacked
+            return
+        self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+        self._host.copy_(stacked, non_blocking=True)
+        self._event = torch.Event(stacked.device)
+        self._event.record()
+
+    def get(self) -> list[float]:
+        """The values; waits for the copy alone, not for what was queued after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+@dataclass
+class Speed:
+    """What turns tokens per second into model FLOPs utilisation."""
+
+    full: int  # model FLOPs of a token
+    causal: int
+    peak: float | None  # FLOP/s of all devices together
+
+    def mfu(self, tokens_per_s: float) -> tuple[float | None, float | None]:
+        if self.peak is None:
+            return None, None
+        return tokens_per_s * self.full / self.peak, tokens_per_s * self.causal / self.peak
+
+
+def speed_of(spec: ModelSpec, seq_len: int, mesh: Mesh, dtype: torch.dtype) -> Speed:
+    """FLOPs and peak of this job; the peak is unknown when any rank's device is not in the table."""
+    peak = accelerator.peak_flops(accelerator.name(mesh.device), dtype)
+    known, total = mesh.sum([float(peak is not None), peak or 0.0])
+    full, causal = flops_per_token(spec, seq_len)
+    return Speed(full, causal, total if known == mesh.world else None)
+
+
+@dataclass
+class _Measured:
+    """A step whose results are still on the device."""
+
+    step: int
+    values: HostCopy  # this rank's loss sum, the gradient norm, the skip flag
+    weight: int
+    lr: float
+    step_s: float
+    data_s: float
+    wait_s: float
+    memory_bytes: int
+
+
+class Recorder:
+    """Collects one step's measurements and hands out its record when the next step is under way."""
+
+    def __init__(self, mesh: Mesh, speed: Speed, attempt: int, total_tokens: int) -> None:
+        self.total_tokens = total_tokens
+        self._mesh, self._speed, self._attempt = mesh, speed, attempt
+        self._waiting: _Measured | None = None
+        self._mark = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """Leave out of the next step's time what was done since the last one (evaluation, a checkpoint)."""
+        self._mark = time.perf_counter()
+
+    def measured(
+        self,
+        step: int,
+        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        weight: int,
+        lr: float,
+        data_s: float,
+    ) -> None:
+        """Take note of a step that has been queued; `results` are loss sum, norm and skip flag on the device."""
+        assert self._waiting is None
+        now = time.perf_counter()
+        traffic = self._mesh.traffic.take()
+        self.total_tokens += weight
+        self._waiting = _Measured(
+            step, HostCopy(list(results)), weight, lr, now - self._mark, data_s, traffic.wait_s,
+            accelerator.peak_memory(self._mesh.device),
+        )  # fmt: skip
+        self._mark = now
+        accelerator.reset_peak_memory(self._mesh.device)
+
+    def flush(self) -> StepRecord | None:
+        """The record of the step noted last, once. Every rank must call it: it adds up their losses."""
+        if self._waiting is None:
+            return None
+        done, self._waiting = self._waiting, None
+        loss_sum, norm, skip = done.values.get()
+        # One small table, a row a rank, filled by summing: losses are then added in order of rank, the same everywhere.
+        mine = [loss_sum, done.step_s, done.wait_s, float(done.memory_bytes)]
+        table = [0.0] * (len(mine) * self._mesh.world)
+        table[len(mine) * self._mesh.rank : len(mine) * (self._mesh.rank + 1)] = mine
+        summed = self._mesh.sum(table)
+        losses, steps_s, waits_s, memories = (summed[column :: len(mine)] for column in range(len(mine)))
+        step_s = max(steps_s)
+        tokens_per_s = done.weight / step_s
+        mfu, mfu_causal = self._speed.mfu(tokens_per_s)
+        on_host = self._mesh.device.type == "cpu"
+        return StepRecord(
+            step=done.step,
+            attempt=self._attempt,
+            loss=_finite(sum(losses) / done.weight if done.weight else math.nan),
+            grad_norm=_finite(norm),
+            lr=done.lr,
+            tokens=done.weight,
+            total_tokens=self.total_tokens,
+            step_s=step_s,
+            tokens_per_s=tokens_per_s,
+            wait_s=sum(waits_s) / self._mesh.world if on_host else None,
+            data_s=done.data_s,
+            mfu=mfu,
+            mfu_causal=mfu_causal,
+            memory_bytes=int(max(memories)),
+            skipped=skip != 0.0,
+        )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,90 @@
+"""What must be looked up or measured before step 0: tokenizer, token files, the model's shapes, the micro-batch.
+
+It reads files and computes, so a launcher calls it in a child process and takes the JSON-able answer.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from phalanx import balance
+from phalanx.data.loader import Loader
+from phalanx.data.prepare import Prepared, Progress, prepare
+from phalanx.data.tokens import TokenFile
+from phalanx.errors import ConfigError
+from phalanx.models.hf import Weights, read_config, spec_from_config
+from phalanx.recipe import check, to_yaml, update
+from phalanx.train.build import spec_of
+from phalanx.train.probe import largest_micro_batch
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+Chosen = list[tuple[str, Any, str]]  # key, value, reason
+
+
+def resolve_with_files(
+    recipe: str, device: str, world: int, local_world: int, progress: Progress | None
+) -> dict[str, Any]:
+    """Resolve the remaining `auto`s of a configuration (as YAML text); everything a user can get wrong is found here.
+
+    Returns {"config": YAML, "chosen": [[key, value, reason]], "train", "held_out", "tokenizer": folders}.
+    """
+    config = check(yaml.safe_load(recipe), "the configuration")
+    chosen: Chosen = []
+    hf_spec = None
+    if config.model.from_hf:
+        folder = Path(config.model.from_hf).expanduser()
+        hf_spec = spec_from_config(read_config(folder), str(folder))
+        Weights(folder).check(hf_spec)
+    if config.data.tokenizer == "auto":
+        chosen.append(_tokenizer(config.model.from_hf))
+        config = update(config, {chosen[-1][0]: chosen[-1][1]})
+    # Shapes that are wrong whatever the vocabulary, before minutes are spent on data.
+    vocab = 1 if config.model.vocab_size == "auto" and hf_spec is None and not config.model.preset else None
+    spec_of(update(config, {"model.vocab_size": vocab}) if vocab else config, hf_spec)
+    prepared = prepare(
+        config.data.source,
+        config.data.tokenizer,
+        config.data.tokenizer_vocab,
+        config.data.text_key,
+        config.data.held_out,
+        Path(config.data.cache).expanduser(),
+        progress,
+    )
+    if vocab:
+        chosen.append(("model.vocab_size", prepared.vocab_size, "the tokenizer's"))
+        config = update(config, {"model.vocab_size": prepared.vocab_size})
+    spec = spec_of(config, hf_spec)
+    _check_data(prepared, spec.vocab_size, config.data.seq_len, config.train.global_batch)
+    if config.train.micro_batch == "auto":
+        most = max(balance.even(config.train.global_batch, world))
+        found = largest_micro_batch(config, spec, device, world=world, local_world=local_world, most=most)
+        chosen.append(("train.micro_batch", found.micro_batch, found.reason()))
+        config = update(config, {"train.micro_batch": found.micro_batch})
+    return {
+        "config": to_yaml(config),
+        "chosen": chosen,
+        "train": str(prepared.train),
+        "held_out": str(prepared.held_out),
+        "tokenizer": str(prepared.tokenizer_folder),
+    }
+
+
+def _tokenizer(from_hf: str | None) -> tuple[str, str, str]:
+    if from_hf and any((Path(from_hf).expanduser() / name).is_file() for name in TOKENIZER_FILES):
+        return "data.tokenizer", from_hf, "model.from_hf has one"
+    if from_hf:
+        raise ConfigError(
+            f"model.from_hf {from_hf} has no tokenizer, and one trained anew would not match its weights; "
+            "set data.tokenizer to the folder of its tokenizer"
+        )
+    return "data.tokenizer", "train", "no tokenizer was named"
+
+
+def _check_data(prepared: Prepared, vocab_size: int, seq_len: int, global_batch: int) -> None:
+    if prepared.vocab_size > vocab_size:
+        raise ConfigError(
+            f"the tokenizer {prepared.tokenizer_folder} has {prepared.vocab_size} tokens but the model's vocabulary "
+            f"only {vocab_size}; choose the tokenizer that belongs to the model, or raise model.vocab_size"
+        )
+    Loader(TokenFile(prepared.train), seq_len, global_batch, seed=0, rank=0, micro_batch=1)

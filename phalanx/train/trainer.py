@@ -1,0 +1,216 @@
+"""The training loop: placement in, exit code out. It reads no environment and spawns nothing."""
+
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from phalanx import accelerator, balance
+from phalanx.checkpoint.disk import Saver
+from phalanx.checkpoint.read import newest_agreed
+from phalanx.comm.collectives import Traffic, all_reduce
+from phalanx.comm.mesh import Mesh, join
+from phalanx.comm.objects import JsonGroup
+from phalanx.config import Config
+from phalanx.models.spec import ModelSpec, parameter_shapes
+from phalanx.optim.schedule import learning_rate
+from phalanx.parallel.apply import DTYPES
+from phalanx.parallel.materialize import materialise, nothing
+from phalanx.records import ExitCode, Kind, Placement, RunPaths
+from phalanx.tasks.task import Batch
+from phalanx.train.build import Parts, build
+from phalanx.train.metrics import Recorder, speed_of
+from phalanx.train.sinks import Records, Sink
+from phalanx.train.step import evaluate, run_micro_batches
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every rank of a run is told; `config` has no `auto` left."""
+
+    config: Config
+    spec: ModelSpec
+    paths: RunPaths
+    train_tokens: Path
+    held_out_tokens: Path
+
+
+def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int | None = None) -> ExitCode:
+    """Train from the newest checkpoint of the run folder, or from the start, to the last step or a request to stop.
+
+    `attempt` is rank 0's count of attempts, where whoever started the ranks keeps none; other ranks give 0 then.
+    Raises PhalanxError for what a user can mend, and whatever a broken collective or device raises.
+    """
+    config = job.config
+    accelerator.use(torch.device(placement.device), accelerator.host_cores() // placement.local_world)
+    with _asked_to_stop() as stop, join(placement, config.comm.timeout_s) as mesh:
+        if attempt is not None:
+            placement = dataclasses.replace(placement, attempt=int(mesh.max([attempt])[0]))
+        records = Records(job.paths, placement.attempt, sinks, active=mesh.rank == 0)
+        saver = Saver(
+            job.paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), config.checkpoint.keep, records.event
+        )
+        parts = build(config, job.spec, mesh, job.train_tokens, job.held_out_tokens)
+        loop = Loop(job, placement, mesh, parts, records, saver, stop)
+        try:
+            return loop.run(loop.restore())
+        finally:
+            records.close()
+
+
+@dataclass
+class StopRequest:
+    """Set by a signal handler; read once a step."""
+
+    signal: str | None = None
+
+
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[StopRequest]:
+    """Turn SIGTERM and SIGUSR1 into a request to finish the step, save and leave."""
+    request = StopRequest()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        request.signal = signal.Signals(number).name
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Loop:
+    job: Run
+    placement: Placement
+    mesh: Mesh
+    parts: Parts
+    records: Records
+    saver: Saver
+    stop: StopRequest
+
+    def restore(self) -> int:
+        """Fill model and state from the newest good checkpoint, or with the starting weights; returns the step."""
+        group = JsonGroup(self.mesh.control)
+        checkpoint = newest_agreed(self.job.paths.checkpoints, self.mesh.rank, group, None, self.records.event)
+        materialise(self.parts.model, self.parts.engine, nothing if checkpoint else self.parts.starting_weights)
+        speed = speed_of(self.job.spec, self.job.config.data.seq_len, self.mesh, DTYPES[self.job.config.train.dtype])
+        header = checkpoint.header if checkpoint else {"step": 0, "skipped": 0, "tokens": 0}
+        self.skipped = int(header["skipped"])
+        self.recorder = Recorder(self.mesh, speed, self.placement.attempt, int(header["tokens"]))
+        step = int(header["step"])
+        if checkpoint is not None:
+            with torch.no_grad():
+                self.parts.engine.load(checkpoint.read)
+            self.records.event(Kind.RESUMED, {"step": step, "checkpoint": checkpoint.path.name})
+            checkpoint.close()
+        self.parts.engine.commit(step)
+        return step
+
+    def run(self, start: int) -> ExitCode:
+        config, began = self.job.config, time.perf_counter()
+        saved = start if start else None  # the step that is on disk
+        self.recorder.restart_clock()
+        for step in range(start + 1, config.train.steps + 1):
+            asked = self.train_one(step)
+            last = step == config.train.steps
+            if asked or last or _due(step, config.checkpoint.every) or _due(step, config.train.eval_every):
+                self.records.step(self.recorder.flush())
+                if _due(step, config.train.eval_every) and not last:
+                    self.evaluate(step)
+                if _due(step, config.checkpoint.every) and not (asked or last):
+                    self.save(step)
+                    saved = step
+                self.recorder.restart_clock()
+            if asked:
+                return self.leave(step, asked, saved)
+        steps = max(start, config.train.steps)
+        if saved != steps:
+            self.save(steps)
+        if config.train.steps:
+            self.evaluate(steps)
+        self.finish_saving()
+        self.records.event(Kind.FINISHED, {"step": steps, "seconds": time.perf_counter() - began})
+        return ExitCode.DONE
+
+    def train_one(self, step: int) -> str | None:
+        """One optimizer step. Returns the name of the signal by which any rank was asked to stop."""
+        parts, config = self.parts, self.job.config
+        begun = time.perf_counter()
+        batches = self.to_batches(parts.train.batches(step - 1, parts.shares, self.skipped))
+        data_s = time.perf_counter() - begun
+        lr = learning_rate(config.optim, step)
+        parts.engine.begin_step(step, sum(batch.weight for batch in batches))
+        loss_sum = run_micro_batches(
+            parts.engine,
+            parts.model,
+            parts.task,
+            batches,
+            seed=config.train.seed,
+            step=step,
+            nominal_weight=parts.nominal_weight,
+        )
+        # The device is busy with this step now: a good moment to read the results of the one before.
+        self.records.step(self.recorder.flush())
+        asked = torch.tensor([float(self.stop.signal is not None)])
+        agreeing = all_reduce(asked, self.mesh.control, Traffic())
+        norm, skip, weight = parts.engine.finish_step(lr, config.optim.clip_norm)
+        parts.engine.commit(step)
+        self.recorder.measured(step, (loss_sum, norm, skip), weight, lr, data_s)
+        agreeing.wait()
+        return (self.stop.signal or "another rank's signal") if asked.item() else None
+
+    def to_batches(self, micro_batches: list[list[Any]]) -> list[Batch]:
+        return [self.parts.task.collate(samples).to(self.mesh.device) for samples in micro_batches]
+
+    def evaluate(self, step: int) -> None:
+        """Loss on held-out data, weighted as in training."""
+        held_out = self.parts.held_out
+        if held_out is None:
+            return
+        begun = time.perf_counter()
+        batches = held_out.evaluation(
+            lambda count: balance.even(count, self.mesh.world), self.job.config.train.eval_sequences
+        )
+        collated = ([self.parts.task.collate(samples) for samples in step_batches] for step_batches in batches)
+        loss, tokens = evaluate(self.parts.model, self.parts.task, collated, self.mesh)
+        seconds = time.perf_counter() - begun
+        self.records.event(Kind.EVALUATED, {"step": step, "loss": loss, "tokens": tokens, "seconds": seconds})
+
+    def save(self, step: int) -> None:
+        """Start saving the state of `step`; training goes on meanwhile."""
+        header = {
+            "step": step,
+            "tokens": self.recorder.total_tokens,
+            "skipped": self.skipped,
+            "attempt": self.placement.attempt,
+            "world": self.mesh.world,
+        }
+        dtype = "float64" if self.job.config.train.dtype == "fp64" else "float32"
+        parameters = {name: (shape, dtype) for name, shape in parameter_shapes(self.job.spec).items()}
+        self.saver.save(header, parameters, self.parts.engine.pieces(), self.placement.attempt)
+
+    def finish_saving(self) -> None:
+        self.saver.close()
+
+    def leave(self, step: int, why: str, saved: int | None) -> ExitCode:
+        """Save and stop because a signal said so."""
+        self.records.event(Kind.SIGNALLED, {"signal": why, "step": step})
+        if saved != step:
+            self.save(step)
+        self.finish_saving()
+        self.records.event(Kind.STOPPED, {"step": step})
+        return ExitCode.STOPPED
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

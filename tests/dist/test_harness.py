@@ -1,0 +1,144 @@
+"""The tests' own ranks: fast, isolated, and honest about failures."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import ConfigError
+from phalanx.records import Placement
+from tests.helpers import ROOT, is_alive, process_group, run_ranks, wait_until
+
+
+def add_ranks(placement: Placement, start: float = 0.0) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    with process_group(placement):
+        value = torch.tensor([start + placement.rank])
+        dist.all_reduce(value)
+    return [value.item(), placement.rank, placement.world, torch.get_num_threads()]
+
+
+def fail_on_one(placement: Placement, kind: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    with process_group(placement):
+        if placement.rank == 1:
+            if kind == "error":
+                raise ValueError("the weights of rank 1 are wrong")
+            if kind == "config":
+                raise ConfigError("optim.lr is 0, so nothing would be learned; set it above 0")
+            if kind == "segfault":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if kind == "hang":
+                time.sleep(60)
+        dist.all_reduce(torch.ones(1000))
+
+
+def die_once(placement: Placement) -> list[float]:
+    if placement.attempt == 1 and placement.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [placement.attempt, add_ranks(placement)[0]]
+
+
+def pid(placement: Placement) -> int:
+    return os.getpid()
+
+
+def write_pid_and_wait(placement: Placement, folder: str) -> None:
+    (Path(folder) / f"{placement.rank}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def with_loss(placement: Placement) -> list[float]:
+    """One training step on every rank: what a cold torch would import lazily here costs more than a second."""
+    import torch
+
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return [p.abs().sum().item() for p in model.parameters()]
+
+
+def test_results_come_by_rank() -> None:
+    results = run_ranks(add_ranks, 3, start=1.0)
+    assert results == [[6.0, rank, 3, 1] for rank in range(3)]
+
+
+def test_one_rank_alone_works_the_same_way() -> None:
+    assert run_ranks("tests.dist.test_harness:add_ranks", 1, start=5.0) == [[5.0, 0, 1, 1]]
+
+
+def test_two_ranks_meet_and_add_in_under_a_second() -> None:
+    run_ranks(add_ranks, 2)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        run_ranks(add_ranks, 2)
+        times.append(time.perf_counter() - begin)
+    print("2 ranks, all_reduce:", ", ".join(f"{t * 1000:.0f} ms" for t in sorted(times)))
+    assert sorted(times)[1] < 1.0
+
+
+def test_a_training_step_finds_everything_imported() -> None:
+    run_ranks(pid, 2)
+    begin = time.perf_counter()
+    run_ranks(with_loss, 2)
+    seconds = time.perf_counter() - begin
+    print(f"2 ranks, one step: {seconds * 1000:.0f} ms")
+    assert seconds < 1.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("error", r"rank 1: ValueError: the weights of rank 1 are wrong\nTraceback(.|\n)*in fail_on_one"),
+        ("config", "exit code 2\n.*rank 1: optim.lr is 0"),
+        ("segfault", "rank 1: killed by SIGSEGV(.|\n)*Fatal Python error"),
+    ],
+)
+def test_the_rank_that_failed_first_is_named(kind: str, text: str) -> None:
+    for _ in range(3):  # its peers fail within milliseconds, in any order
+        with pytest.raises(AssertionError, match=text):
+            run_ranks(fail_on_one, 3, kind=kind)
+
+
+def test_a_hang_ends_with_the_stacks_of_all_ranks() -> None:
+    with pytest.raises(
+        AssertionError, match=r"had not ended after 1 s(.|\n)*rank 0(.|\n)*all_reduce(.|\n)*fail_on_one"
+    ):
+        run_ranks(fail_on_one, 2, timeout_s=1, kind="hang")
+    assert run_ranks(add_ranks, 2)[0][0] == 1.0
+
+
+def test_restarted_ranks_meet_again() -> None:
+    assert run_ranks(die_once, 2, restarts=1) == [[2, 1.0], [2, 1.0]]
+
+
+def test_every_call_forks_new_ranks() -> None:
+    assert len({*run_ranks(pid, 2), *run_ranks(pid, 2)}) == 4
+
+
+def test_no_rank_outlives_pytest(tmp_path: Path) -> None:
+    script = (
+        "from tests.dist.test_harness import run_ranks, write_pid_and_wait as f\n"
+        f"run_ranks(f, 2, folder={str(tmp_path / 'ranks')!r})"
+    )
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "ranks").mkdir()
+    environment = os.environ | {"PHALANX_TESTS_COLD": "1", "TMPDIR": str(tmp_path / "tmp")}
+    caller = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment)
+    try:
+        wait_until(lambda: sum(path.stat().st_size > 0 for path in (tmp_path / "ranks").iterdir()) == 2, timeout_s=60)
+    finally:
+        caller.kill()
+        caller.wait()
+    ranks = [int(path.read_text()) for path in (tmp_path / "ranks").iterdir()]
+    wait_until(lambda: not any(is_alive(rank) for rank in ranks))

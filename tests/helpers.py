@@ -1,0 +1,131 @@
+"""What tests share: running a function on several ranks, and meeting in a process group there."""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from phalanx.records import Placement
+
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 120  # what the zygote gets to import torch on a busy machine
+
+
+def run_ranks(
+    function: Callable[..., Any] | str, world: int, timeout_s: float = 60, restarts: int = 0, **kwargs: Any
+) -> list[Any]:
+    """Call `function(placement, **kwargs)` on `world` CPU ranks and return their JSON-able results by rank.
+
+    `function` is a module-level function of an importable module, or its "module:name"; kwargs travel as JSON (a Path
+    arrives as a string). With `restarts`, an abnormal end starts all ranks again with the next `placement.attempt`.
+
+    Raises:
+        AssertionError: a rank failed or the time was up; the text has the first cause's traceback and the logs' ends.
+    """
+    name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+    request = {"function": name, "world": world, "kwargs": kwargs, "timeout_s": timeout_s, "restarts": restarts}
+    with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder:
+        reply = _ask(request | {"folder": folder}, timeout_s)
+    assert "error" not in reply, f"{name} on {world} ranks: {reply['error']}"
+    results: list[Any] = reply["results"]
+    return results
+
+
+@contextlib.contextmanager
+def process_group(placement: Placement, timeout_s: float = 30) -> Iterator[None]:
+    """The default gloo process group of the ranks of a placement, destroyed at the end."""
+    import torch.distributed as dist
+
+    wait = timedelta(seconds=timeout_s)
+    address = placement.store
+    store: Any = dist.HashStore()
+    if address is not None:
+        store = dist.TCPStore(
+            address.host,
+            address.port,
+            placement.world,
+            is_master=placement.rank == 0,
+            timeout=wait,
+            wait_for_workers=False,
+            master_listen_fd=address.listen_fd,
+        )
+    dist.init_process_group("gloo", store=store, rank=placement.rank, world_size=placement.world, timeout=wait)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and still runs; one that has ended but not been reaped does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in ("Z", "X")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    """Return as soon as a condition holds; AssertionError when it does not in time."""
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, f"still not so after {timeout_s} s"
+        time.sleep(0.005)
+
+
+@cache
+def _zygote() -> subprocess.Popen[str]:
+    # Warnings of its imports go to a file, which is read only if it dies.
+    errors = tempfile.NamedTemporaryFile("w", prefix="phalanx-zygote-", suffix=".log", delete=False)  # noqa: SIM115
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    with errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.zygote", str(os.getpid()), errors.name],
+            cwd=ROOT,
+            env=os.environ | threads,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+
+
+def _ask(request: dict[str, Any], timeout_s: float) -> Any:
+    zygote = _zygote()
+    assert zygote.stdin is not None
+    assert zygote.stdout is not None
+    try:
+        zygote.stdin.write(json.dumps(request, default=str) + "\n")
+        zygote.stdin.flush()
+        ready, _, _ = select.select([zygote.stdout], [], [], timeout_s + START_S)
+        line = zygote.stdout.readline() if ready else ""
+    except BrokenPipeError:
+        line = ""
+    except BaseException:  # pytest's own timeout or Ctrl-C: the answer would come in the next test's place
+        stop_zygote()
+        raise
+    if line:
+        return json.loads(line)
+    log = Path(str(zygote.args[-1])).read_text()  # type: ignore[index]
+    stop_zygote()
+    return {"error": f"the zygote, parent of the tests' ranks, gave no answer (exit code {zygote.returncode})\n{log}"}
+
+
+def stop_zygote() -> None:
+    """End the zygote and the ranks that it may still have; the next `run_ranks` starts another."""
+    if _zygote.cache_info().currsize == 0:
+        return
+    zygote = _zygote()
+    zygote.kill()
+    zygote.wait()
+    Path(str(zygote.args[-1])).unlink(missing_ok=True)  # type: ignore[index]
+    _zygote.cache_clear()

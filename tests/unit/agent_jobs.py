@@ -1,0 +1,195 @@
+"""Jobs that test_agent.py runs, each in a process of its own: pytest has threads and signal handlers of its own.
+
+`python -m tests.unit.agent_jobs WORKER WORLD FOLDER '{"max_restarts": 1}'` prints each event as a JSON line with its
+time and the exit code last.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster.agent import Job, run
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.records import ExitCode, Placement, RunPaths
+
+FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
+
+
+class OutOfMemoryError(RuntimeError):
+    """Has the name that torch's has."""
+
+
+def note(placement: Placement, name: str, value: Any) -> None:
+    path = FOLDER / f"{name}-{placement.attempt}-{placement.rank}.json"
+    path.with_suffix(".part").write_text(json.dumps(value))
+    path.with_suffix(".part").rename(path)
+
+
+def fine(placement: Placement) -> int:
+    assert placement.store is not None
+    note(placement, "port", placement.store.port)
+    return 0
+
+
+def early_and_late(placement: Placement) -> int:
+    time.sleep(0.4 * placement.rank)
+    return 0
+
+
+def killed_once(placement: Placement) -> int:
+    assert placement.store is not None
+    note(placement, "port", placement.store.port)
+    if placement.attempt == 2:
+        note(placement, "running", time.monotonic())
+        return 0
+    if placement.rank == 1:
+        time.sleep(0.1)
+        note(placement, "killed", time.monotonic())
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+    return 0
+
+
+def meet(placement: Placement) -> int:
+    """Rank 0 serves on the descriptor that it was given; the others connect to the address."""
+    assert placement.store is not None
+    if placement.store.listen_fd is not None:
+        with socket.socket(fileno=placement.store.listen_fd) as listener:
+            for _ in range(placement.world - 1):
+                listener.accept()[0].sendall(b"hello")
+    else:
+        with socket.create_connection((placement.store.host, placement.store.port), timeout=5) as connection:
+            assert connection.recv(5) == b"hello"
+    return 0
+
+
+def alone(placement: Placement) -> int:
+    return 0 if placement.store is None and placement.world == 1 else 1
+
+
+def raises(placement: Placement) -> int:
+    if placement.rank == 1:
+        error = KeyError("layer 3")
+        error.add_note("in step 17")
+        raise error
+    time.sleep(60)
+    return 0
+
+
+def config_error(placement: Placement) -> int:
+    raise ConfigError("optim.lr is 0, so nothing would be learned; set it above 0")
+
+
+def checkpoint_error(placement: Placement) -> int:
+    raise CheckpointError("piece 3 is torn")
+
+
+def out_of_memory(placement: Placement) -> int:
+    raise OutOfMemoryError("tried to allocate 20 GiB")
+
+
+def cause_cannot_be_written(placement: Placement) -> int:
+    RunPaths(FOLDER / "run").cause(placement.attempt, placement.rank).mkdir()
+    raise ValueError("the real reason")
+
+
+def exits_7(placement: Placement) -> int:
+    sys.exit(7)
+
+
+def returns_3(placement: Placement) -> int:
+    return 3
+
+
+def peers_fail_first(placement: Placement) -> int:
+    if placement.rank != 1:
+        raise ConnectionResetError("Connection reset by peer")
+    time.sleep(0.05)
+    raise ValueError("the real reason")
+
+
+def stops_when_asked(placement: Placement) -> int:
+    received: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: received.append(number))
+    note(placement, "ready", os.getpid())
+    while not received:
+        time.sleep(0.01)
+    time.sleep(0.05 * placement.rank)
+    note(placement, "received", signal.Signals(received[0]).name)
+    return int(ExitCode.STOPPED)
+
+
+def deaf(placement: Placement) -> int:
+    if placement.rank == 0:
+        return stops_when_asked(placement)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note(placement, "ready", os.getpid())
+    time.sleep(60)
+    return 0
+
+
+def unprepared(placement: Placement) -> int:
+    note(placement, "ready", os.getpid())
+    time.sleep(60)
+    return 0
+
+
+def asks_to_stop_and_fails(placement: Placement) -> int:
+    os.kill(os.getppid(), signal.SIGTERM)
+    return 3
+
+
+def starts_a_child(placement: Placement) -> int:
+    note(placement, "child", subprocess.Popen(["sleep", "60"]).pid)
+    if placement.rank == 1:
+        while not (FOLDER / "child-1-0.json").exists():
+            time.sleep(0.01)
+        return 3
+    time.sleep(60)
+    return 0
+
+
+def looks_around(placement: Placement) -> int:
+    paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    links = [os.readlink(path) for path in paths if os.path.lexists(path)]  # the listing's own is closed by now
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    around = {
+        "files": [link for link in links if link != "/dev/null"],
+        "stdin": sys.stdin.read(),
+        "default": all(handler == signal.SIG_DFL for handler in handlers),
+        "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "group": os.getpgid(0) == os.getpid(),
+        "device": placement.device,
+    }
+    note(placement, "around", around)
+    print("printed")
+    print("complained", file=sys.stderr)
+    return 0
+
+
+def main() -> None:
+    """Run the job that the arguments name."""
+    options = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+
+    def tell(kind: str, details: dict[str, Any]) -> None:
+        print(json.dumps({"kind": kind, "time": time.monotonic(), **details}), flush=True)
+
+    job = Job(
+        world=int(sys.argv[2]), worker=globals()[sys.argv[1]], paths=RunPaths(FOLDER / "run"), on_event=tell, **options
+    )
+    before = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (2, 10, 15)])
+    code = run(job)
+    after = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (2, 10, 15)])
+    assert before == after, "run() left descriptors or signal handlers behind"
+    print(json.dumps({"code": code}))
+
+
+if __name__ == "__main__":
+    main()

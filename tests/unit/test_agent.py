@@ -1,0 +1,380 @@
+"""The agent with real processes, real signals and real files; the jobs are in agent_jobs.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cluster.causes import End, describe, first_cause, is_aftermath
+from phalanx.errors import ConfigError
+from tests.helpers import ROOT, is_alive, wait_until
+
+
+def start(worker: str, world: int, folder: Path, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.unit.agent_jobs", worker, str(world), str(folder), json.dumps(options)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(agent: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]]]:
+    out, err = agent.communicate(timeout=30)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert lines, err
+    assert "code" in lines[-1], err
+    return lines[-1]["code"], lines[:-1]
+
+
+def run_job(worker: str, world: int, folder: Path, **options: Any) -> tuple[int, list[dict[str, Any]]]:
+    return finish(start(worker, world, folder, **options))
+
+
+def noted(folder: Path, name: str, attempt: int, rank: int) -> Any:
+    return json.loads((folder / f"{name}-{attempt}-{rank}.json").read_text())
+
+
+def wait_for(folder: Path, name: str, world: int) -> list[int]:
+    wait_until(lambda: len(list(folder.glob(f"{name}-1-*.json"))) == world)
+    return [noted(folder, name, 1, rank) for rank in range(world)]
+
+
+def kinds(events: list[dict[str, Any]]) -> list[str]:
+    return [event["kind"] for event in events]
+
+
+def log(folder: Path, attempt: int, rank: int) -> str:
+    return (folder / f"run/logs/attempt-{attempt:03d}/rank-{rank:05d}.log").read_text()
+
+
+def test_all_ranks_done(tmp_path: Path) -> None:
+    code, events = run_job("fine", 3, tmp_path)
+    assert code == 0
+    assert kinds(events) == ["attempt_started"]
+    assert sorted(events[0]["pids"]) == ["0", "1", "2"]
+    assert len({noted(tmp_path, "port", 1, rank) for rank in range(3)}) == 1
+
+
+def test_a_rank_may_be_done_before_the_others(tmp_path: Path) -> None:
+    assert run_job("early_and_late", 2, tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize(("worker", "world"), [("meet", 4), ("alone", 1)])
+def test_ranks_find_each_other(tmp_path: Path, worker: str, world: int) -> None:
+    assert run_job(worker, world, tmp_path)[0] == 0
+
+
+def test_a_killed_rank_starts_the_next_attempt_on_another_port(tmp_path: Path) -> None:
+    code, events = run_job("killed_once", 3, tmp_path, max_restarts=2)
+    assert code == 0
+    assert kinds(events) == ["attempt_started", "worker_died", "restarted", "attempt_started"]
+    died = events[1]
+    assert (died["attempt"], died["rank"], died["signal"]) == (1, 1, "SIGKILL")
+    assert died["pid"] == events[0]["pids"]["1"]
+    assert events[2]["attempt"] == events[3]["attempt"] == 2
+    assert noted(tmp_path, "port", 1, 0) != noted(tmp_path, "port", 2, 0)
+    assert not any(is_alive(pid) for pid in events[0]["pids"].values())
+    killed = noted(tmp_path, "killed", 1, 1)
+    running = max(noted(tmp_path, "running", 2, rank) for rank in range(3))
+    print(f"from kill -9 to all 3 ranks running again: {(running - killed) * 1000:.1f} ms")
+    assert running - killed < 1.0
+
+
+def test_an_exception_leaves_its_cause_and_its_traceback(tmp_path: Path) -> None:
+    code, events = run_job("raises", 2, tmp_path)
+    assert code == 1
+    died = events[-1]
+    assert (died["kind"], died["rank"], died["exit_code"], died["step"]) == ("worker_died", 1, 1, 17)
+    assert died["reason"] == "KeyError: 'layer 3'"
+    cause = json.loads((tmp_path / "run/logs/attempt-001/rank-00001.cause.json").read_text())
+    assert (cause["rank"], cause["attempt"], cause["type"], cause["step"]) == (1, 1, "KeyError", 17)
+    assert cause["traceback"] in log(tmp_path, 1, 1)
+    assert "in raises" in cause["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("worker", "expected", "attempts"),
+    [
+        ("config_error", 2, 1),
+        ("out_of_memory", 11, 1),
+        ("checkpoint_error", 1, 2),
+        ("exits_7", 7, 2),
+        ("returns_3", 3, 2),
+        ("asks_to_stop_and_fails", 3, 1),
+    ],
+)
+def test_what_is_tried_again(tmp_path: Path, worker: str, expected: int, attempts: int) -> None:
+    code, events = run_job(worker, 1, tmp_path, max_restarts=1)
+    assert code == expected
+    assert kinds(events).count("attempt_started") == attempts
+    assert kinds(events).count("worker_died") == attempts
+    assert all(event["exit_code"] == expected for event in events if event["kind"] == "worker_died")
+
+
+def test_attempts_are_numbered_from_the_first(tmp_path: Path) -> None:
+    _, events = run_job("returns_3", 1, tmp_path, max_restarts=2, first_attempt=5)
+    assert [event["attempt"] for event in events if event["kind"] == "attempt_started"] == [5, 6, 7]
+
+
+def test_a_mistake_of_the_user_is_one_sentence_in_the_log(tmp_path: Path) -> None:
+    _, events = run_job("config_error", 1, tmp_path)
+    assert log(tmp_path, 1, 0) == events[-1]["reason"] + "\n"
+    assert events[-1]["reason"] == "optim.lr is 0, so nothing would be learned; set it above 0"
+
+
+def test_a_cause_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
+    code, _ = run_job("cause_cannot_be_written", 1, tmp_path)
+    assert code == 1
+    text = log(tmp_path, 1, 0)
+    assert "could not be written" in text
+    assert "ValueError: the real reason" in text
+
+
+def test_peers_that_die_of_it_first_do_not_hide_the_cause(tmp_path: Path) -> None:
+    code, events = run_job("peers_fail_first", 4, tmp_path)
+    assert (code, events[-1]["rank"], events[-1]["reason"]) == (1, 1, "ValueError: the real reason")
+
+
+@pytest.mark.parametrize(("sent", "received"), [("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGUSR1"), ("SIGINT", "SIGTERM")])
+def test_a_stop_signal_is_passed_on_and_workers_stop_in_peace(tmp_path: Path, sent: str, received: str) -> None:
+    agent = start("stops_when_asked", 3, tmp_path, max_restarts=3)
+    wait_for(tmp_path, "ready", 3)
+    agent.send_signal(signal.Signals[sent])
+    code, events = finish(agent)
+    assert code == 10
+    assert kinds(events) == ["attempt_started", "signalled"]
+    assert events[1]["signal"] == sent
+    assert [noted(tmp_path, "received", 1, rank) for rank in range(3)] == [received] * 3
+
+
+def test_a_worker_that_ignores_the_signal_is_killed_after_the_grace(tmp_path: Path) -> None:
+    agent = start("deaf", 2, tmp_path, grace_s=0.5, max_restarts=3)
+    pids = wait_for(tmp_path, "ready", 2)
+    begin = time.monotonic()
+    agent.terminate()
+    code, events = finish(agent)
+    assert 0.5 < time.monotonic() - begin < 5
+    assert code == 1
+    assert kinds(events) == ["attempt_started", "signalled", "worker_died"]
+    assert (events[-1]["rank"], events[-1]["pid"], events[-1]["signal"]) == (1, pids[1], "SIGKILL")
+    assert "0.5 s after the stop signal" in events[-1]["reason"]
+    assert "in deaf" in log(tmp_path, 1, 1), "the log does not say where the worker hung"
+    assert not is_alive(pids[1])
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    agent = start("deaf", 2, tmp_path, grace_s=60)
+    wait_for(tmp_path, "ready", 2)
+    agent.send_signal(signal.SIGINT)
+    wait_until(lambda: (tmp_path / "received-1-0.json").exists())
+    begin = time.monotonic()
+    agent.send_signal(signal.SIGINT)
+    code, events = finish(agent)
+    assert (code, events[-1]["reason"]) == (1, "killed by the agent: still running at a second SIGINT")
+    assert time.monotonic() - begin < 5
+
+
+def test_a_worker_stopped_before_it_could_listen_counts_as_stopped(tmp_path: Path) -> None:
+    agent = start("unprepared", 2, tmp_path, max_restarts=3)
+    wait_for(tmp_path, "ready", 2)
+    agent.terminate()
+    code, events = finish(agent)
+    assert (code, kinds(events)) == (10, ["attempt_started", "signalled", "worker_died"])
+
+
+def test_no_worker_outlives_a_killed_agent(tmp_path: Path) -> None:
+    agent = start("deaf", 3, tmp_path)
+    pids = wait_for(tmp_path, "ready", 3)
+    agent.kill()
+    agent.communicate()
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_what_a_worker_started_dies_with_it(tmp_path: Path) -> None:
+    assert run_job("starts_a_child", 2, tmp_path)[0] == 3
+    children = [noted(tmp_path, "child", 1, rank) for rank in range(2)]
+    wait_until(lambda: not any(is_alive(child) for child in children))
+
+
+def test_a_worker_is_a_process_of_its_own(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()  # stands for a lock or a socket of the agent
+    command = [sys.executable, "-m", "tests.unit.agent_jobs", "looks_around", "2", str(tmp_path)]
+    with subprocess.Popen(
+        command, cwd=ROOT, pass_fds=[read_end, write_end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as agent:
+        assert agent.stdin is not None
+        agent.stdin.write("not for workers")
+        agent.stdin.flush()
+        assert finish(agent)[0] == 0
+    for rank in range(2):
+        around = noted(tmp_path, "around", 1, rank)
+        name = str(tmp_path / f"run/logs/attempt-001/rank-{rank:05d}.log")
+        others = [file for file in around["files"] if file != name]
+        assert len(others) == (1 if rank == 0 else 0), others
+        assert all(file.startswith("socket:") for file in others)
+        assert (around["stdin"], around["default"], around["blocked"], around["group"]) == ("", True, [], True)
+        assert around["device"] == "cpu"
+        assert log(tmp_path, 1, rank) == "printed\ncomplained\n"
+    os.close(read_end)
+    os.close(write_end)
+
+
+def in_own_process(text: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    prelude = (
+        "import os, subprocess, sys, threading, time, pathlib\n"
+        "from phalanx.cluster.agent import Job, preload, run\n"
+        "from phalanx.cluster.fork import fork_call\n"
+        "from phalanx.errors import *\n"
+        "from phalanx.records import RunPaths\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", prelude + text], cwd=ROOT, capture_output=True, text=True, timeout=30, **options
+    )
+
+
+def test_a_callback_that_raises_leaves_no_worker(tmp_path: Path) -> None:
+    done = in_own_process("""
+pids, calls, begin = [], [], time.monotonic()
+def idle():
+    calls.append(time.monotonic())
+    if len(calls) == 5:
+        raise KeyError("from on_idle")
+try:
+    run(Job(2, lambda placement: time.sleep(60), on_event=lambda kind, details: pids.extend(details["pids"].values()),
+            on_idle=idle))
+except KeyError as error:
+    assert 0.35 < time.monotonic() - begin < 2, time.monotonic() - begin
+    print(error, len(pids), [os.path.exists(f"/proc/{pid}") for pid in pids])
+""")
+    assert done.stdout == "'from on_idle' 2 [False, False]\n", done.stderr
+
+
+def test_a_second_thread_is_refused_by_name() -> None:
+    done = in_own_process("""
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+run(Job(1, lambda placement: 0))
+""")
+    assert "has 2 threads (python" in done.stderr
+    assert "fork_call" in done.stderr
+
+
+def test_logs_that_cannot_be_written_are_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = in_own_process(f"""
+try:
+    run(Job(1, lambda placement: 0, paths=RunPaths(pathlib.Path({str(tmp_path / "file")!r}))))
+except RunError as error:
+    print(error)
+""")
+    assert "cannot be written under" in done.stdout
+    assert "choose another run folder" in done.stdout
+
+
+def test_preload_imports_with_one_thread_and_restores_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "greedy.py").write_text("import os\nseen = os.environ['OMP_NUM_THREADS']\n")
+    done = in_own_process(
+        """
+sys.path.insert(0, sys.argv[1] if len(sys.argv) > 1 else os.environ["FOLDER"])
+preload(["greedy"])
+print(sys.modules["greedy"].seen, os.environ["OMP_NUM_THREADS"], os.environ.get("MKL_NUM_THREADS"))
+""",
+        env=os.environ | {"FOLDER": str(tmp_path), "OMP_NUM_THREADS": "7"},
+    )
+    assert done.stdout.startswith("1 7 "), done.stderr
+
+
+def test_fork_call_gives_results_and_errors_back() -> None:
+    done = in_own_process(
+        """
+def fails(kind):
+    if kind == "config": raise ConfigError("a sentence")
+    if kind == "memory": raise MemoryError("no more")
+    if kind == "other": raise LookupError("not here")
+    if kind == "dies": os.kill(os.getpid(), 11)
+    if kind == "exits": os._exit(0)
+    if kind == "odd": return object()
+parent, before = os.getpid(), len(os.listdir("/proc/self/fd"))
+print(fork_call(lambda a, b: {"sum": a + b, "own": os.getpid() != parent == os.getppid()}, 1, 2, timeout_s=5))
+print(len(fork_call(lambda: "x" * 5_000_000, timeout_s=None)))
+for kind in ("config", "memory", "other", "dies", "exits", "odd"):
+    try:
+        fork_call(fails, kind, timeout_s=5)
+    except Exception as error:
+        first = str(error).replace("called in a process of its own, ", "").splitlines()[0]
+        print(kind, type(error).__name__, first, "in fails" in str(error))
+fork_call(lambda: print("seen by the user"), timeout_s=5)
+print("descriptors left:", len(os.listdir("/proc/self/fd")) - before)
+"""
+    )
+    assert done.stdout.splitlines() == [
+        "{'sum': 3, 'own': True}",
+        "5000000",
+        "config ConfigError a sentence False",
+        "memory OutOfMemory MemoryError: no more False",
+        "other RuntimeError in a process of its own: True",
+        "dies RuntimeError fails, was killed by SIGSEGV before it gave an answer False",
+        "exits RuntimeError fails, ended with exit code 0 before it gave an answer False",
+        "odd RuntimeError in a process of its own: False",
+        "seen by the user",
+        "descriptors left: 0",
+    ], done.stderr
+
+
+def test_fork_call_ends_a_call_that_takes_too_long_with_all_it_started() -> None:
+    done = in_own_process("""
+def slow():
+    print(subprocess.Popen(["sleep", "60"]).pid, flush=True)
+    time.sleep(60)
+begin = time.monotonic()
+try:
+    fork_call(slow, timeout_s=0.5)
+except PhalanxError as error:
+    print(error)
+print(time.monotonic() - begin < 5)
+""")
+    child, sentence, quick = done.stdout.splitlines()
+    assert sentence == "slow was stopped: it had not finished after 0.5 s in a process of its own"
+    assert quick == "True"
+    wait_until(lambda: not is_alive(int(child)))
+
+
+def cause(error: BaseException) -> dict[str, Any]:
+    return describe(error)
+
+
+LOST = End(0, 1, None, 1, cause(RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer")))
+ABORT = End(1, 2, signal.SIGABRT, None)
+OWN = End(2, 3, None, 1, cause(ValueError("bad weights")))
+KILLED = End(3, 4, signal.SIGKILL, None)
+
+
+@given(st.permutations([LOST, ABORT, OWN, KILLED]), st.integers(1, 4))
+def test_the_first_cause_is_the_least_explained_by_the_others(ends: list[End], count: int) -> None:
+    order = [KILLED, OWN, ABORT, LOST]
+    assert first_cause(ends[:count]) == min(ends[:count], key=order.index)
+
+
+@given(st.lists(st.sampled_from([OWN, LOST, KILLED, ABORT]), min_size=1, max_size=5))
+def test_among_likes_the_first_seen_is_the_cause(ends: list[End]) -> None:
+    chosen = first_cause(ends)
+    assert chosen is ends[ends.index(chosen)]
+    assert is_aftermath(chosen) == all(is_aftermath(end) for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), 2),
+        (MemoryError(), 11),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte"), 11),
+        (RuntimeError("x"), 1),
+        (KeyboardInterrupt(), 1),
+    ],
+)
+def test_exit_codes_of_exceptions(error: BaseException, code: int) -> None:
+    assert describe(error)["exit_code"] == code

@@ -1,0 +1,238 @@
+import io
+import os
+import pty
+import re
+import struct
+import termios
+from collections.abc import Iterator
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console as RichConsole
+
+from phalanx.records import Kind, RunPaths, append_line
+from phalanx.report.console import Console, Follower, summary
+
+DIED = {"kind": "worker_died", "time": 5.0, "attempt": 1, "rank": 1, "pid": 4242, "signal": 9}
+
+
+def step(number: int, attempt: int = 1, **changes: Any) -> dict[str, Any]:
+    return {
+        "step": number, "attempt": attempt, "loss": 5 - number / 100, "step_s": 0.5, "tokens_per_s": 2000.0,
+        "time": float(number), **changes,
+    }  # fmt: skip
+
+
+class Terminal:
+    """A pseudo-terminal of 100 columns and all that was written to it."""
+
+    def __init__(self, columns: int = 100) -> None:
+        self.main, child = pty.openpty()
+        ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+        self.stream = open(child, "w", encoding="utf-8")  # noqa: SIM115
+        os.set_blocking(self.main, False)
+        self.raw = ""
+
+    def read(self) -> str:
+        """What is new, without its colours."""
+        self.stream.flush()
+        try:
+            new = os.read(self.main, 1 << 20).decode()
+        except BlockingIOError:
+            new = ""
+        self.raw += new
+        return re.sub(r"\x1b\[[0-9;]*m", "", new)
+
+    def close(self) -> None:
+        self.stream.close()
+        os.close(self.main)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    opened = Terminal()
+    yield opened
+    opened.close()
+
+
+def test_bar_shows_the_step_and_moves_back_after_a_restart(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.report.console.REDRAW_S", 0.0)
+    with Console(200, stream=terminal.stream) as console:
+        for number in range(1, 121):
+            console.on_step(step(number))
+        shown = terminal.read().rsplit("training", 1)[1]
+        assert re.search(r"120/200 +loss 3\.8000 +2k tokens/s +0:40 left +0:00 elapsed", shown)
+        full = shown.count("━")
+        console.on_event(DIED)
+        console.on_event({"kind": "resumed", "time": 6.0, "step": 100})
+        text = terminal.read()
+        assert "✗ rank 1 (pid 4242) was killed by SIGKILL after step 120" in text
+        assert "↻ resumed from the checkpoint of step 100" in text
+        assert "100/200" in text.rsplit("training", 1)[1]
+        console.on_step(step(101, 2))
+        assert "101/200" in terminal.read()
+    assert full > 20  # the bar takes the room that is left
+
+
+def test_no_thread_is_started_and_stdout_is_left_alone(terminal: Terminal) -> None:
+    import sys
+
+    before, stdout = len(os.listdir("/proc/self/task")), sys.stdout
+    with Console(10, stream=terminal.stream) as console:
+        console.on_step(step(1))
+        assert len(os.listdir("/proc/self/task")) == before
+        assert sys.stdout is stdout
+
+
+def test_the_cursor_stays_visible_whatever_happens(terminal: Terminal) -> None:
+    def interrupted() -> None:
+        with Console(10, stream=terminal.stream) as console:
+            console.on_step(step(1))
+            terminal.read()
+            assert terminal.raw.rfind("\x1b[?25h") > terminal.raw.rfind("\x1b[?25l")  # also while it runs
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert terminal.read().endswith("\n") or terminal.raw.rstrip("\x1b[?25h").endswith("\n")
+    assert terminal.raw.rfind("\x1b[?25h") > terminal.raw.rfind("\x1b[?25l")
+
+
+def test_a_forked_child_does_not_touch_the_terminal(terminal: Terminal) -> None:
+    console = Console(10, stream=terminal.stream)
+    console.on_step(step(1))
+    terminal.read()
+    pid = os.fork()
+    if pid == 0:
+        console.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert terminal.read() == ""
+    console.close()
+
+
+def test_a_narrow_terminal_drops_figures_but_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("phalanx.report.console.REDRAW_S", 0.0)
+    narrow = Terminal(columns=44)
+    with Console(200, stream=narrow.stream) as console:
+        console.on_step(step(150))
+        shown = narrow.read().rsplit("training", 1)[1]
+        assert "150/200" in shown
+        assert "loss 3.5000" in shown
+        assert "elapsed" not in shown
+    narrow.close()
+
+
+def test_without_a_terminal_a_line_now_and_then_and_every_event() -> None:
+    stream = io.StringIO()
+    with Console(100, stream=stream) as console:
+        for number in range(1, 38):
+            console.on_step(step(number))
+        console.on_event(DIED)
+        console.on_event({"kind": "resumed", "step": 30})
+        for number in range(31, 101):
+            console.on_step(step(number, 2))
+        console.on_event({"kind": "evaluated", "step": 100, "loss": 2.0})
+        console.on_event({"kind": "finished", "step": 100, "seconds": 50})
+    text = stream.getvalue()
+    assert "\x1b" not in text
+    assert "\r" not in text
+    shown = [int(found) for found in re.findall(r"training step (\d+)/100", text)]
+    assert shown[:3] == [1, 6, 11]
+    assert shown[shown.index(37) + 1] == 31 or shown[shown.index(37) + 1] == 32  # 37: where the run stood when it died
+    assert shown[-1] == 100
+    assert len(shown) < 30
+    lines = text.splitlines()
+    assert lines.index(next(line for line in lines if "step 37/100" in line)) + 1 == next(
+        i for i, line in enumerate(lines) if "killed by SIGKILL after step 37" in line
+    )
+    assert "held-out loss 2.0000, perplexity 7.4 after step 100" in text
+
+
+def test_a_stream_without_unicode_gets_ascii_marks() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    with Console(10, stream=stream) as console:
+        console.on_event(DIED)
+    stream.flush()
+    assert b"X rank 1 (pid 4242) was killed" in raw.getvalue()
+
+
+def test_text_of_events_is_not_read_as_markup_and_not_folded() -> None:
+    stream = io.StringIO()
+    with Console(10, stream=stream) as console:
+        console.on_event({"kind": "warning", "message": "[bold]a[/bold] :smile: " + "x" * 500})
+    assert "[bold]a[/bold] :smile: " + "x" * 500 + "\n" in stream.getvalue()
+
+
+class Listener(Console):
+    """A console that remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(100, stream=io.StringIO())
+        self.heard: list[Any] = []
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        self.heard.append(record["step"])
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        self.heard.append(event["kind"])
+
+
+def test_follower_reads_both_files_in_order_of_time_and_waits_for_whole_lines(tmp_path: Path) -> None:
+    paths, console = RunPaths(tmp_path), Listener()
+    follower = Follower(paths, console)
+    follower.poll()  # there are no files yet
+    assert console.heard == []
+    append_line(paths.metrics, step(1))
+    append_line(paths.metrics, step(3))
+    append_line(paths.events, {"kind": "warning", "time": 2.0})
+    with open(paths.metrics, "a") as file:
+        file.write('{"step": 4, "ti')
+    follower.poll()
+    assert console.heard == [1, "warning", 3]
+    with open(paths.metrics, "a") as file:
+        file.write('me": 4.0}\n{"torn {"step": 5}\n')
+    append_line(paths.metrics, step(6))
+    follower.poll()
+    follower.poll()
+    assert console.heard == [1, "warning", 3, 4, 6]
+
+
+@pytest.mark.parametrize(("from_start", "expected"), [(True, [1, "warning", 2]), (False, [2])])
+def test_follower_starts_where_it_is_told(tmp_path: Path, from_start: bool, expected: list[Any]) -> None:
+    paths, console = RunPaths(tmp_path), Listener()
+    append_line(paths.metrics, step(1))
+    append_line(paths.events, {"kind": "warning", "time": 1.5})
+    follower = Follower(paths, console, from_start=from_start)
+    append_line(paths.metrics, step(2))
+    follower.poll()
+    assert console.heard == expected
+
+
+def shown(paths: RunPaths) -> str:
+    stream = io.StringIO()
+    RichConsole(file=stream, width=300).print(summary(paths))
+    return stream.getvalue()
+
+
+def test_summary_names_what_the_run_left(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert str(tmp_path) in shown(paths)  # nothing recorded: only the folder
+    for record in (step(9), step(10), step(9, 2, loss=1.25)):
+        append_line(paths.metrics, record)
+    append_line(paths.events, {"kind": str(Kind.EVALUATED), "step": 9, "loss": 2.0})
+    append_line(paths.events, {"kind": str(Kind.CHECKPOINT_SAVED), "step": 8})
+    for name in ("step-7", "step-8", "step-18"):
+        (paths.checkpoints / name).mkdir(parents=True)
+    paths.report.touch()
+    text = shown(paths)
+    assert re.search(r"last step +9\b", text)
+    assert re.search(r"\bloss +1\.2500", text)
+    assert re.search(r"held-out loss +2\.0000  \(perplexity 7\.4\)", text)
+    assert f"{paths.checkpoints / 'step-8'} " in text
+    assert str(paths.report) in text

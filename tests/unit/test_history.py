@@ -1,0 +1,117 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import RunError
+from phalanx.records import Kind, RunPaths, append_line
+from phalanx.report import history
+
+
+def records(*pairs: tuple[int, int]) -> list[dict[str, Any]]:
+    return [{"step": step, "attempt": attempt, "time": float(i)} for i, (step, attempt) in enumerate(pairs)]
+
+
+def steps(found: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    return [(record["step"], record["attempt"]) for record in found]
+
+
+def test_steps_walked_again_replace_the_lost_ones() -> None:
+    kept, lost = history.split_attempts(records((1, 1), (2, 1), (3, 1), (4, 1), (3, 2)))
+    assert steps(kept) == [(1, 1), (2, 1), (3, 2)]
+    assert steps(lost) == [(3, 1), (4, 1)]  # step 4 is gone although nobody has walked it again yet
+
+
+def test_a_late_writer_of_an_older_attempt_changes_nothing() -> None:
+    kept, lost = history.split_attempts(records((1, 1), (2, 1), (2, 2), (3, 1)))
+    assert steps(kept) == [(1, 1), (2, 2)]
+    assert steps(lost) == [(2, 1), (3, 1)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4)), max_size=60))
+def test_split_loses_no_record_and_keeps_steps_rising(pairs: list[tuple[int, int]]) -> None:
+    given_records = records(*pairs)
+    kept, lost = history.split_attempts(given_records)
+    assert sorted(map(json.dumps, [*kept, *lost])) == sorted(map(json.dumps, given_records))
+    walked = [step for step, _ in steps(kept)]
+    assert walked == sorted(set(walked))
+    tried = [attempt for _, attempt in steps(kept)]
+    assert tried == sorted(tried)
+
+
+@given(st.lists(st.none() | st.floats(-1e6, 1e6), max_size=200))
+def test_smooth_stays_between_the_extremes_and_keeps_gaps(values: list[float | None]) -> None:
+    averaged = history.smooth(values)
+    known = [value for value in values if value is not None]
+    assert [value is None for value in averaged] == [value is None for value in values]
+    assert all(min(known) - 1e-6 <= value <= max(known) + 1e-6 for value in averaged if value is not None)
+
+
+def test_smooth_does_not_lag_behind_a_slope() -> None:
+    line = [float(i) for i in range(500)]
+    averaged = history.smooth(line)
+    assert averaged[250] == pytest.approx(250, abs=1e-3)
+
+
+@given(st.integers(0, 3000), st.integers(20, 400))
+def test_thin_keeps_ends_extremes_and_the_limit(count: int, points: int) -> None:
+    losses = [float((i * 7919) % 1009) for i in range(count)]
+    times = [float((i * 104729) % 997) for i in range(count)]
+    drawn = history.thin(losses, times, points)
+    assert drawn == sorted(set(drawn))
+    assert len(drawn) <= points + 6
+    if count:
+        assert {0, count - 1} <= set(drawn)
+        assert max(losses[i] for i in drawn) == max(losses)
+        assert max(times[i] for i in drawn) == max(times)
+
+
+def write_run(folder: Path, *kinds: tuple[Kind, int]) -> history.Run:
+    paths = RunPaths(folder)
+    for moment, (kind, attempt) in enumerate(kinds):
+        append_line(paths.events, {"kind": str(kind), "attempt": attempt, "time": 100.0 + moment})
+    return history.read_run(paths)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "now", "expected"),
+    [
+        ([(Kind.RUN_STARTED, 1)], 110, "running"),
+        ([(Kind.RUN_STARTED, 1)], 1000, "not finished"),
+        ([(Kind.RUN_STARTED, 1), (Kind.WORKER_DIED, 1)], 101, "died"),
+        ([(Kind.WORKER_DIED, 1), (Kind.RESTARTED, 2), (Kind.CHECKPOINT_SAVED, 2)], 110, "running"),
+        ([(Kind.STOPPED, 1)], 101, "stopped"),
+        ([(Kind.STOPPED, 1), (Kind.RESUMED, 2)], 102, "running"),
+        ([(Kind.WORKER_DIED, 1), (Kind.RESTARTED, 2), (Kind.FINISHED, 2), (Kind.EXPORTED, 2)], 1000, "finished"),
+    ],
+)
+def test_status(tmp_path: Path, kinds: list[tuple[Kind, int]], now: float, expected: str) -> None:
+    assert history.status(write_run(tmp_path, *kinds), now)[0] == expected
+
+
+def test_events_know_the_step_they_came_after(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    append_line(paths.metrics, {"step": 1, "attempt": 1, "time": 10.0})
+    append_line(paths.metrics, {"step": 2, "attempt": 1, "time": 20.0})
+    for moment in (5.0, 15.0, 25.0):
+        append_line(paths.events, {"kind": "warning", "time": moment})
+    assert [step for _, step in history.after_steps(history.read_run(paths))] == [None, 1, 2]
+
+
+def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"neither metrics\.jsonl nor events\.jsonl.*name the folder of a run"):
+        history.read_run(RunPaths(tmp_path))
+
+
+def test_damaged_side_files_are_shown_or_left_out(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: [")
+    (tmp_path / "versions.json").write_text('{"torch":')
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "attempt": 1}\n\xff\xfe\n[1]\n{"step": "x"}\n{"step": 2, "att'
+    )
+    run = history.read_run(RunPaths(tmp_path))
+    assert (run.config, run.versions, run.config_text) == ({}, {}, "model: [")
+    assert steps(run.kept) == [(1, 1)]

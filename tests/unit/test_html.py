@@ -1,0 +1,185 @@
+import html.parser
+import json
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import RunError
+from phalanx.records import Kind, RunPaths, StepRecord, append_line
+from phalanx.report import html as report
+from phalanx.report.history import read_run
+
+
+def step(number: int, attempt: int = 1, **changes: Any) -> dict[str, Any]:
+    record = StepRecord(
+        step=number, attempt=attempt, loss=5.0 - number / 100, grad_norm=1.0, lr=1e-3, tokens=1000,
+        total_tokens=1000 * number, step_s=0.5, tokens_per_s=2000.0, wait_s=0.1, data_s=0.05, mfu=None, mfu_causal=None,
+        memory_bytes=2**30, time=1000.0 + number + 100 * (attempt - 1),
+    )  # fmt: skip
+    return {**asdict(record), **changes}
+
+
+def make_run(folder: Path) -> RunPaths:
+    """A run that dies after step 12, resumes at 10 and ends at 20."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = RunPaths(folder)
+    for number in range(1, 13):
+        append_line(paths.metrics, step(number))
+    for number in range(11, 21):
+        append_line(paths.metrics, step(number, 2))
+    events: list[dict[str, Any]] = [
+        {"kind": Kind.RUN_STARTED, "attempt": 1, "time": 1000.0, "parameters": 12_400_000, "world": 2, "device": "cpu"},
+        {"kind": Kind.CHECKPOINT_SAVED, "attempt": 1, "time": 1010.5, "step": 10, "bytes": 10, "seconds": 1},
+        {"kind": Kind.WORKER_DIED, "attempt": 1, "time": 1012.5, "rank": 1, "pid": 77, "signal": 9},
+        {"kind": Kind.WORKER_DIED, "attempt": 1, "time": 1012.6, "rank": 0, "pid": 76, "exit_code": 1},
+        {"kind": Kind.RESTARTED, "attempt": 2, "time": 1013.0},
+        {"kind": Kind.RESUMED, "attempt": 2, "time": 1014.0, "step": 10},
+        {"kind": Kind.EVALUATED, "attempt": 2, "time": 1120.0, "step": 20, "loss": 2.0, "tokens": 5},
+        {"kind": Kind.FINISHED, "attempt": 2, "time": 1121.0, "step": 20, "seconds": 121},
+    ]
+    for event in events:
+        append_line(paths.events, event)
+    paths.config.write_text("model:\n  preset: tiny\ntrain:\n  steps: 20\n")
+    paths.versions.write_text(json.dumps({"torch": "2.13.0"}))
+    return paths
+
+
+class Page(html.parser.HTMLParser):
+    """The tags of a page, the text people see, and the embedded data."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = self.raw_data = ""
+        self.inside: tuple[str, dict[str, str | None]] = ("", {})
+        self.source = path.read_text(encoding="ascii")
+        self.feed(self.source)
+        self.data = json.loads(self.raw_data, parse_constant=_refuse)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.inside = (tag, dict(attrs))
+        self.tags.append(self.inside)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = ("", {})
+
+    def handle_data(self, data: str) -> None:
+        if self.inside[1].get("id") == "data":
+            self.raw_data += data
+        elif self.inside[0] not in ("script", "style"):
+            self.text += data + " "
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def test_report_of_a_run_with_a_death(tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "night-run")
+    assert report.write(paths) == paths.report
+    page = Page(paths.report)
+    for words in ("night-run", "finished", "12.4M parameters", "2 ranks", "tiny", "perplexity 7.4", "of 20"):
+        assert words in page.text
+    assert "rank 1 (pid 77) was killed by SIGKILL after step 12" in page.text
+    assert "the next step was done 1 min 38 s later, 2 steps walked again" in page.text  # 1112 s - 1012.5 s
+    assert page.text.count("walked again") >= 2
+    assert page.data["kept"]["step"] == list(range(1, 21))
+    assert page.data["kept"]["attempt"] == [1] * 10 + [2] * 10
+    assert page.data["lost"]["step"] == [11, 12]
+    assert page.data["lost"]["attempt"] == [1, 1]
+    assert page.data["heldOut"]["loss"] == [2.0]
+    marks = [(mark["class"], mark["step"]) for mark in page.data["events"]]
+    assert marks == [("saved", 10), ("died", 12), ("died", 12), ("restarted", 12), ("resumed", 10)]
+    assert page.data["kept"]["compute_s"][0] == pytest.approx(0.35)
+
+
+def test_report_opens_offline(tmp_path: Path) -> None:
+    page = Page(report.write(make_run(tmp_path)))
+    assert not [tag for tag, attributes in page.tags if "src" in attributes or "href" in attributes]
+    policy = [attributes.get("content") or "" for tag, attributes in page.tags if tag == "meta"]
+    assert any("default-src 'none'" in content for content in policy)
+    assert page.source.count("plotly.js v") == 1
+
+
+def test_text_of_a_run_cannot_become_markup(tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "<script>alert(1)<")
+    evil = "</script><script>alert(2)</script><img src=x onerror=alert(3)> @@plotly@@ é漢"
+    append_line(paths.events, {"kind": "worker_died", "attempt": 2, "time": 1122.0, "rank": 0, "reason": evil})
+    append_line(paths.events, {"kind": "warning", "attempt": 2, "time": "soon", "message": evil})
+    paths.config.write_text(f"model: {{preset: '{evil}'}}\n", encoding="utf-8")
+    paths.versions.write_text(json.dumps({evil: evil}))
+    page = Page(report.write(paths))
+    assert [tag for tag, _ in page.tags].count("script") == 3  # data, plotly, ours
+    assert "img" not in [tag for tag, _ in page.tags]
+    assert page.text.count(evil) >= 5
+    assert "<script>alert(1)<" in page.text
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_run_that_hardly_began(tmp_path: Path, count: int) -> None:
+    paths = RunPaths(tmp_path)
+    append_line(paths.events, {"kind": "run_started", "attempt": 1, "time": 1.0})
+    for number in range(1, count + 1):
+        append_line(paths.metrics, step(number, grad_norm=None, wait_s=None))
+    page = Page(report.write(paths))
+    plots = [attributes["id"] for _, attributes in page.tags if attributes.get("class") == "plot"]
+    assert plots == (["plot-loss", "plot-speed", "plot-time", "plot-memory", "plot-lr"] if count else [])
+    assert ("No step has been recorded yet" in page.text) == (count == 0)
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for number, loss in ((1, float("nan")), (2, float("inf")), (3, 4.0)):
+            file.write(json.dumps(step(number, loss=loss)) + "\n")
+    data = Page(report.write(RunPaths(tmp_path))).data
+    assert data["kept"]["loss"] == [None, None, 4.0]
+
+
+def charts(folder: Path, *records: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    folder.mkdir()
+    for record in records:
+        append_line(RunPaths(folder).metrics, record)
+    return {chart["id"]: chart for chart in report.charts(read_run(RunPaths(folder)))}
+
+
+def test_charts_follow_the_numbers(tmp_path: Path) -> None:
+    plain = charts(tmp_path / "plain", *(step(number) for number in range(1, 50)))
+    assert "mfu" not in plain
+    assert not plain["norm"]["log"]
+    assert plain["time"]["top"] is None
+    first = step(1, step_s=30.0, grad_norm=99.0, mfu=0.5)
+    uneven = charts(tmp_path / "uneven", first, *(step(number, mfu=0.5) for number in range(2, 50)))
+    assert uneven["norm"]["log"]
+    assert uneven["time"]["top"] == pytest.approx(0.55)
+    assert "30.0 s" in uneven["time"]["note"]
+    assert "mfu" in uneven
+
+
+def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    with open(paths.metrics, "w") as file:
+        file.writelines(
+            json.dumps(step(number, loss=9.0 if number == 7777 else 2.0)) + "\n" for number in range(1, 20001)
+        )
+    page = Page(report.write(paths))
+    assert len(page.data["kept"]["step"]) <= 4010
+    assert 7777 in page.data["kept"]["step"]  # a spike is never thinned away
+    assert len(page.raw_data) < 1_000_000
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    paths = make_run(tmp_path)
+    paths.report.mkdir()
+    (paths.report / "in-the-way").touch()
+    with pytest.raises(RunError, match=r"report\.html could not be written .*; make the folder writable"):
+        report.write(paths)
+    assert sorted(os.listdir(paths.report)) == ["in-the-way"]
+
+
+def test_script_is_ascii(tmp_path: Path) -> None:
+    assert re.fullmatch(r"[\x00-\x7f]+", report.to_script({"text": "é漢</script>"}))
+    assert "</" not in report.to_script({"text": "</script>"})

@@ -1,0 +1,104 @@
+"""Next-token batches: what is shifted, what is counted, and that nothing counts twice or not at all."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from phalanx.tasks.language import IGNORED, LanguageModel
+from phalanx.tasks.task import Task
+
+SEQ_LEN = 6
+VOCAB = 11
+
+
+@dataclass
+class Sample:
+    tokens: NDArray[np.int64]
+    position: int
+
+
+class Bigram(nn.Module):
+    """The smallest model with a loss of its own: logits are a row of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.table = nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor, labels: Tensor, draws: None = None) -> Tensor:
+        logits = self.table[tokens].flatten(0, 1)
+        return functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def samples(count: int) -> list[Sample]:
+    random = np.random.default_rng(count)
+    return [Sample(random.integers(0, VOCAB, SEQ_LEN + 1), 100 + i) for i in range(count)]
+
+
+def test_labels_are_the_next_tokens() -> None:
+    given = samples(3)
+    batch = LanguageModel(SEQ_LEN).collate(given)
+    tokens, labels = batch.inputs["tokens"], batch.inputs["labels"]
+    assert tokens.shape == labels.shape == (3, SEQ_LEN)
+    assert tokens.dtype == labels.dtype == batch.samples.dtype == torch.int64
+    assert tokens.is_contiguous()
+    assert labels.is_contiguous()
+    for row, sample in enumerate(given):
+        assert tokens[row].tolist() == sample.tokens[:-1].tolist()
+        assert labels[row].tolist() == sample.tokens[1:].tolist()
+    assert batch.samples.tolist() == [100, 101, 102]
+    assert batch.weight == 3 * SEQ_LEN
+
+
+def test_ignored_labels_weigh_nothing() -> None:
+    sample = samples(1)[0]
+    sample.tokens[-2:] = IGNORED
+    assert LanguageModel(SEQ_LEN).collate([sample]).weight == SEQ_LEN - 2
+
+
+def test_no_samples_make_a_batch_that_runs_and_changes_nothing() -> None:
+    task, model = LanguageModel(SEQ_LEN), Bigram()
+    batch = task.collate([])
+    assert batch.weight == 0
+    assert batch.inputs["tokens"].shape == (1, SEQ_LEN)
+    assert (batch.inputs["labels"] == IGNORED).all()
+    assert batch.samples.tolist() == [0]
+    loss = task.loss_sum(model, batch, None)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert model.table.grad is not None
+    assert not model.table.grad.any()
+
+
+def test_loss_sums_of_parts_add_up_to_the_whole() -> None:
+    task, model, given = LanguageModel(SEQ_LEN), Bigram(), samples(5)
+    whole = task.loss_sum(model, task.collate(given), None)
+    parts = [task.collate(part) for part in (given[:3], [], given[3:])]
+    total = sum(task.loss_sum(model, part, None) for part in parts)
+    torch.testing.assert_close(total, whole, rtol=1e-14, atol=0)
+    assert sum(part.weight for part in parts) == task.nominal_weight(5) == 5 * SEQ_LEN
+    by_hand = -sum(
+        torch.log_softmax(model.table[int(s.tokens[i])], -1)[int(s.tokens[i + 1])]
+        for s in given
+        for i in range(SEQ_LEN)
+    )
+    torch.testing.assert_close(whole, by_hand, rtol=1e-12, atol=0)
+
+
+def test_moving_a_batch_moves_all_of_it_and_keeps_its_weight() -> None:
+    task: Task = LanguageModel(SEQ_LEN)
+    batch = task.collate(samples(2))
+    moved = batch.to("meta")
+    assert {tensor.device.type for tensor in [*moved.inputs.values(), moved.samples]} == {"meta"}
+    assert moved.weight == batch.weight
+    assert batch.inputs["tokens"].device.type == "cpu"
+
+
+def test_samples_of_another_length_are_a_programming_error() -> None:
+    with pytest.raises(AssertionError, match="7 tokens for sequences of 5"):
+        LanguageModel(5).collate(samples(1))

@@ -1,0 +1,165 @@
+"""The global order is a shuffle; a step's samples do not depend on how they are shared."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.data.loader import Loader, Sample, order
+from phalanx.data.tokens import TokenFile, TokenWriter
+from phalanx.errors import DataError
+
+SEQ_LEN = 4
+WINDOWS = 37
+BATCH = 10
+FROZEN = [9, 6, 7, 1, 0, 10, 3, 8, 4, 5, 2]  # order(seed=42, epoch=3, n=11)
+
+
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
+    """Tokens 0, 1, 2, ...: a window tells where it was cut."""
+    folder = tmp_path_factory.mktemp("tokens") / "set"
+    count = WINDOWS * SEQ_LEN + 3  # two tokens at the end make no sequence
+    writer = TokenWriter(folder, count, count - 1, "key")
+    writer.extend(np.arange(count), np.array([count]))
+    writer.finish()
+    return TokenFile(folder)
+
+
+def loader(token_file: TokenFile, rank: int = 0, micro_batch: int = 3, seed: int = 1, held_out: bool = False) -> Loader:
+    return Loader(token_file, SEQ_LEN, BATCH, seed, rank, micro_batch, held_out)
+
+
+def windows(batches: list[list[Sample]]) -> list[int]:
+    return [int(sample.tokens[0]) // SEQ_LEN for batch in batches for sample in batch]
+
+
+def positions(batches: list[list[Sample]]) -> list[int]:
+    return [sample.position for batch in batches for sample in batch]
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(-(2**63), 2**63), epoch=st.integers(0, 10**6), n=st.integers(1, 3000))
+def test_order_is_a_permutation(seed: int, epoch: int, n: int) -> None:
+    assert sorted(order(seed, epoch, n, np.arange(n)).tolist()) == list(range(n))
+
+
+@settings(max_examples=50, deadline=None)
+@given(n=st.integers(1, 2**62), data=st.data())
+def test_order_is_element_wise_and_one_to_one_for_huge_n(n: int, data: st.DataObject) -> None:
+    index = np.array(data.draw(st.lists(st.integers(0, n - 1), unique=True, max_size=30)), np.int64)
+    together = order(5, 2, n, index)
+    assert len(set(together.tolist())) == len(index)
+    assert ((together >= 0) & (together < n)).all()
+    assert together.tolist() == [int(order(5, 2, n, index[i : i + 1])[0]) for i in range(len(index))]
+
+
+def test_order_looks_shuffled_and_differs_by_seed_and_epoch() -> None:
+    n = 10_000
+    base = np.arange(n)
+    one, other_epoch, other_seed = order(0, 0, n, base), order(0, 1, n, base), order(1, 0, n, base)
+    for a, b in [(base, one), (one, other_epoch), (one, other_seed), (one[:-1], one[1:])]:
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.04  # the standard deviation of chance is 0.01
+        assert (a == b).sum() < 8  # chance: one
+    # Each tenth of the order is spread evenly over all tenths of the data.
+    counts = np.histogram2d(base, one, bins=10)[0]
+    assert ((counts - 100) ** 2 / 100).sum() < 150  # chi-square with 81 degrees of freedom
+
+
+def test_order_is_the_same_in_every_version() -> None:
+    """A resumed run may be another release: this order must never change."""
+    assert order(42, 3, 11, np.arange(11)).tolist() == FROZEN
+
+
+def test_small_orders_reach_every_permutation() -> None:
+    seen = {tuple(order(seed, 0, 3, np.arange(3)).tolist()) for seed in range(100)}
+    assert len(seen) == 6
+
+
+shares_strategy = st.lists(st.integers(0, BATCH), min_size=0, max_size=5).map(
+    lambda cuts: np.diff([0, *sorted(cuts), BATCH]).tolist()
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shares=shares_strategy, step=st.integers(0, 20), skipped=st.integers(0, 3), micro_batch=st.integers(1, 12))
+def test_any_shares_make_up_the_batch_of_one_rank(
+    token_file: TokenFile, shares: list[int], step: int, skipped: int, micro_batch: int
+) -> None:
+    alone = loader(token_file).batches(step, [BATCH], skipped)
+    ranks = [loader(token_file, rank, micro_batch).batches(step, shares, skipped) for rank in range(len(shares))]
+    assert [w for rank in ranks for w in windows(rank)] == windows(alone)
+    assert [p for rank in ranks for p in positions(rank)] == positions(alone)
+    assert positions(alone) == [(step + skipped) * BATCH + i for i in range(BATCH)]
+    assert {len(rank) for rank in ranks} == {-(-max(shares) // micro_batch)}
+    for rank, share in zip(ranks, shares, strict=True):
+        sizes = [len(batch) for batch in rank]
+        assert sum(sizes) == share
+        assert max(sizes) <= micro_batch
+        assert sizes == sorted(sizes, reverse=True)
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_changing_shares_between_steps_changes_nothing(token_file: TokenFile) -> None:
+    fixed = [windows(loader(token_file).batches(step, [BATCH])) for step in range(6)]
+    changing = [[10, 0, 0], [0, 10, 0], [3, 3, 4], [4, 3, 3], [1, 9, 0], [0, 0, 10]]
+    loaders = [loader(token_file, rank) for rank in range(3)]
+    for step in (4, 0, 5, 1, 3, 2):  # in any order: there is no state
+        assert [w for one in loaders for w in windows(one.batches(step, changing[step]))] == fixed[step]
+
+
+def test_each_epoch_has_every_window_once_in_another_order(token_file: TokenFile) -> None:
+    stream = [w for step in range(12) for w in windows(loader(token_file).batches(step, [BATCH]))]
+    first, second, third = (stream[i * WINDOWS : (i + 1) * WINDOWS] for i in range(3))
+    assert sorted(first) == sorted(second) == sorted(third) == list(range(WINDOWS))
+    assert first != second != third != first
+    other = [w for step in range(4) for w in windows(loader(token_file, seed=2).batches(step, [BATCH]))]
+    assert other[:WINDOWS] != first
+
+
+def test_skipped_batches_are_passed_over(token_file: TokenFile) -> None:
+    one = loader(token_file)
+    assert windows(one.batches(3, [BATCH], skipped=2)) == windows(one.batches(5, [BATCH]))
+
+
+def test_windows_overlap_by_one_token(token_file: TokenFile) -> None:
+    for batch in loader(token_file).batches(0, [BATCH]):
+        for sample in batch:
+            start = int(sample.tokens[0])
+            assert start % SEQ_LEN == 0
+            assert sample.tokens.tolist() == list(range(start, start + SEQ_LEN + 1))
+            assert sample.tokens.dtype == np.int64
+
+
+def halves(count: int) -> list[int]:
+    return [count // 2, count - count // 2]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(0, 0), (7, 7), (20, 20), (25, 25), (1000, WINDOWS)])
+def test_evaluation_walks_the_first_windows_in_file_order(token_file: TokenFile, limit: int, expected: int) -> None:
+    ranks = [list(loader(token_file, rank, held_out=True).evaluation(halves, limit)) for rank in range(2)]
+    walked = [w for batch in zip(*ranks, strict=True) for rank in batch for w in windows(rank)]
+    assert walked == list(range(expected))
+    assert all(len(a) == len(b) for a, b in zip(*ranks, strict=True))
+
+
+def test_a_held_out_file_may_be_smaller_than_a_batch_and_even_empty(tmp_path: Path) -> None:
+    for count, expected in ((SEQ_LEN * 3 + 1, [0, 1, 2]), (SEQ_LEN, []), (0, [])):
+        writer = TokenWriter(tmp_path / str(count), 100, 99, "key")
+        writer.extend(np.array([*range(1, count), 99][:count]), np.array([count] if count else [], np.int64))
+        writer.finish()
+        file = TokenFile(tmp_path / str(count))
+        batches = list(loader(file, held_out=True).evaluation(lambda n: [n], 100))
+        assert [sample.position for batch in batches for part in batch for sample in part] == expected
+        with pytest.raises(DataError, match=r"fewer than one global batch of 10; add data") as caught:
+            loader(file)
+        assert str(file.folder) in str(caught.value)
+        assert f"{count} tokens" in str(caught.value)
+
+
+def test_shares_that_do_not_add_up_are_a_programming_error(token_file: TokenFile) -> None:
+    for shares in ([BATCH, 1], [], [BATCH + 1, -1]):
+        with pytest.raises(AssertionError):
+            loader(token_file).batches(0, shares)

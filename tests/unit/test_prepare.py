@@ -1,0 +1,434 @@
+"""Sources to token sets: what they hold, that a cache is only ever whole, and that bad input is named."""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.data import prepare as prepare_module
+from phalanx.data import tokenizer as tokenizer_module
+from phalanx.data.prepare import Prepared, prepare
+from phalanx.data.sources import START, documents, is_held_out, list_files, text_digest
+from phalanx.data.tokenizer import encode_documents, load_tokenizer, segments, train_tokenizer
+from phalanx.data.tokens import TokenFile
+from phalanx.errors import ConfigError, DataError, PhalanxError
+
+WORDS = [
+    "the",
+    "cluster",
+    "does",
+    "not",
+    "change",
+    "a",
+    "result",
+    "naïve",
+    "試し",
+    "🙂",
+    "—",
+    "",
+    "x",
+    "= y + 1\n    return",
+]
+
+
+def text(seed: int, words: int) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS, words))
+
+
+def write_jsonl(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(texts)))
+    return str(path)
+
+
+def run(sources: list[str], cache: Path, **changed: object) -> Prepared:
+    arguments: dict[str, object] = {
+        "tokenizer": "train",
+        "tokenizer_vocab": 300,
+        "text_key": "text",
+        "held_out_fraction": 0.2,
+    }
+    return prepare(sources, cache=cache, **{**arguments, **changed})  # type: ignore[arg-type]
+
+
+def decoded(folder: Path, prepared: Prepared) -> list[str]:
+    tokenizer = load_tokenizer(prepared.tokenizer_folder)
+    file = TokenFile(folder)
+    ends = [file.document(i) for i in range(file.documents)]
+    assert all(ids[-1] == prepared.eos_id for ids in ends)
+    return [tokenizer.backend.decode(ids[:-1].tolist()) for ids in ends]
+
+
+def same_files(one: Path, other: Path) -> bool:
+    names = sorted(path.relative_to(one) for path in one.rglob("*"))
+    return names == sorted(path.relative_to(other) for path in other.rglob("*")) and all(
+        (one / name).read_bytes() == (other / name).read_bytes() for name in names if (one / name).is_file()
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer") / "bpe"
+    train_tokenizer([text(i, 200) for i in range(20)], 300, folder)
+    return folder
+
+
+def test_documents_come_back_each_on_its_side_in_order(tmp_path: Path) -> None:
+    texts = [text(i, 30 + i) for i in range(40)]
+    (tmp_path / "a.txt").write_text(texts[0])
+    (tmp_path / "b.md").write_text("\ufeff" + texts[1])  # a byte order mark is no text
+    (tmp_path / "empty.txt").write_text("")
+    source = write_jsonl(tmp_path / "c.jsonl", [*texts[2:], ""])
+    prepared = run([source, str(tmp_path / "*.txt"), str(tmp_path / "?.md"), str(tmp_path / "a.txt")], tmp_path / "c")
+    given_order = [*texts[2:], texts[0], texts[1]]
+    held_out = [t for t in given_order if int(hashlib.sha256(t.encode()).hexdigest(), 16) / 2**256 < 0.2]
+    assert 0 < len(held_out) < 20
+    assert decoded(prepared.held_out, prepared) == held_out
+    assert decoded(prepared.train, prepared) == [t for t in given_order if t not in held_out]
+    assert prepared.vocab_size == TokenFile(prepared.train).vocab_size <= 300
+    for folder in (prepared.train, prepared.held_out):
+        TokenFile(folder).verify()
+
+
+def test_parts_do_not_show_in_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [text(i, 50) for i in range(60)])
+    whole = run([source], tmp_path / "whole")
+    monkeypatch.setattr(prepare_module, "PART_CHARS", 700)
+    monkeypatch.setattr(tokenizer_module, "ENCODE_CHARS", 300)
+    in_parts = run([source], tmp_path / "parts")
+    assert same_files(whole.folder, in_parts.folder)
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == [
+        in_parts.folder.name,
+        f"{in_parts.folder.name}.lock",
+    ]
+
+
+def test_the_cache_is_used_until_something_changes(tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [text(i, 50) for i in range(20)])
+    phases: list[str] = []
+
+    def watch(phase: str, done: int, total: int) -> None:
+        assert 0 <= done <= total
+        phases.append(phase)
+
+    first = run([source], tmp_path / "c", progress=watch)
+    assert list(dict.fromkeys(phases)) == ["tokenizer", "tokens", "files"]
+    phases.clear()
+    assert run([source], tmp_path / "c", progress=watch) == first
+    assert not phases
+    folders = {first.folder}
+    copied = shutil.copytree(tokenizer_folder, tmp_path / "copied")
+    variants: list[Callable[[], Prepared]] = [
+        lambda: run([source], tmp_path / "c", tokenizer_vocab=290),
+        lambda: run([source], tmp_path / "c", held_out_fraction=0.3),
+        lambda: run([source], tmp_path / "c", tokenizer=str(copied)),
+    ]
+    for variant in variants:
+        folders.add(variant().folder)
+    config = copied / "tokenizer_config.json"
+    config.write_text(config.read_text() + "\n")
+    folders.add(run([source], tmp_path / "c", tokenizer=str(copied)).folder)
+    os.utime(source, ns=(1, 1))
+    folders.add(run([source], tmp_path / "c").folder)
+    assert len(folders) == 6
+
+
+def test_a_cache_with_a_deleted_half_is_made_anew(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [text(i, 50) for i in range(20)])
+    first = run([source], tmp_path / "c")
+    before = TokenFile(first.train).slice(0, 50).tolist()
+    (first.train / "tokens.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=rf"delete {re.escape(str(first.train))} and prepare the data again"):
+        run([source], tmp_path / "c")
+    shutil.rmtree(first.train)
+    assert TokenFile(run([source], tmp_path / "c").train).slice(0, 50).tolist() == before
+
+
+PREPARE_SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+from phalanx.data import prepare
+prepare.PART_CHARS = 2000
+source, cache, kill_phase, kill_done = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+def progress(phase, done, total):
+    print(phase, done, total, flush=True)
+    if phase == kill_phase and done >= kill_done:
+        os.kill(os.getpid(), signal.SIGKILL)
+result = prepare.prepare([source], "train", 300, "text", 0.2, cache, progress)
+print(result.folder, flush=True)
+"""
+
+
+def start(source: str, cache: Path, kill_phase: str = "never", kill_done: int = 0) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", PREPARE_SCRIPT, source, str(cache), kill_phase, str(kill_done)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, mixed: bool) -> None:
+    texts = [text(i, 50) for i in range(60)]
+    if mixed:  # one document a file
+        (tmp_path / "d").mkdir()
+        for i, t in enumerate(texts):
+            (tmp_path / "d" / f"{i:02d}.txt").write_text(t)
+        source = str(tmp_path / "d" / "*.txt")
+    else:
+        source = write_jsonl(tmp_path / "a.jsonl", texts)
+    undisturbed = run([source], tmp_path / "whole")
+    for phase, done in (("tokens", 6000), ("files", 2)):
+        process = start(source, tmp_path / "c", phase, done)
+        process.communicate(timeout=60)
+        assert process.returncode == -9
+        assert not (tmp_path / "c" / undisturbed.folder.name).exists()
+    seen: list[tuple[str, int]] = []
+    again = run([source], tmp_path / "c", progress=lambda phase, done, total: seen.append((phase, done)))
+    assert [phase for phase, _ in seen if phase == "tokenizer"] == []
+    first_done = next(done for phase, done in seen if phase == "tokens")
+    assert first_done > 10_000  # the second run had finished all parts; none was made again
+    assert same_files(undisturbed.folder, again.folder)
+
+
+def test_two_processes_at_once_do_no_harm(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [text(i, 50) for i in range(60)])
+    processes = [start(source, tmp_path / "c") for _ in range(3)]
+    outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len({lines[-1] for lines in outputs}) == 1
+    assert sorted(len(lines) > 1 for lines in outputs) == [False, False, True]  # one of them worked
+    assert same_files(Path(outputs[0][-1]), run([source], tmp_path / "alone").folder)
+
+
+def test_waiting_for_another_process_has_an_end(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [text(1, 50), text(2, 50)])
+    folder = run([source], tmp_path / "c").folder
+    shutil.rmtree(folder)
+    with open(f"{folder}.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        began = time.monotonic()
+        with pytest.raises(DataError, match=r"another process has held .*\.lock"):
+            run([source], tmp_path / "c", lock_timeout_s=0.3)
+        assert time.monotonic() - began < 5
+
+
+def test_training_a_tokenizer_is_deterministic_and_loses_nothing(tmp_path: Path, tokenizer_folder: Path) -> None:
+    train_tokenizer([text(i, 200) for i in range(20)], 300, tmp_path / "again")
+    assert same_files(tokenizer_folder, tmp_path / "again")
+    tokenizer = load_tokenizer(tokenizer_folder)
+    assert tokenizer.vocab_size == 300
+    hard = "\x00 tab\t\r\n  żółw 試 🙂 \u2028 \ufffd"
+    assert tokenizer.backend.decode(tokenizer.backend.encode(hard).ids) == hard
+
+
+def test_auto_tokenizer_loads_what_was_trained(tokenizer_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+    ours = load_tokenizer(tokenizer_folder)
+    assert theirs.eos_token == theirs.bos_token == "<|endoftext|>"
+    assert theirs.eos_token_id == ours.eos_id
+    assert len(theirs) == ours.vocab_size
+    sample = text(99, 50)
+    tokens, lengths = encode_documents(ours, [sample])
+    assert tokens.tolist() == [*theirs(sample)["input_ids"], ours.eos_id]
+    assert lengths.tolist() == [len(tokens)]
+    assert theirs.decode(tokens, skip_special_tokens=True) == sample
+
+
+def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path, tokenizer_folder: Path) -> None:
+    model = json.loads((tokenizer_folder / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    converted, direct = load_tokenizer(tmp_path), load_tokenizer(tokenizer_folder)
+    sample = [text(5, 80), text(6, 3)]
+    assert encode_documents(converted, sample)[0].tolist() == encode_documents(direct, sample)[0].tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    texts=st.lists(st.text(st.sampled_from("ab \n\t1é試.'")), max_size=12),
+    lines=st.lists(st.sampled_from(["x = 1", "    return y", "", "def f(x):", "  ", "été"]), max_size=60),
+)
+def test_cutting_long_documents_changes_no_token(tokenizer_folder: Path, texts: list[str], lines: list[str]) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    texts = [*texts, "\n".join(lines)]
+    whole = encode_documents(tokenizer, texts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "SEGMENT_CHARS", 20)
+        patch.setattr(tokenizer_module, "ENCODE_CHARS", 50)
+        cut = encode_documents(tokenizer, texts)
+        assert all("".join(segments(tokenizer, t)) == t for t in texts)
+    assert [array.tolist() for array in whole] == [array.tolist() for array in cut]
+
+
+def test_long_documents_are_cut_unless_the_tokenizer_marks_beginnings(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers import normalizers
+
+    monkeypatch.setattr(tokenizer_module, "SEGMENT_CHARS", 100)
+    long_text = "\n".join(text(i, 10).replace("\n", "") for i in range(100))
+    tokenizer = load_tokenizer(tokenizer_folder)
+    assert len(segments(tokenizer, long_text)) > 20
+    tokenizer.backend.normalizer = normalizers.Prepend("x")
+    assert len(segments(tokenizer, long_text)) == 1
+
+
+def test_truncation_and_padding_of_a_folder_are_not_applied(tmp_path: Path, tokenizer_folder: Path) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "short")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    sample = [text(3, 40), text(4, 2)]
+    expected = encode_documents(load_tokenizer(tokenizer_folder), sample)[0]
+    assert encode_documents(load_tokenizer(folder), sample)[0].tolist() == expected.tolist()
+
+
+def test_the_end_of_text_is_found_where_the_files_name_it(tmp_path: Path, tokenizer_folder: Path) -> None:
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "t")
+    config, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    config.write_text(json.dumps({"eos_token": {"content": "<|endoftext|>", "special": True}}))
+    assert load_tokenizer(folder).eos_id == 0
+    config.unlink()
+    assert load_tokenizer(folder).eos_id == 0
+    special.unlink()
+    with pytest.raises(DataError, match=r"set eos_token in its tokenizer_config\.json"):
+        load_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert load_tokenizer(folder).eos_id == 5
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 5000}))
+    with pytest.raises(DataError, match="no end-of-text token of its vocabulary"):
+        load_tokenizer(folder)
+
+
+def test_the_standard_library_is_there_without_tests_and_packages() -> None:
+    files = list_files(["stdlib"])
+    names = [file.path.as_posix() for file in files]
+    assert len(files) > 100
+    assert any(name.endswith("/json/decoder.py") for name in names)
+    folders = {part for file in files for part in file.path.parts}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib"}
+    assert names == [file.path.as_posix() for file in list_files(["stdlib"])]
+
+
+@given(st.text(), st.floats(0, 1))
+def test_a_larger_fraction_holds_out_more(sample: str, fraction: float) -> None:
+    digest = text_digest(sample)
+    assert not is_held_out(digest, 0.0)
+    assert is_held_out(digest, 1.0)
+    assert is_held_out(digest, fraction) <= is_held_out(digest, min(1.0, fraction * 1.5))
+
+
+def test_reading_goes_on_at_any_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    sources = [str(tmp_path / "a.txt"), write_jsonl(tmp_path / "b.jsonl", ["two", "", "naïve", "four"])]
+    sources.append(write_jsonl(tmp_path / "c.jsonl", ["five"]))
+    files = list_files(sources)
+    everything = list(documents(files, "text"))
+    assert [d.text for d in everything] == ["one", "two", "naïve", "four", "five"]
+    for i, cursor in enumerate([START, *(d.after for d in everything)]):
+        assert list(documents(files, "text", cursor)) == everything[i:]
+    assert [d.after.line for d in everything] == [0, 1, 3, 4, 1]
+    two = everything[1].after
+    Path(sources[1]).write_bytes(Path(sources[1]).read_bytes()[: two.byte] + b"\n")
+    with pytest.raises(DataError, match="line 2 is empty"):
+        list(documents(files, "text", two))
+
+
+def test_a_tokenizer_is_trained_on_training_documents_only(tmp_path: Path, tokenizer_folder: Path) -> None:
+    texts = [text(i, 60) for i in range(30)]
+    prepared = run([write_jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "c")
+    kept = [t for t in texts if not is_held_out(text_digest(t), 0.2)]
+    assert 0 < len(kept) < len(texts)
+    train_tokenizer(kept, 300, tmp_path / "kept")
+    assert same_files(prepared.tokenizer_folder, tmp_path / "kept")
+    train_tokenizer(texts, 300, tmp_path / "all")
+    assert not same_files(prepared.tokenizer_folder, tmp_path / "all")
+
+
+def test_a_tokenizer_is_trained_on_a_sample_of_a_large_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one.txt").write_text(text(1, 40_000))  # one document: a sample of documents would hold all or none
+    monkeypatch.setattr(prepare_module, "SAMPLE_BYTES", 40_000)
+    monkeypatch.setattr(prepare_module, "SAMPLE_CHARS", 1000)
+    files = list_files([str(tmp_path / "one.txt")])
+    job = prepare_module.Job(files, "train", 300, "text", 0.0)
+    sizes = [len(chunk.encode()) for chunk in prepare_module._tokenizer_sample(job, lambda *_: None)]
+    assert 30_000 < sum(sizes) < 50_000 < files[0].size_bytes
+
+
+GOOD = '{"text": "a b c"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", GOOD + "\n" + GOOD, "a.jsonl, line 2 is empty"),
+        ("a.jsonl", GOOD + GOOD + "{nope}\n", "a.jsonl, line 3 is not JSON"),
+        ("a.jsonl", GOOD + '{"body": "x"}', "a.jsonl, line 2 has no key 'text' (it has: body); set data.text_key"),
+        ("a.jsonl", "[1]", "a.jsonl, line 1 has no key"),
+        ("a.jsonl", '{"text": 3}', "line 1 has a int under 'text'"),
+        ("a.jsonl", '{"text": "\\ud800"}', "line 1 holds half of a surrogate pair"),
+        ("a.jsonl", GOOD.encode() + b'{"text": "\xff"}', "a.jsonl, line 2 is not UTF-8"),
+        ("a.txt", b"one\ntwo\n\xe9t\xe9\n", "a.txt, line 3 is not UTF-8 (byte 0xe9 at 8)"),
+        ("a.txt", "", "holds only empty files"),
+        ("a.jsonl", '{"text": ""}', "no document to train on"),
+    ],
+)
+def test_bad_data_is_named_with_file_line_and_remedy(
+    tmp_path: Path, name: str, content: str | bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError) as caught:
+        run([str(tmp_path / name)], tmp_path / "c", held_out_fraction=0.0)
+    message = str(caught.value)
+    assert said in message
+    assert "\n" not in message
+    assert ";" in message or "name others" in message  # the remedy
+
+
+def test_bad_sources_tokenizers_and_caches_are_named(tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [text(1, 50), text(2, 50)])
+    (tmp_path / "no_tokenizer").mkdir()
+    broken = shutil.copytree(tokenizer_folder, tmp_path / "broken")
+    (broken / "tokenizer.json").write_text("{")
+    (tmp_path / "file").write_text("x")
+    cases: list[tuple[type[PhalanxError], str, Callable[[], Prepared]]] = [
+        (DataError, "data.source is empty", lambda: run([], tmp_path / "c")),
+        (DataError, "missing.txt, but there is no such file", lambda: run([str(tmp_path / "missing.txt")], tmp_path)),
+        (DataError, "no such file", lambda: run([str(tmp_path / "*.nothing")], tmp_path / "c")),
+        (DataError, "names the folder", lambda: run([str(tmp_path)], tmp_path / "c")),
+        (DataError, "lower data.held_out", lambda: run([source], tmp_path / "c", held_out_fraction=0.999999)),
+        (ConfigError, "data.held_out is 1.0", lambda: run([source], tmp_path / "c", held_out_fraction=1.0)),
+        (ConfigError, "tokenizer_vocab is 256", lambda: run([source], tmp_path / "c", tokenizer_vocab=256)),
+        (ConfigError, "does not exist", lambda: run([source], tmp_path / "c", tokenizer=str(tmp_path / "none"))),
+        (ConfigError, "no tokenizer", lambda: run([source], tmp_path, tokenizer=str(tmp_path / "no_tokenizer"))),
+        (ConfigError, "tokenizer.json cannot be read", lambda: run([source], tmp_path / "c", tokenizer=str(broken))),
+        (DataError, "the data cache", lambda: run([source], tmp_path / "file" / "c")),
+    ]
+    for kind, said, call in cases:
+        with pytest.raises(kind) as caught:
+            call()
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_importing_data_starts_nothing_and_imports_no_torch() -> None:
+    script = (
+        "import sys, threading, phalanx.data.prepare, phalanx.data.loader\n"
+        "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)\n"
+        "assert threading.active_count() == 1\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=60)

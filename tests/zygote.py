@@ -1,0 +1,126 @@
+"""The warm parent of the tests' ranks: started once per pytest session, forks the ranks of every distributed test.
+
+Pytest itself never forks ranks (it has threads, and no warm torch). One JSON line in, one JSON line out:
+{"function": "tests.dist.cases:curve", "world": 3, "kwargs": {}, "timeout_s": 60, "restarts": 0, "folder": "/tmp/x"} ->
+{"results": [by rank]} or {"error": text}.
+"""
+
+import importlib
+import json
+import os
+import pkgutil
+import signal
+import sys
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster.agent import Job, preload, run
+from phalanx.cluster.fork import die_with
+from phalanx.cluster.worker import STACKS_SIGNAL
+from phalanx.records import Kind, Placement, RunPaths, write_atomic
+
+WARM = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.testing",
+    "pytest",
+    "hypothesis",
+    "tests.helpers",
+)
+WARM_PACKAGES = ("models", "comm", "data", "tasks", "parallel", "optim", "checkpoint", "train")
+
+
+class TimeUp(Exception):
+    """The ranks of one request took longer than they were given."""
+
+
+def warm_up() -> None:
+    """Import what ranks use. A module of ours that does not import is left to the test that needs it to report."""
+    preload(WARM)
+    for package in WARM_PACKAGES:
+        for module in pkgutil.iter_modules([str(Path("phalanx") / package)]):
+            try:
+                preload([f"phalanx.{package}.{module.name}"])
+            except Exception:
+                traceback.print_exc()
+
+
+def run_case(placement: Placement, function: str, kwargs: dict[str, Any], folder: str) -> int:
+    """One rank: call the function and leave its result in a file."""
+    module, name = function.split(":")
+    result = getattr(importlib.import_module(module), name)(placement, **kwargs)
+    write_atomic(Path(folder) / f"result-{placement.rank}.json", json.dumps(result))
+    return 0
+
+
+def serve(request: dict[str, Any]) -> dict[str, Any]:
+    """Run one request to its end."""
+    folder, world = Path(request["folder"]), request["world"]
+    paths = RunPaths(folder)
+    deadline = time.monotonic() + request["timeout_s"]
+    events: list[dict[str, Any]] = []
+
+    def watch_the_clock() -> None:
+        if time.monotonic() < deadline:
+            return
+        for pid in next(event["pids"] for event in reversed(events) if "pids" in event).values():
+            try:
+                os.kill(pid, STACKS_SIGNAL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.3)  # for the stacks to reach the logs
+        raise TimeUp(f"the ranks had not ended after {request['timeout_s']} s; their stacks are in the logs below")
+
+    worker = partial(run_case, function=request["function"], kwargs=request["kwargs"], folder=str(folder))
+    job = Job(
+        world=world,
+        worker=worker,
+        paths=paths,
+        max_restarts=request["restarts"],
+        on_event=lambda kind, details: events.append({"kind": kind, **details}),
+        on_idle=watch_the_clock,
+    )
+    try:
+        code = run(job)
+    except Exception as error:
+        return {"error": f"{error}\n{logs(paths, events, world)}"}
+    if code != 0:
+        return {"error": f"exit code {code}\n{logs(paths, events, world)}"}
+    return {"results": [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(world)]}
+
+
+def logs(paths: RunPaths, events: list[dict[str, Any]], world: int) -> str:
+    """What is known about a failure: the deaths, the first cause's traceback, the ends of the last attempt's logs."""
+    deaths = [event for event in events if event["kind"] == Kind.WORKER_DIED]
+    parts = [f"attempt {death['attempt']}, rank {death['rank']}: {death['reason']}" for death in deaths]
+    if deaths and (cause := paths.cause(deaths[-1]["attempt"], deaths[-1]["rank"])).exists():
+        parts.append(json.loads(cause.read_text())["traceback"])
+    attempt = max((event["attempt"] for event in events), default=1)
+    for rank in range(world):
+        log = paths.log(attempt, rank)
+        if log.exists() and (lines := log.read_text().splitlines()):
+            parts.append(f"--- log of rank {rank}, its last lines\n" + "\n".join(lines[-40:]))
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Serve requests until pytest closes the pipe or dies."""
+    die_with(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's; its end of the pipe says when to leave
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing that a module prints may mix with the replies
+    if "PHALANX_TESTS_COLD" not in os.environ:
+        warm_up()
+    for line in sys.stdin:
+        replies.write(json.dumps(serve(json.loads(line))) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()
