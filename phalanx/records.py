@@ -8,7 +8,7 @@ import enum
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,11 +167,14 @@ def write_event(path: Path, kind: str, attempt: int, **details: Any) -> dict[str
 def write_atomic(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old content or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -188,7 +191,31 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
+def split_attempts(
+    records: Iterable[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Split step records, in the order of the file, into the trajectory that counts and the steps walked in vain.
+
+    A step that comes again takes back itself and all later steps: they were lost and walked again. A line of an older
+    attempt than the newest seen comes from a late writer and is lost too.
+    """
+    kept: list[dict[str, Any]] = []
+    lost: list[dict[str, Any]] = []
+    newest = 0
+    for record in records:
+        step, attempt = record.get("step"), record.get("attempt", 1)
+        if not isinstance(step, int) or not isinstance(attempt, int):
+            continue
+        if attempt < newest:
+            lost.append(record)
+            continue
+        newest = attempt
+        while kept and kept[-1]["step"] >= step:
+            lost.append(kept.pop())
+        kept.append(record)
+    return kept, sorted(lost, key=lambda record: (record.get("attempt", 1), record["step"]))
+
+
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Step records in order of step; the last line of a step wins (a restarted attempt walks some steps again)."""
-    latest = {record["step"]: record for record in read_lines(path) if "step" in record}
-    return [latest[step] for step in sorted(latest)]
+    """The step records of the trajectory that counts, in order of step."""
+    return split_attempts(read_lines(path))[0]

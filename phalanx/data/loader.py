@@ -114,18 +114,22 @@ class Loader:
         return self._cut(samples, shares)
 
     def evaluation(self, shares_of: Callable[[int], Sequence[int]], limit: int) -> Iterator[list[list[Sample]]]:
-        """This rank's micro-batches of the first `limit` windows in order of the file, batch by batch.
+        """This rank's micro-batches of `limit` windows that are the same at every call and for every seed, in batches.
 
-        `shares_of(count)` gives the shares of a batch of `count` sequences; only the last batch may be smaller than the
-        global batch. Positions are the windows' numbers.
+        They are spread over the whole file, so that a few stand for all of its documents. `shares_of(count)` gives the
+        shares of a batch of `count` sequences; only the last batch may be smaller than the global batch. Positions are
+        the windows' numbers.
         """
-        windows = min(limit, self.sequences)
-        for first in range(0, windows, self.global_batch):
-            count = min(self.global_batch, windows - first)
+        if self.sequences == 0:
+            return
+        windows = sorted(order(0, 0, self.sequences, np.arange(min(limit, self.sequences))).tolist())
+        for first in range(0, len(windows), self.global_batch):
+            count = min(self.global_batch, len(windows) - first)
             shares = shares_of(count)
             assert sum(shares) == count, f"shares {list(shares)} of a batch of {count}"
             start, stop = self._slice(shares)
-            yield self._cut([self._sample(first + i, first + i) for i in range(start, stop)], shares)
+            mine = windows[first + start : first + stop]
+            yield self._cut([self._sample(window, window) for window in mine], shares)
 
     def _slice(self, shares: Sequence[int]) -> tuple[int, int]:
         assert self.rank < len(shares), f"shares {list(shares)} for rank {self.rank}"

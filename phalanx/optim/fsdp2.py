@@ -69,6 +69,8 @@ class Fsdp2:
 
     def _local(self) -> dict[str, torch.Tensor]:
         """Flat master shards by name. Asked for anew each time: fully_shard moves them when it first runs."""
+        assert isinstance(self.model, FSDPModule)
+        self.model.reshard()  # the root stays whole after a forward pass that no backward pass follows, as in evaluation
         with torch.no_grad():
             return {name: _flat(parameter) for name, parameter in self.model.named_parameters()}
 

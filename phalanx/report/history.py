@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from phalanx.errors import RunError
-from phalanx.records import Kind, RunPaths, read_lines
+from phalanx.records import Kind, RunPaths, read_lines, split_attempts
 from phalanx.report import words
 
 Record = dict[str, Any]
@@ -55,29 +55,6 @@ def read_run(paths: RunPaths) -> Run:
         began=min(times, default=0.0),
         ended=max(times, default=0.0),
     )
-
-
-def split_attempts(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
-    """Split step records, in the order of the file, into the trajectory that counts and the steps walked in vain.
-
-    A step that comes again takes back itself and all later steps: they were lost and walked again. A line of an older
-    attempt than the newest seen comes from a late writer and is lost too.
-    """
-    kept: list[Record] = []
-    lost: list[Record] = []
-    newest = 0
-    for record in records:
-        step, attempt = record.get("step"), record.get("attempt", 1)
-        if not isinstance(step, int) or not isinstance(attempt, int):
-            continue
-        if attempt < newest:
-            lost.append(record)
-            continue
-        newest = attempt
-        while kept and kept[-1]["step"] >= step:
-            lost.append(kept.pop())
-        kept.append(record)
-    return kept, sorted(lost, key=lambda record: (record.get("attempt", 1), record["step"]))
 
 
 def after_steps(run: Run) -> list[tuple[Record, int | None]]:

@@ -164,15 +164,15 @@ def _marks(run: Run) -> list[Record]:
 
 def _header(run: Run) -> str:
     word, tone = status(run, time.time())
-    started: Record = next((event for event in run.events if event.get("kind") == Kind.RUN_STARTED), {})
+    started: Record = next((event for event in reversed(run.events) if event.get("kind") == Kind.RUN_STARTED), {})
     model = run.config.get("model")
     model = model if isinstance(model, dict) else {}
-    facts = [str(model[key]) for key in ("preset", "name", "family") if isinstance(model.get(key), str)][:1]
+    facts = [str(model[key]) for key in ("preset", "from_hf") if isinstance(model.get(key), str)][:1]
     if parameters := words.number(started, "parameters"):
         facts.append(f"{words.count(parameters)} parameters")
     if world := words.number(started, "world"):
         facts.append(f"{world:.0f} rank{'s' if world > 1 else ''}")
-    facts += [str(started["device"])] if started.get("device") else []
+    facts += [str(started[key]) for key in ("device", "dtype", "engine") if started.get(key)]
     facts += [f"began {_moment(run.began)}"] if run.began else []
     shown = "".join(f"<span>{html.escape(fact)}</span>" for fact in facts)
     heading = f'<h1>{html.escape(run.name)} <span class="pill {tone}">{html.escape(word)}</span></h1>'

@@ -190,7 +190,7 @@ function layout(chart) {
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     shapes: lines(), hovermode: "x unified", dragmode: "zoom",
     margin: { l: 46, r: 12, t: chart.traces.length > 1 ? 26 : 10, b: 40 },
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    paper_bgcolor: color("card"), plot_bgcolor: color("card"),
     font: { family: getComputedStyle(document.body).fontFamily, color: color("ink"), size: 12 },
     hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12 },
       align: "left" },

@@ -113,7 +113,8 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
         case Kind.RESUMED:
             return f"resumed from the checkpoint of step {event.get('step', '?')}"
         case Kind.CHECKPOINT_SAVED:
-            return f"checkpoint of step {event.get('step', '?')} saved" + _cost(event)
+            how = "was there already" if event.get("already_there") else "saved" + _cost(event)
+            return f"checkpoint of step {event.get('step', '?')} {how}"
         case Kind.CHECKPOINT_FAILED:
             return f"checkpoint of step {event.get('step', '?')} could not be saved" + _because(event)
         case Kind.CHECKPOINT_REFUSED:
@@ -156,7 +157,7 @@ def _because(event: dict[str, Any]) -> str:
 
 
 def _after(event: dict[str, Any], after_step: int | None) -> str:
-    step = event.get("step", after_step)
+    step = after_step if event.get("step") is None else event["step"]
     return f" after step {step}" if step is not None else ""
 
 
@@ -198,6 +199,7 @@ def _evaluated(event: dict[str, Any]) -> str:
 
 def _died(event: dict[str, Any], after_step: int | None) -> str:
     pid = f" (pid {event['pid']})" if event.get("pid") is not None else ""
+    reason = str(event.get("reason") or "")
     if event.get("signal"):
         cause = f"was killed by {signal_name(event['signal'])}"
     elif event.get("exit_code") == ExitCode.OUT_OF_MEMORY:
@@ -206,4 +208,7 @@ def _died(event: dict[str, Any], after_step: int | None) -> str:
         cause = f"ended with exit code {event['exit_code']}"
     else:
         cause = "died"
-    return f"rank {event.get('rank', '?')}{pid} {cause}{_after(event, after_step)}{_because(event)}"
+    for said in (cause, cause.removeprefix("was ")):  # the agent's reason may begin with the same words
+        reason = reason.removeprefix(said).removeprefix(" and").lstrip(" ;")
+    because = f": {reason}" if reason else ""
+    return f"rank {event.get('rank', '?')}{pid} {cause}{_after(event, after_step)}{because}"

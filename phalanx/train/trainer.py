@@ -204,11 +204,10 @@ class Loop:
 
     def leave(self, step: int, why: str, saved: int | None) -> ExitCode:
         """Save and stop because a signal said so."""
-        self.records.event(Kind.SIGNALLED, {"signal": why, "step": step})
         if saved != step:
             self.save(step)
         self.finish_saving()
-        self.records.event(Kind.STOPPED, {"step": step})
+        self.records.event(Kind.STOPPED, {"step": step, "reason": why})
         return ExitCode.STOPPED
 
 

@@ -23,6 +23,20 @@ DETAILS = ("step", "loss", "pids", "pid", "rank", "signal", "exit_code", "bytes"
         ),
         ({"kind": "worker_died", "rank": 0, "exit_code": 11}, "rank 0 ran out of memory (exit code 11) after step 7"),
         ({"kind": "worker_died", "rank": 0, "exit_code": 3}, "rank 0 ended with exit code 3 after step 7"),
+        (
+            {"kind": "worker_died", "rank": 1, "signal": "SIGKILL", "step": None, "reason": "killed by SIGKILL"},
+            "rank 1 was killed by SIGKILL after step 7",
+        ),
+        (
+            {
+                "kind": "worker_died",
+                "rank": 1,
+                "exit_code": 3,
+                "reason": "ended with exit code 3 and no exception; see x",
+            },
+            "rank 1 ended with exit code 3 after step 7: no exception; see x",
+        ),
+        ({"kind": "checkpoint_saved", "step": 5, "already_there": True}, "checkpoint of step 5 was there already"),
         ({"kind": "resumed", "step": 50}, "resumed from the checkpoint of step 50"),
         (
             {"kind": "checkpoint_saved", "step": 5, "bytes": 2**20, "seconds": 0.25},
