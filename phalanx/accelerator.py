@@ -96,6 +96,13 @@ def memory_free(device: torch.device, local_world: int) -> int:
     return min([psutil.virtual_memory().available, *_control_group_room()]) // local_world
 
 
+def memory_total(device: torch.device, local_world: int) -> int:
+    """Bytes that one rank could ever have: the device's own, or its part of this machine's."""
+    if device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(device)[1])
+    return (psutil.virtual_memory().total + psutil.swap_memory().total) // local_world
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that device or host memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -29,7 +29,7 @@ app.add_typer(data_app, name="data")
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/demo.yaml.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, such as optim.lr=3e-4.")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys to change, such as optim.lr=3e-4.")
 ]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 
@@ -83,7 +83,7 @@ def generate(
     prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "def ",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The same seed writes the same text.")] = 0,
 ) -> None:
     """Write text with a trained model, by the transformers library."""
     from phalanx.generation import stream
@@ -128,11 +128,9 @@ def config_presets() -> None:
 
 @data_app.command("prepare")
 def data_prepare(
-    sources: Annotated[
-        list[str], typer.Argument(metavar="SOURCE...", help="Files or globs of text or JSONL, or stdlib.")
-    ],
+    sources: Annotated[list[str], typer.Argument(metavar="SOURCE", help="Files or globs of text or JSONL, or stdlib.")],
     tokenizer: Annotated[str, typer.Option(help="A tokenizer folder; train: byte-level BPE on the sources.")] = "train",
-    vocab: Annotated[int, typer.Option(min=257, help="Vocabulary of a trained tokenizer, tokens.")] = 4096,
+    vocab: Annotated[int, typer.Option(min=257, max=2**20, help="Vocabulary of a trained tokenizer, tokens.")] = 4096,
     text_key: Annotated[str, typer.Option(help="The key of a JSONL line that holds the text.")] = "text",
     held_out: Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of documents kept for evaluation.")] = 0.02,
     cache: Annotated[Path, typer.Option(help="Where token files go.")] = Path("~/.cache/phalanx"),

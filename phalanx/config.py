@@ -4,13 +4,19 @@ A recipe is a YAML file with the sections below (`recipe.py` reads it). Fields m
 curve: a run folder keeps them for good; all others may differ between two starts of the same run.
 """
 
+import difflib
 import math
 import types
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from phalanx.errors import ConfigError
+from phalanx.models import spec as shapes
+from phalanx.models.spec import PRESETS, ModelSpec, RopeScaling
 
 Auto = Literal["auto"]
 
@@ -22,15 +28,23 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def _plain(value: str) -> str:
+    # YAML can spell both as an escape; no file name and no text of a corpus holds them.
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("holds a character that is not text; remove it")
+    return value
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=2**53)]
-CountOrZero = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=2**53)]
-Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
-Positive = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
-Fraction = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1, allow_inf_nan=False)]
+Text = Annotated[str, AfterValidator(_plain)]
+Count = Annotated[int, Field(ge=1, le=2**53), BeforeValidator(_no_bool)]
+CountOrZero = Annotated[int, Field(ge=0, le=2**53), BeforeValidator(_no_bool)]
+Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_bool)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_no_bool)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_no_bool)]
 
 
 def knob(default: Any, doc: str, *, trajectory: bool = False) -> Any:
@@ -58,15 +72,17 @@ class RopeScalingSection(Section):
 class ModelSection(Section):
     """What is trained. Shapes come from `preset` or `from_hf`; a shape set here replaces the preset's."""
 
-    preset: str | None = knob(
+    preset: Text | None = knob(
         None, "a published shape, such as llama-3.2-1b; see `phalanx config presets`", trajectory=True
     )
-    from_hf: str | None = knob(None, "a local Hugging Face folder: its shapes and its weights", trajectory=True)
+    from_hf: Text | None = knob(None, "a local Hugging Face folder: its shapes and its weights", trajectory=True)
     vocab_size: Count | Auto = knob(
         "auto", "rows of the embedding; auto: the preset's, else the tokenizer's", trajectory=True
     )
     hidden: Count | None = knob(None, "width of the residual stream", trajectory=True)
-    layers: Count | None = knob(None, "number of blocks", trajectory=True)
+    layers: Annotated[int, Field(ge=1, le=10_000), BeforeValidator(_no_bool)] | None = knob(
+        None, "number of blocks", trajectory=True
+    )
     heads: Count | None = knob(None, "attention heads", trajectory=True)
     kv_heads: Count | None = knob(None, "key and value heads; default: as many as heads", trajectory=True)
     head_dim: Count | None = knob(None, "width of one head; default: hidden / heads", trajectory=True)
@@ -89,19 +105,19 @@ class ModelSection(Section):
 class DataSection(Section):
     """What it is trained on."""
 
-    source: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)] = knob(
+    source: Annotated[list[Text], Field(min_length=1), BeforeValidator(_as_list)] = knob(
         ["stdlib"], "files or globs of text or JSONL; stdlib: this Python's own library", trajectory=True
     )
-    tokenizer: str = knob(
+    tokenizer: Text = knob(
         "auto", "a tokenizer folder; train: byte-level BPE on the source; auto: from_hf's, else train", trajectory=True
     )
-    tokenizer_vocab: Annotated[int, BeforeValidator(_no_bool), Field(ge=257, le=2**20)] = knob(
+    tokenizer_vocab: Annotated[int, Field(ge=257, le=2**20), BeforeValidator(_no_bool)] = knob(
         4096, "vocabulary of a trained tokenizer, tokens", trajectory=True
     )
-    text_key: str = knob("text", "the key of a JSONL line that holds the text", trajectory=True)
+    text_key: Text = knob("text", "the key of a JSONL line that holds the text", trajectory=True)
     held_out: Fraction = knob(0.02, "share of documents kept for evaluation, chosen by their hash", trajectory=True)
     seq_len: Count = knob(512, "tokens of one sequence", trajectory=True)
-    cache: str = knob("~/.cache/phalanx", "folder for token files; safe to delete")
+    cache: Text = knob("~/.cache/phalanx", "folder for token files; safe to delete")
 
 
 class TrainSection(Section):
@@ -128,7 +144,7 @@ class OptimSection(Section):
     beta1: Fraction = knob(0.9, "decay of the gradient's mean", trajectory=True)
     beta2: Fraction = knob(0.95, "decay of the gradient's square", trajectory=True)
     eps: Positive = knob(1e-8, "added to the root of the squared gradient", trajectory=True)
-    weight_decay: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = knob(
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_no_bool)] = knob(
         0.1, "decoupled decay of matrices; norms and other vectors are not decayed", trajectory=True
     )
     clip_norm: Positive | None = knob(1.0, "largest norm of the whole gradient; null: no clipping", trajectory=True)
@@ -139,7 +155,7 @@ class OptimSection(Section):
     decay_steps: Count | Auto = knob(
         "auto", "step at which the decay ends; auto: train.steps at the start", trajectory=True
     )
-    min_lr_ratio: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1, allow_inf_nan=False)] = knob(
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_no_bool)] = knob(
         0.1, "learning rate at the end of the decay, as a share of lr", trajectory=True
     )
 
@@ -161,7 +177,9 @@ class MemorySection(Section):
 class CommSection(Section):
     """Collectives."""
 
-    timeout_s: Positive = knob(600.0, "seconds after which a collective that does not end is an error")
+    timeout_s: Annotated[float, Field(gt=0, le=604800), BeforeValidator(_no_bool)] = knob(
+        600.0, "seconds after which a collective that does not end is an error; a week at most"
+    )
 
 
 class CheckpointSection(Section):
@@ -174,7 +192,7 @@ class CheckpointSection(Section):
 class ResilienceSection(Section):
     """What happens when something breaks."""
 
-    max_restarts: CountOrZero = knob(3, "restarts after failures without progress in between, before giving up")
+    max_restarts: CountOrZero = knob(3, "restarts after failures of one start, before giving up")
 
 
 class ReportSection(Section):
@@ -204,6 +222,63 @@ SHAPE_FIELDS = (
 )  # fmt: skip
 
 
+def spec_of(config: Config, hf_spec: ModelSpec | None = None) -> ModelSpec:
+    """The model's shapes from `config`, or from a Hugging Face folder's `hf_spec`. `model.vocab_size` must be resolved
+    unless a preset or a folder gives it. Raises ConfigError with every impossible shape."""
+    if config.model.preset is not None and config.model.preset not in PRESETS:
+        raise ConfigError(_unknown_preset(config.model.preset))
+    spec = _shape(config, hf_spec)
+    if found := _shape_problems(config, spec):
+        raise ConfigError("the model's shapes are impossible: " + "; ".join(found))
+    return spec
+
+
+def _shape(config: Config, hf_spec: ModelSpec | None, vocab_size: int = 0) -> ModelSpec:
+    """The shapes as they are asked for, possible or not; `vocab_size` stands in where nothing gives one."""
+    model = config.model
+    if hf_spec is not None:
+        spec = hf_spec
+    elif model.preset is not None:
+        spec = PRESETS[model.preset]
+    else:
+        # `problems` has asked for these three.
+        assert model.hidden
+        assert model.layers
+        assert model.heads
+        spec = ModelSpec(
+            vocab_size=vocab_size,
+            hidden=model.hidden,
+            layers=model.layers,
+            heads=model.heads,
+            kv_heads=model.heads,
+            head_dim=max(1, model.hidden // model.heads),
+            intermediate=default_intermediate(model.hidden),
+            max_seq_len=config.data.seq_len,
+        )
+    given = {name: getattr(model, name) for name in SHAPE_FIELDS if getattr(model, name) is not None}
+    if model.rope_scaling is not None:
+        given["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
+    if model.vocab_size != "auto":
+        given["vocab_size"] = model.vocab_size
+    return replace(spec, **given, dropout=model.dropout)
+
+
+def _shape_problems(config: Config, spec: ModelSpec) -> list[str]:
+    found = [sentence.rstrip(".") for sentence in shapes.problems(spec)]
+    if config.data.seq_len > spec.max_seq_len:
+        found.append(
+            f"data.seq_len {config.data.seq_len} is longer than the model's {spec.max_seq_len} positions "
+            "(model.max_seq_len); lower it"
+        )
+    return found
+
+
+def _unknown_preset(name: str) -> str:
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
+    return f"model.preset {name!r} is not known; {hint}"
+
+
 def problems(config: Config) -> list[str]:
     """Combinations that cannot work, as sentences; pure numbers and no files."""
     found = []
@@ -220,16 +295,18 @@ def problems(config: Config) -> list[str]:
         missing = [f"model.{name}" for name in ("hidden", "layers", "heads") if getattr(model, name) is None]
         if missing:
             found.append(f"{', '.join(missing)} must be set, or model.preset, or model.from_hf")
+        else:
+            found += _shape_problems(config, _shape(config, None, vocab_size=1))
+    elif model.preset and model.preset not in PRESETS:
+        found.append(_unknown_preset(model.preset))
+    elif model.preset:
+        found += _shape_problems(config, _shape(config, None))
     if train.micro_batch != "auto" and train.micro_batch > train.global_batch:
         found.append(
             f"train.micro_batch {train.micro_batch} is larger than train.global_batch {train.global_batch}; lower it"
         )
     if optim.decay_steps != "auto" and optim.warmup_steps > optim.decay_steps:
         found.append(f"optim.warmup_steps {optim.warmup_steps} exceeds optim.decay_steps {optim.decay_steps}; lower it")
-    if optim.decay_steps == "auto" and train.steps and optim.warmup_steps > train.steps:
-        found.append(f"optim.warmup_steps {optim.warmup_steps} exceeds train.steps {train.steps}; lower it")
-    if model.max_seq_len is not None and data.seq_len > model.max_seq_len:
-        found.append(f"data.seq_len {data.seq_len} exceeds model.max_seq_len {model.max_seq_len}; lower it")
     if data.held_out == 0 and train.eval_sequences > 0 and train.eval_every > 0:
         found.append("train.eval_every asks for evaluations but data.held_out is 0; set data.held_out or eval_every=0")
     return found
@@ -238,7 +315,7 @@ def problems(config: Config) -> list[str]:
 def leaves(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, pydantic FieldInfo) of every knob."""
     for name, info in model.model_fields.items():
-        section = _section_of(info.annotation)
+        section = section_of(info.annotation)
         if section is not None:
             yield from leaves(section, f"{prefix}{name}.")
         else:
@@ -253,7 +330,7 @@ def get(config: Config, key: str) -> Any:
     return value
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     found = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
     return found[0] if found else None

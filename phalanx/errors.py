@@ -33,6 +33,12 @@ class RunError(PhalanxError):
     exit_code = ExitCode.CONFIG
 
 
+class CollectiveError(PhalanxError):
+    """A collective failed or timed out; says which ranks were late. Worth another attempt."""
+
+    exit_code = ExitCode.FAILED
+
+
 class OutOfMemory(PhalanxError):
     """A device ran out of memory; not retried unchanged."""
 

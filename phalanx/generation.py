@@ -33,8 +33,15 @@ def _generate(folder: Path, prompt: str, max_tokens: int, temperature: float, se
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the library raises whatever the missing or damaged file happened to raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(
+            f"transformers cannot load a model and its tokenizer from {folder} ({reason}); fetch the folder's files "
+            "again or name another"
+        ) from error
     if torch.accelerator.is_available():
         model = model.to(torch.accelerator.current_accelerator())
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)

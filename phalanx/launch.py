@@ -100,6 +100,7 @@ def _launch(wanted: Config, paths: RunPaths, devices: Sequence[str]) -> int:
         _close(paths, code)
         return code
     finally:
+        folder.remove_if_unused(paths)
         os.close(lock)
 
 
@@ -159,6 +160,7 @@ def _finished(wanted: Config, paths: RunPaths, show: bool = True) -> int | None:
 
 def _prepare(wanted: Config, paths: RunPaths, device: str, world: int, local_world: int, writes: bool) -> Prepared:
     """Resolve every `auto`, make the token files, and (where `writes`) put the configuration into the folder."""
+    from phalanx.data.tokens import TokenFile
     from phalanx.train import folder
     from phalanx.train.build import spec_from_run
     from phalanx.train.trainer import Run
@@ -170,6 +172,8 @@ def _prepare(wanted: Config, paths: RunPaths, device: str, world: int, local_wor
     config = recipe.check(yaml.safe_load(answer["config"]), "the resolved configuration")
     attempt = folder.next_attempt(paths)
     if writes:
+        token_sets = {name: TokenFile(Path(answer[name])) for name in ("train", "held_out")}
+        folder.check_data(paths, token_sets, going_on=saved is not None)
         folder.write_start(paths, config, Path(answer["tokenizer"]))
         for key, value, reason in [*chosen, *answer["chosen"]]:
             write_event(paths.events, Kind.RESOLVED, attempt, key=key, value=value, reason=reason)

@@ -5,23 +5,36 @@ sentences that name the key and what would be legal.
 """
 
 import difflib
+import reprlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from phalanx.config import SHAPE_FIELDS, Config, get, leaves, problems
+from phalanx.config import Config, get, leaves, problems, section_of
 from phalanx.errors import ConfigError
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, which otherwise lets a key's second value win in silence."""
+    """YAML's safe loader with two mends: a key's second value does not win in silence, and every mistake has a line."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
+            # Whatever the conversion of `!!bool x`, `2001-99-99` or a number of 5000 digits happened to raise.
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{_shown(node.value)} cannot be read as a YAML {kind}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *defaults`, which the base class resolves
+                continue
             key = self.construct_object(key_node, deep=True)
             try:
                 repeated = key in seen
@@ -37,18 +50,30 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """Parse YAML text into a mapping; raises ConfigError with the line of a mistake."""
-    try:
-        tree = yaml.load(text, Loader=_UniqueKeyLoader)  # a subclass of SafeLoader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{where}{line}: this is not valid YAML ({problem}); mend that line") from None
+    tree = _parsed(text, where)
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{where}: a recipe is a mapping of sections such as `train:`, this is {_kind_of(tree)}")
+        raise ConfigError(
+            f"{where}: a recipe is a mapping of sections such as `train:`, but this is {_kind_of(tree)}; "
+            "name a recipe, such as one of recipes/"
+        )
     return tree
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_UniqueKeyLoader)  # a subclass of SafeLoader
+    except RecursionError:
+        raise ConfigError(f"{where}: this is nested too deeply to be a recipe; mend the brackets") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        character = chr(error.character)
+        raise ConfigError(f"{where}, line {line}: the character {character!r} is not text; remove it") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{where}{place}: this is not valid YAML ({error.problem}); mend that line") from None
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -64,22 +89,24 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return `tree` with `section.key=value` overrides applied; values are YAML scalars or lists."""
-    result = {key: dict(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    result = dict(tree)
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals or not key.strip("."):
-            raise ConfigError(f"`{override}` is not of the form section.key=value, such as optim.lr=3e-4")
-        try:
-            value = yaml.safe_load(text) if text else ""
-        except yaml.YAMLError:
-            raise ConfigError(f"the value of `{override}` is not valid YAML; quote it") from None
-        node: Any = result
         *parents, leaf = key.split(".")
+        if not equals or not all([*parents, leaf]):
+            raise ConfigError(f"`{_cut(override)}` is not of the form section.key=value, such as optim.lr=3e-4")
+        node, path = result, []
         for parent in parents:
+            path.append(parent)
             child = node.get(parent)
-            node[parent] = dict(child) if isinstance(child, dict) else {}
+            if child is not None and not isinstance(child, dict):
+                raise ConfigError(
+                    f"`{_cut(override)}` cannot be set, since {'.'.join(path)} is {_kind_of(child)} and has no keys of "
+                    "its own; mend the recipe or the key"
+                )
+            node[parent] = dict(child or {})  # a copy: the recipe's own mapping stays as it was read
             node = node[parent]
-        node[leaf] = value
+        node[leaf] = _parsed(text, f"the value of `{_cut(override)}`") if text else ""
     return result
 
 
@@ -93,7 +120,7 @@ def check(tree: dict[str, Any], where: str) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_list_of(where, _merged([_sentence(item) for item in error.errors()]))) from None
+        raise ConfigError(_list_of(where, _sentences(error.errors()))) from None
     if found := problems(config):
         raise ConfigError(_list_of(where, found))
     return config
@@ -124,7 +151,7 @@ def resolve(config: Config, *, device: str, world: int) -> tuple[Config, list[tu
     if config.train.compile == "auto":
         why = "compiling costs more than it saves on CPU" if on_cpu else f"the device is {device}"
         chosen.append(("train.compile", not on_cpu, why))
-    if config.optim.decay_steps == "auto":
+    if config.optim.decay_steps == "auto" and config.train.steps:  # with no steps yet, the next start decides
         steps = max(config.train.steps, 1)
         chosen.append(
             ("optim.decay_steps", max(steps, config.optim.warmup_steps), "train.steps at the start of the run")
@@ -153,7 +180,7 @@ def continue_from(wanted: Config, saved: Config, folder: Path) -> Config:
         fixed = bool((info.json_schema_extra or {}).get("trajectory"))
         if mine == theirs:
             continue
-        if mine == "auto" or (mine is None and key.removeprefix("model.") in SHAPE_FIELDS):
+        if mine == "auto":
             kept[key] = theirs
         elif fixed:
             different.append(f"{key} is {mine!r} now and was {theirs!r}")
@@ -176,15 +203,22 @@ def _kind_of(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    return _cut(_BRIEF.repr(value))
+
+
+def _cut(text: str) -> str:
+    text = text if text.isprintable() else repr(text)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-_RELATIONS = {
-    "greater_than": "above",
-    "greater_than_equal": "at least",
-    "less_than": "below",
-    "less_than_equal": "at most",
+# A few aliases can make a YAML value whose plain repr() would fill the memory.
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 60
+_LIMITS = {  # pydantic's kind of error -> our words, and where it keeps the limit
+    "greater_than": ("above", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("below", "lt"),
+    "less_than_equal": ("at most", "le"),
 }
 _EXPECTED = {
     "int_parsing": "a whole number",
@@ -194,56 +228,94 @@ _EXPECTED = {
     "float_type": "a number",
     "bool_parsing": "true or false",
     "bool_type": "true or false",
-    "string_type": "text",
-    "list_type": "a list",
+    "string_type": "text (quotes make it so)",
+    "string_unicode": "text without broken characters",
+    "list_type": "text or a list of texts",
     "finite_number": "a finite number",
     "too_short": "a list that is not empty",
     "int_parsing_size": "a smaller whole number",
 }
 
 
-def _merged(sentences: list[str]) -> list[str]:
-    """One sentence for a key with alternatives: `x must be a whole number or 'auto', not 3.5`."""
-    merged: dict[str, list[str]] = {}
-    for sentence in sentences:
-        key, found, rest = sentence.partition(" must be ")
-        merged.setdefault(key if found else sentence, []).append(rest)
+@dataclass(frozen=True)
+class _Problem:
+    """A sentence, or the alternatives of one: `key must be` and what it could be, `found` being what it is."""
+
+    key: str
+    text: str
+    found: str | None = None  # None: `text` is the whole sentence
+
+
+def _sentences(errors: Sequence[Any]) -> list[str]:
+    """What pydantic found, a sentence each; a key with alternatives has one error for each of them."""
+    merged: dict[str, tuple[list[str], str]] = {}
+    for error in errors:
+        problem = _problem(error)
+        if problem.found is None:
+            merged.setdefault(problem.text, ([], ""))
+        else:
+            expected, _ = merged.setdefault(f"{problem.key} must be", ([], problem.found))
+            if problem.text not in expected:
+                expected.append(problem.text)
     return [
-        key
-        if not rests[0]
-        else f"{key} must be {' or '.join([r.rpartition(', not ')[0] for r in rests[:-1]] + rests[-1:])}"
-        for key, rests in merged.items()
+        f"{start} {' or '.join(expected)}, not {found}" if expected else start
+        for start, (expected, found) in merged.items()
     ]
 
 
-def _sentence(item: Any) -> str:
-    """One problem that pydantic found, as a sentence that names the key and what would be legal."""
-    path = [str(part) for part in item["loc"] if isinstance(part, str) and "[" not in part and "(" not in part]
-    path = [part for part in path if part not in ("int", "float", "str", "bool", "literal['auto']")]
-    key, kind, value = ".".join(path), item["type"], item["input"]
+def _key_of(loc: Sequence[int | str]) -> tuple[str, str]:
+    """The dotted key of an error and its last part; pydantic's own words for alternatives and list items are left out.
+
+    A key that was not there to be declared (an unknown one) ends it.
+    """
+    path: list[str] = []
+    section: type[BaseModel] | None = Config
+    for part in loc:
+        if section is None:
+            break
+        path.append(_cut(str(part)) or "''")
+        info = section.model_fields.get(str(part))
+        section = section_of(info.annotation) if info else None
+    return ".".join(path), path[-1] if path else ""
+
+
+def _problem(error: Any) -> _Problem:
+    """One problem that pydantic found: the key, and what would be legal."""
+    (key, last), kind, value = _key_of(error["loc"]), error["type"], error["input"]
     if kind == "extra_forbidden":
-        names = [name for name, _ in leaves()] + list(Config.model_fields)
-        near = difflib.get_close_matches(key, names, n=1, cutoff=0.5) or [
-            name for name in names if name.split(".")[-1] == path[-1]
-        ]
-        return f"unknown key {key}" + (
-            f"; did you mean {near[0]}?" if near else f"; the sections are {', '.join(Config.model_fields)}"
-        )
+        return _Problem(key, f"unknown key {key}; {_nearest(key, last)}")
+    if kind == "invalid_key" or (kind == "string_unicode" and not key):
+        return _Problem(key, f"the key {_shown(value)} must be a name, such as train or optim")
     if kind in ("model_type", "model_attributes_type"):
-        return f"{key or 'the recipe'} is a section with keys of its own, not {_kind_of(value)}"
+        what = f"{key} is a section with keys of its own" if key else "a recipe is a mapping of sections"
+        return _Problem(key, f"{what}, not {_kind_of(value)}; give it keys or leave it out")
     if kind == "value_error":
-        return f"{key} {item['ctx']['error']}"
-    limits = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
-    if kind in limits:
-        return f"{key} must be {_RELATIONS[kind]} {item['ctx'][limits[kind]]}, not {_shown(value)}"
+        return _Problem(key, f"{key} {error['ctx']['error']}")
+    if kind in _LIMITS:
+        relation, name = _LIMITS[kind]
+        return _Problem(key, f"{relation} {error['ctx'][name]:.17g}", _shown(value))
     if kind == "literal_error":
-        return f"{key} must be {item['ctx']['expected']}, not {_shown(value)}"
-    expected = _EXPECTED.get(kind)
-    return (
-        f"{key} must be {expected}, not {_shown(value)}"
-        if expected
-        else f"{key}: {item['msg']} (it is {_shown(value)})"
-    )
+        return _Problem(key, error["ctx"]["expected"], _shown(value))
+    if kind in _EXPECTED:
+        return _Problem(key, _EXPECTED[kind], _shown(value))
+    return _Problem(key, f"{key}: {error['msg']} (it is {_shown(value)}); mend it")
+
+
+def _nearest(key: str, last: str) -> str:
+    """What to write instead of an unknown key: the nearest of its section, of all keys, or one that ends alike."""
+    names = [name for name, _ in leaves()]
+    section = key.rpartition(".")[0]
+    if key in names:  # a dot inside the YAML key
+        return f"write {last.rpartition('.')[2]} below {section}:"
+    siblings = {name.removeprefix(f"{section}."): name for name in names if section and name.startswith(f"{section}.")}
+    near = [siblings[name] for name in difflib.get_close_matches(last, siblings, n=1)]
+    near = near or [name for name in names if name.rpartition(".")[2] == last]
+    if not siblings:
+        near = near or difflib.get_close_matches(key, [*names, *Config.model_fields], n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    known = f"the keys of {section} are {', '.join(siblings)}" if siblings else ""
+    return known or f"the sections are {', '.join(Config.model_fields)}"
 
 
 def _list_of(where: str, sentences: list[str]) -> str:

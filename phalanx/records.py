@@ -5,7 +5,9 @@ Lines of `metrics.jsonl` and `events.jsonl` carry the attempt that wrote them; a
 """
 
 import enum
+import errno
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -123,6 +125,11 @@ class RunPaths:
         return self.root / "checkpoints"
 
     @property
+    def data(self) -> Path:
+        """What the run is trained on, to notice when it changes."""
+        return self.root / "data.json"
+
+    @property
     def tokenizer(self) -> Path:
         return self.root / "tokenizer"
 
@@ -148,11 +155,22 @@ class RunPaths:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line with a single write, so that lines of several writers never mix."""
-    line = (json.dumps(record, allow_nan=False, default=str) + "\n").encode()
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    """Append one JSON line with a single write, so that lines of several writers never mix.
+
+    A number that is not finite (a loss that has run away) is written as null, which is all that JSON can say of it.
+    Raises OSError where it does not fit on the disk; the same record may be appended again later.
+    """
+    known = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
+    line = (json.dumps(known, allow_nan=False, default=str) + "\n").encode()
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(fd, line)
+        end = os.fstat(fd).st_size
+        if end and os.pread(fd, 1, end - 1) != b"\n":
+            line = b"\n" + line  # a writer died, or the disk was full, within the last line: lose that one alone
+        if os.write(fd, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(fd)
 
@@ -185,7 +203,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
                 yield record

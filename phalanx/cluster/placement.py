@@ -26,30 +26,33 @@ def from_environment(environment: Mapping[str, str], devices: Sequence[str]) -> 
 
 def _torchrun(environment: Mapping[str, str], devices: Sequence[str]) -> Placement:
     rank, world, local_rank = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    local_world = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world
+    local_world = _number(environment, "LOCAL_WORLD_SIZE", world)
+    _check_place(("RANK", rank), ("WORLD_SIZE", world), "torchrun")
+    _check_place(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_world), "torchrun")
     # torchrun's own agent usually keeps the store; otherwise rank 0 has to.
     kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in environment else 0
     return Placement(
         rank=rank,
         world=world,
         local_rank=local_rank,
         local_world=local_world,
-        node=_number(environment, "GROUP_RANK") if "GROUP_RANK" in environment else rank // local_world,
+        node=_number(environment, "GROUP_RANK", rank // local_world),
         device=device_of(devices, local_rank, local_world),
         store=StoreAddress(
             environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"), serve=rank == 0 and not kept_by_agent
         ),
-        attempt=restarts + 1,
+        attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0) + 1,
     )
 
 
 def _slurm(environment: Mapping[str, str], devices: Sequence[str]) -> Placement:
     rank, world = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
     local_rank = _number(environment, "SLURM_LOCALID")
-    local_world = _tasks_here(environment, rank, world)
+    local_world = _tasks_here(environment, world)
+    _check_place(("SLURM_PROCID", rank), ("SLURM_STEP_NUM_TASKS", world), "srun")
+    _check_place(("SLURM_LOCALID", local_rank), ("SLURM_STEP_TASKS_PER_NODE", local_world), "srun")
     # Two steps of a job must not meet each other; ports below 10000 and above 60000 are left to others.
-    job, step = _number(environment, "SLURM_JOB_ID"), int(environment.get("SLURM_STEP_ID", "0"))
+    job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID", 0)
     port = 10000 + (job * 64 + step) % 50000
     return Placement(
         rank=rank,
@@ -59,7 +62,7 @@ def _slurm(environment: Mapping[str, str], devices: Sequence[str]) -> Placement:
         node=_number(environment, "SLURM_NODEID"),
         device=device_of(devices, local_rank, local_world),
         store=StoreAddress(first_host(environment["SLURM_STEP_NODELIST"]), port, serve=rank == 0),
-        attempt=int(environment.get("SLURM_RESTART_COUNT", "0")) + 1,
+        attempt=_number(environment, "SLURM_RESTART_COUNT", 0) + 1,
     )
 
 
@@ -68,32 +71,36 @@ def device_of(devices: Sequence[str], local_rank: int, local_world: int) -> str:
     if not devices:
         return "cpu"
     if len(devices) == 1 and local_world > 1 and local_rank >= 1:
-        raise ConfigError(f"this node has {local_world} ranks but sees one accelerator; start one rank per accelerator")
+        raise ConfigError(
+            f"this node has {local_world} ranks but sees one accelerator; start one rank per accelerator (--ranks 1)"
+        )
     if local_rank >= len(devices):
         raise ConfigError(
-            f"local rank {local_rank} has no accelerator: this node sees {len(devices)}; start one rank per accelerator"
+            f"this node has {local_world} ranks but sees {len(devices)} accelerators; start one rank per accelerator "
+            f"(--ranks {len(devices)})"
         )
     return devices[local_rank]
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list.
+    """The first host of a Slurm node list, which may count in several places.
 
     >>> first_host("gpu-[007-009,12],login")
     'gpu-007'
+    >>> first_host("rack[2-3]n[01,04]")
+    'rack2n01'
     """
-    first = re.match(r"([^,\[\]]+)(?:\[([^\]]+)\])?([^,\[\]]*)", nodes)
-    if first is None:
+    first = re.match(r"(?:[^,\[\]\s]|\[\w[\w,-]*\])+(?=,|$)", nodes)
+    if first is None or first[0].startswith("["):
         raise ConfigError(f"SLURM_STEP_NODELIST is {nodes!r}, which is not a list of nodes; start the ranks with srun")
-    prefix, numbers, suffix = first.groups()
-    return prefix + (re.split(r"[,-]", numbers)[0] if numbers else "") + suffix
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
-def _tasks_here(environment: Mapping[str, str], rank: int, world: int) -> int:
+def _tasks_here(environment: Mapping[str, str], world: int) -> int:
     """Ranks of this node, from a list such as "4(x2),3": four on each of two nodes, then three."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", str(world)).split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", part)
         if match is None:
             raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE has {part!r}, which is no count; start the ranks with srun")
         counts += [int(match[1])] * int(match[2] or 1)
@@ -101,8 +108,19 @@ def _tasks_here(environment: Mapping[str, str], rank: int, world: int) -> int:
     return counts[node] if node < len(counts) else world
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def _check_place(place: tuple[str, int], total: tuple[str, int], starter: str) -> None:
+    if place[1] >= total[1]:
+        raise ConfigError(
+            f"the environment has {place[0]} {place[1]} of {total[0]} {total[1]}, which no rank can be; "
+            f"let {starter} set them"
+        )
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable's value; without `default` it must be there."""
+    if default is not None and name not in environment:
+        return default
     value = environment[name]
-    if not re.fullmatch(r"\d+", value):
+    if not re.fullmatch(r"[0-9]{1,18}", value):
         raise ConfigError(f"the environment variable {name} is {value!r}, not a number; let torchrun or srun set it")
     return int(value)

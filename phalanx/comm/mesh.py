@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx import accelerator
 from phalanx.comm.collectives import Traffic, all_reduce
-from phalanx.errors import RunError
+from phalanx.errors import CollectiveError, RunError
 from phalanx.records import Placement, StoreAddress
+
+ROLL_CALL_S = 2.0  # how long the others get to say that the same collective failed for them
 
 
 @dataclass
@@ -29,6 +31,8 @@ class Mesh:
     control: dist.ProcessGroup
     checkpoint: dist.ProcessGroup
     traffic: Traffic
+    store: dist.Store
+    timeout_s: float
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum numbers over all ranks, in float64, and wait for the result."""
@@ -46,6 +50,29 @@ class Mesh:
         """Whether `ok` is true on every rank."""
         return self.min([float(ok)])[0] == 1.0
 
+    def blame(self, error: RuntimeError) -> RuntimeError | CollectiveError:
+        """What to raise for `error`: if a collective failed, an error that names the ranks that were not in it.
+
+        Every rank in a failed collective gets an error of its own at about the same time and says so at the store;
+        those that say nothing are the late ones. A dead store leaves the error as it is.
+        """
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            return error
+        names = [f"failed/{rank}" for rank in range(self.world)]
+        try:
+            self.store.set(names[self.rank], "1")
+            time.sleep(ROLL_CALL_S)
+            late = [str(rank) for rank, name in enumerate(names) if not self.store.check([name])]
+        except RuntimeError:
+            return error
+        if not late:
+            return error
+        first_line = str(error).splitlines()[0]
+        return CollectiveError(
+            f"rank{'s' if len(late) > 1 else ''} {', '.join(late)} of {self.world} did not take part in a collective "
+            f"within {self.timeout_s:g} s ({first_line}); look at the logs of the late, or raise comm.timeout_s"
+        )
+
     def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         all_reduce(tensor, self.control, Traffic(), op).wait()  # bookkeeping: no part of a step's traffic
@@ -56,15 +83,15 @@ class Mesh:
 def join(placement: Placement, timeout_s: float) -> Iterator[Mesh]:
     """Meet the other ranks, make the groups, and leave them on exit.
 
-    Raises RunError naming the missing ranks when they do not arrive within `timeout_s`.
+    Raises CollectiveError naming the missing ranks when they do not arrive within `timeout_s`.
     """
     device = torch.device(placement.device)
     timeout = datetime.timedelta(seconds=timeout_s)
-    store = _store(placement, timeout)
+    store = dist.PrefixStore(f"attempt-{placement.attempt}", _store(placement, timeout))
     _meet(store, placement, timeout_s)
     dist.init_process_group(
         accelerator.backend(device),
-        store=dist.PrefixStore(f"attempt-{placement.attempt}", store),
+        store=dist.PrefixStore("group", store),
         rank=placement.rank,
         world_size=placement.world,
         timeout=timeout,
@@ -79,6 +106,8 @@ def join(placement: Placement, timeout_s: float) -> Iterator[Mesh]:
             control=dist.new_group(backend="gloo", timeout=timeout),
             checkpoint=dist.new_group(backend="gloo", timeout=timeout),
             traffic=Traffic(),
+            store=store,
+            timeout_s=timeout_s,
         )
     finally:
         dist.destroy_process_group()
@@ -126,14 +155,21 @@ def _listen(address: StoreAddress) -> int:
 
 def _meet(store: dist.Store, placement: Placement, timeout_s: float) -> None:
     """Wait until every rank has announced itself, so that a missing one is named, not waited for in silence."""
-    names = [f"attempt-{placement.attempt}/arrived/{rank}" for rank in range(placement.world)]
-    store.set(names[placement.rank], "1")
+    names = [f"arrived/{rank}" for rank in range(placement.world)]
     deadline = time.monotonic() + timeout_s
-    while not store.check(names):
-        if time.monotonic() > deadline:
-            missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
-            raise RunError(
-                f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {placement.world} did not arrive "
-                f"within {timeout_s:.0f} s; look at their logs, or raise comm.timeout_s"
-            )
-        time.sleep(0.002)
+    try:
+        store.set(names[placement.rank], "1")
+        while not store.check(names):
+            if time.monotonic() > deadline:
+                missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+                raise CollectiveError(
+                    f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {placement.world} did not arrive "
+                    f"within {timeout_s:.0f} s; look at their logs, or raise comm.timeout_s"
+                )
+            time.sleep(0.002)
+    except dist.DistError as error:
+        first_line = str(error).splitlines()[0]
+        raise RunError(
+            f"rank {placement.rank} lost the store while it waited for the others ({first_line}), so rank 0 has left; "
+            "look at its log"
+        ) from None

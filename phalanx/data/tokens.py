@@ -49,7 +49,8 @@ def write_synced(path: Path, content: bytes) -> None:
 class TokenFile:
     """A token set opened for reading; the tokens stay on disk (memory-mapped) until they are sliced.
 
-    Attributes: `folder`, `tokens` and `documents` (counts), `vocab_size`, `eos_id`, `key` (what it was prepared from).
+    Attributes: `folder`, `tokens` and `documents` (counts), `vocab_size`, `eos_id`, `key` (what it was prepared from),
+    `checksum` of the contents as written.
     Raises DataError when a file is missing, unreadable or of another size than the manifest says; contents are checked
     by `verify`, which reads everything.
     """
@@ -62,6 +63,7 @@ class TokenFile:
         self.vocab_size: int = self._manifest["vocab_size"]
         self.eos_id: int = self._manifest["eos_id"]
         self.key: str = self._manifest["key"]
+        self.checksum = "".join(f"{self._manifest['crc32'][name]:08x}" for name in (TOKENS, INDEX))
         self._data = _map(folder / TOKENS, np.dtype(self._manifest["dtype"]), self.tokens)
         self._index = _map(folder / INDEX, np.dtype("<i8"), self.documents + 1)
         if self._index[0] != 0 or self._index[-1] != self.tokens:

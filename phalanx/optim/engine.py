@@ -38,6 +38,8 @@ class Piece:
 
 
 class Engine(Protocol):
+    step: int  # the step that the state belongs to
+
     def initialise(self, fill: Callable[[Shard], None]) -> None:
         """Take memory for the state, have `fill` write the master values of each shard, and put them into the model."""
         ...

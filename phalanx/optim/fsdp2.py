@@ -70,7 +70,7 @@ class Fsdp2:
     def _local(self) -> dict[str, torch.Tensor]:
         """Flat master shards by name. Asked for anew each time: fully_shard moves them when it first runs."""
         assert isinstance(self.model, FSDPModule)
-        self.model.reshard()  # the root stays whole after a forward pass that no backward pass follows, as in evaluation
+        self.model.reshard()  # the root stays whole after a forward pass without a backward pass, as in evaluation
         with torch.no_grad():
             return {name: _flat(parameter) for name, parameter in self.model.named_parameters()}
 
@@ -107,7 +107,7 @@ class Fsdp2:
         yield
 
     def grads_ready(self, unit: str) -> None:
-        module = self._units[unit]
+        module = self._units.get(unit, self.model)  # what is no unit of its own belongs to the root
         assert isinstance(module, FSDPModule)
         for group in module._get_fsdp_state()._fsdp_param_groups:
             group.post_backward()

@@ -38,6 +38,8 @@ class Single:
         self._narrow = dtype != self._master_dtype
         model.to(dtype)
         self._units = {name: [full for full, _ in unit.named_parameters(prefix=name)] for name, unit in units}
+        inside = {name for names in self._units.values() for name in names}
+        self._outside = [name for name, _ in model.named_parameters() if name not in inside]
         self._slot: Slot = {}
         self._accumulated: dict[str, torch.Tensor] = {}
         self._fold_grads = False
@@ -75,10 +77,8 @@ class Single:
         yield
 
     def grads_ready(self, unit: str) -> None:
-        for name in self._units[unit]:
-            parameter = self.model.get_parameter(name)
-            if self._narrow:
-                self._fold(name, parameter)
+        for name in self._units.get(unit, self._outside):
+            self._fold(name, self.model.get_parameter(name))
 
     def _fold(self, name: str, parameter: torch.Tensor) -> None:
         """Add a narrow gradient to its wide accumulator: sums of micro-batches in bf16 would lose the small ones."""

@@ -62,9 +62,9 @@ class AdamW:
         waits for the host.
         """
         if target is not source:
-            for name in grads:
+            for name, kinds in source.items():  # those without a gradient too
                 for kind in KINDS:
-                    target[name][kind].copy_(source[name][kind])
+                    target[name][kind].copy_(kinds[kind])
         if any(grad.dtype == torch.float64 for grad in grads.values()):
             # The kernel reads its divisor in float32: too coarse for a proof in float64.
             torch._foreach_div_(list(grads.values()), divisor)

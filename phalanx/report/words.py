@@ -133,7 +133,8 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
             return "stopped" + _after(event, after_step) + "; the same command goes on from here"
         case Kind.FINISHED:
             took = number(event, "seconds")
-            return "finished" + _after(event, after_step) + (f" in {seconds(took)}" if took is not None else "")
+            last = " in the last attempt" if (number(event, "attempt") or 1) > 1 else ""
+            return "finished" + _after(event, after_step) + (f", {seconds(took)}{last}" if took is not None else "")
         case Kind.EXPORTED:
             return f"exported to {event.get('folder', '?')}"
         case Kind.WARNING:

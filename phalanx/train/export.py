@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from phalanx.checkpoint.read import Checkpoint, newest_valid
-from phalanx.errors import CheckpointError, RunError
+from phalanx.config import Config
+from phalanx.errors import CheckpointError, ConfigError, RunError
 from phalanx.models import hf
 from phalanx.models.spec import parameter_count
 from phalanx.parallel.apply import DTYPES
@@ -35,13 +36,9 @@ def export_run(
     config = saved_config(paths)
     if config is None:
         raise RunError(f"{paths.root} holds no run (it has no {paths.config.name}); name a run folder")
-    weights = hf.Weights(Path(config.model.from_hf).expanduser()) if config.model.from_hf and dtype is None else None
-    original = json.loads(paths.hf_config.read_text()) if config.model.from_hf else None
+    original = hf.read_config(paths.hf_config.parent) if config.model.from_hf else None
     spec = spec_from_run(config, paths)
-    if dtype is not None:
-        out_dtype = EXPORT_DTYPES[dtype]
-    else:
-        out_dtype = weights.dtype() if weights else DTYPES[config.train.dtype]
+    out_dtype = EXPORT_DTYPES[dtype] if dtype is not None else _natural_dtype(config)
     refused: list[str] = []
     checkpoint = newest_valid(paths.checkpoints, None, lambda kind, details: refused.append(details["reason"]))
     if checkpoint is None:
@@ -73,6 +70,19 @@ def export_run(
     if note:
         write_event(paths.events, Kind.EXPORTED, max(1, next_attempt(paths) - 1), folder=str(folder), step=step)
     return step
+
+
+def _natural_dtype(config: Config) -> torch.dtype:
+    """What the weights were imported as, else the compute type."""
+    if not config.model.from_hf:
+        return DTYPES[config.train.dtype]
+    folder = Path(config.model.from_hf).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.from_hf {folder} is gone, so nobody knows in which dtype it stored its weights; choose one with "
+            f"--dtype {'|'.join(EXPORT_DTYPES)}"
+        )
+    return hf.Weights(folder).dtype()
 
 
 def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:

@@ -5,12 +5,15 @@ import json
 import os
 import platform
 import shutil
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import phalanx
 from phalanx import recipe
 from phalanx.config import Config
+from phalanx.data.tokens import TokenFile
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, read_lines, write_atomic
 
@@ -47,13 +50,24 @@ def open_folder(paths: RunPaths) -> int:
             f"the run folder {paths.root} is in use by process {holder}; wait for it, stop it, "
             "or choose another --run-dir"
         ) from None
-    os.truncate(lock, 0)
-    os.write(lock, f"{os.getpid()} on {platform.node()}\n".encode())
+    try:
+        os.truncate(lock, 0)
+        os.write(lock, f"{os.getpid()} on {platform.node()}\n".encode())
+    except OSError as error:
+        os.close(lock)
+        raise RunError(
+            f"the run folder {paths.root} cannot be written ({error.strerror}); free space or choose another --run-dir"
+        ) from None
     return lock
 
 
 def saved_config(paths: RunPaths) -> Config | None:
-    """The resolved configuration of the run that the folder holds, or None when it holds none."""
+    """The resolved configuration of the run that the folder holds, or None when it holds none.
+
+    A run that ended before its first step has nothing to go on with: its recipe may still be mended.
+    """
+    if not paths.checkpoints.exists() and not paths.metrics.exists():
+        return None
     if not paths.config.exists():
         if paths.checkpoints.exists():
             raise RunError(
@@ -66,13 +80,44 @@ def saved_config(paths: RunPaths) -> Config | None:
 
 def next_attempt(paths: RunPaths) -> int:
     """One more than the last attempt that left a trace."""
-    return 1 + max((int(event.get("attempt", 0)) for event in read_lines(paths.events)), default=0)
+    return 1 + max(_numbers(read_lines(paths.events), "attempt"), default=0)
 
 
 def finished_step(paths: RunPaths) -> int | None:
     """The last step of a run that came to its end, or None."""
-    steps = [int(event["step"]) for event in read_lines(paths.events) if event.get("kind") == Kind.FINISHED]
-    return max(steps, default=None)
+    finished = (event for event in read_lines(paths.events) if event.get("kind") == Kind.FINISHED)
+    return max(_numbers(finished, "step"), default=None)
+
+
+def _numbers(records: Iterable[dict[str, Any]], key: str) -> list[int]:
+    """The values of a key, where they are whole numbers: a line may have come from anywhere."""
+    return [record[key] for record in records if type(record.get(key)) is int]
+
+
+def check_data(paths: RunPaths, token_sets: dict[str, TokenFile], going_on: bool) -> None:
+    """Note what a new run is trained on, or raise RunError when a run that goes on would not find the same tokens."""
+    now = {name: {"tokens": file.tokens, "crc32": file.checksum} for name, file in token_sets.items()}
+    if not going_on:
+        write_atomic(paths.data, json.dumps(now, indent=2) + "\n")
+        return
+    try:
+        then = json.loads(paths.data.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{paths.data} cannot be read ({error}); restore it or choose another --run-dir") from None
+    changed = [name for name in now if then.get(name) != now[name]]
+    if changed:
+        raise RunError(
+            f"the data of the run in {paths.root} has changed since it began ({' and '.join(changed)} tokens differ), "
+            "so its curve could not go on; restore the files of data.source and the tokenizer, or choose another "
+            "--run-dir"
+        )
+
+
+def remove_if_unused(paths: RunPaths) -> None:
+    """Take away a run folder that holds nothing but its lock: the start was refused."""
+    if paths.root.is_dir() and [entry.name for entry in paths.root.iterdir()] == [paths.lock.name]:
+        paths.lock.unlink()
+        paths.root.rmdir()
 
 
 def write_start(paths: RunPaths, config: Config, tokenizer: Path) -> None:
@@ -85,7 +130,9 @@ def write_start(paths: RunPaths, config: Config, tokenizer: Path) -> None:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, paths.tokenizer / name)
         if config.model.from_hf:
-            shutil.copyfile(Path(config.model.from_hf).expanduser() / "config.json", paths.hf_config)
+            # Atomic, as ranks that something else started may read it already.
+            original = Path(config.model.from_hf).expanduser() / "config.json"
+            write_atomic(paths.hf_config, original.read_text(encoding="utf-8"))
     except OSError as error:
         raise RunError(
             f"the run folder {paths.root} cannot be written ({error}); free space or change its rights"

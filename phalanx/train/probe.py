@@ -5,6 +5,7 @@ two batch sizes) give both numbers; the state's size is known exactly. So a mode
 probed by one process. Run it in a forked child: it allocates, and on an accelerator it initialises the driver.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,7 +55,15 @@ def largest_micro_batch(
     device = torch.device(device_name)
     accelerator.use(device, 1)
     free = accelerator.memory_free(device, local_world)
-    peaks = {(layers, batch): _peak(config, spec, device, layers, batch) for layers in (1, 2) for batch in (1, 3)}
+    try:
+        peaks = {(layers, batch): _peak(config, spec, device, layers, batch) for layers in (1, 2) for batch in (1, 3)}
+    except (RuntimeError, MemoryError) as error:
+        if not accelerator.is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"train.micro_batch auto found no answer: of the {free / 2**30:.1f} GiB free for this rank two blocks and "
+            "three sequences took more; set train.micro_batch yourself, or lower data.seq_len"
+        ) from None
     one, two = ((peaks[layers, 3] - peaks[layers, 1]) / 2 for layers in (1, 2))
     block = max(two - one, 0.0)
     # Small models drown in the noise of a process's memory; no sequence takes less than its residual stream.
@@ -71,15 +80,27 @@ def largest_micro_batch(
     return finding
 
 
+def check_state(config: Config, spec: ModelSpec, device_name: str, *, world: int, local_world: int) -> None:
+    """Raises ConfigError when parameters and optimizer state alone are more than the device could ever hold."""
+    state = state_bytes(spec, DTYPES[config.train.dtype], world if config.parallel.data == "fsdp2" else 1)
+    total = accelerator.memory_total(torch.device(device_name), local_world)
+    if state > total:
+        raise ConfigError(
+            f"the model does not fit: its parameters and optimizer state take {state / 2**30:.1f} GiB on each of "
+            f"{world} rank{'s' if world > 1 else ''}, and a rank has {total / 2**30:.1f} GiB; "
+            "use more ranks or a smaller model"
+        )
+
+
 def state_bytes(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:
     """Bytes one of `ranks` holds besides activations: masters, two moments, gradients, and what is gathered for use."""
     shapes = parameter_shapes(spec)
-    elements = sum(torch.Size(shape).numel() for shape in shapes.values())
+    elements = sum(math.prod(shape) for shape in shapes.values())
     master = 8 if dtype == torch.float64 else 4
     if ranks == 1:
         narrow = 2 * dtype.itemsize if dtype == torch.bfloat16 else master
         return elements * (3 * master + narrow)
-    block = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("layers.0."))
+    block = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers.0."))
     ends = elements - block * spec.layers
     # Two blocks are whole at a time (one in use, one on its way) with one's gradients, and the ends with theirs.
     whole = 2 * block * (dtype.itemsize + master) + ends * (dtype.itemsize + master)

@@ -9,14 +9,14 @@ from typing import Any
 import yaml
 
 from phalanx import balance
+from phalanx.config import Config, spec_of
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import Prepared, Progress, prepare
 from phalanx.data.tokens import TokenFile
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, DataError
 from phalanx.models.hf import Weights, read_config, spec_from_config
 from phalanx.recipe import check, to_yaml, update
-from phalanx.train.build import spec_of
-from phalanx.train.probe import largest_micro_batch
+from phalanx.train.probe import check_state, largest_micro_batch
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 Chosen = list[tuple[str, Any, str]]  # key, value, reason
@@ -39,9 +39,8 @@ def resolve_with_files(
     if config.data.tokenizer == "auto":
         chosen.append(_tokenizer(config.model.from_hf))
         config = update(config, {chosen[-1][0]: chosen[-1][1]})
-    # Shapes that are wrong whatever the vocabulary, before minutes are spent on data.
-    vocab = 1 if config.model.vocab_size == "auto" and hf_spec is None and not config.model.preset else None
-    spec_of(update(config, {"model.vocab_size": vocab}) if vocab else config, hf_spec)
+    if hf_spec is not None:
+        spec_of(config, hf_spec)  # a sequence too long for it, say, before minutes are spent on data
     prepared = prepare(
         config.data.source,
         config.data.tokenizer,
@@ -51,11 +50,12 @@ def resolve_with_files(
         Path(config.data.cache).expanduser(),
         progress,
     )
-    if vocab:
+    if config.model.vocab_size == "auto" and hf_spec is None and not config.model.preset:
         chosen.append(("model.vocab_size", prepared.vocab_size, "the tokenizer's"))
         config = update(config, {"model.vocab_size": prepared.vocab_size})
     spec = spec_of(config, hf_spec)
-    _check_data(prepared, spec.vocab_size, config.data.seq_len, config.train.global_batch)
+    _check_data(prepared, spec.vocab_size, config)
+    check_state(config, spec, device, world=world, local_world=local_world)
     if config.train.micro_batch == "auto":
         most = max(balance.even(config.train.global_batch, world))
         found = largest_micro_batch(config, spec, device, world=world, local_world=local_world, most=most)
@@ -81,10 +81,17 @@ def _tokenizer(from_hf: str | None) -> tuple[str, str, str]:
     return "data.tokenizer", "train", "no tokenizer was named"
 
 
-def _check_data(prepared: Prepared, vocab_size: int, seq_len: int, global_batch: int) -> None:
+def _check_data(prepared: Prepared, vocab_size: int, config: Config) -> None:
     if prepared.vocab_size > vocab_size:
         raise ConfigError(
             f"the tokenizer {prepared.tokenizer_folder} has {prepared.vocab_size} tokens but the model's vocabulary "
             f"only {vocab_size}; choose the tokenizer that belongs to the model, or raise model.vocab_size"
         )
-    Loader(TokenFile(prepared.train), seq_len, global_batch, seed=0, rank=0, micro_batch=1)
+    seq_len, batch = config.data.seq_len, config.train.global_batch
+    Loader(TokenFile(prepared.train), seq_len, batch, seed=0, rank=0, micro_batch=1)
+    held_out = TokenFile(prepared.held_out)
+    if config.train.eval_every and config.train.eval_sequences and held_out.tokens <= seq_len:
+        raise DataError(
+            f"train.eval_every asks for evaluations, but the held-out documents have only {held_out.tokens} tokens, "
+            f"less than one sequence of {seq_len}; raise data.held_out, lower data.seq_len, or set train.eval_every=0"
+        )

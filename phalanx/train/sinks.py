@@ -1,12 +1,22 @@
 """Where step records and events go: the run folder's files, TensorBoard, and whatever else the caller hands in."""
 
+import contextlib
 import dataclasses
+import errno
+import functools
+import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.errors import ConfigError
-from phalanx.records import Kind, RunPaths, StepRecord, append_line, write_event
+from phalanx.records import Kind, RunPaths, StepRecord, append_line
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, quota or file
+
+log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -22,12 +32,14 @@ class Sink(Protocol):
 class Records:
     """Rank 0's way out: writes `metrics.jsonl` and `events.jsonl` and passes each record on to the sinks.
 
-    On other ranks it does nothing, so that the trainer need not ask who it is.
+    On other ranks it does nothing, so that the trainer need not ask who it is. A full disk stops no training: lines
+    wait in memory until there is room again, in their order.
     """
 
     def __init__(self, paths: RunPaths, attempt: int, sinks: Sequence[Sink], active: bool) -> None:
         self._paths, self._attempt, self._sinks, self._active = paths, attempt, sinks, active
         self._lock = threading.Lock()  # a checkpoint's thread reports its end
+        self._waiting: list[tuple[Path, dict[str, Any]]] = []  # lines that found no room
 
     def step(self, record: StepRecord | None) -> None:
         """Write a step's record, and an event if its update was skipped; None is the record of no step."""
@@ -35,7 +47,7 @@ class Records:
             return
         plain = dataclasses.asdict(record)
         with self._lock:
-            append_line(self._paths.metrics, plain)
+            self._write(self._paths.metrics, plain)
             for sink in self._sinks:
                 sink.on_step(plain)
         if record.skipped:
@@ -46,18 +58,32 @@ class Records:
         if not self._active:
             return
         with self._lock:
-            event = write_event(self._paths.events, kind, self._attempt, **details)
+            event = {"kind": str(kind), "time": time.time(), "attempt": self._attempt, **details}
+            self._write(self._paths.events, event)
             for sink in self._sinks:
                 sink.on_event(event)
 
+    def _write(self, path: Path, record: dict[str, Any]) -> None:
+        self._waiting.append((path, record))
+        try:
+            while self._waiting:
+                append_line(*self._waiting[0])
+                del self._waiting[0]
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            log.warning("%s: %s; %d lines wait for room", path, error.strerror, len(self._waiting))
+
     def close(self) -> None:
         with self._lock:
+            for path, record in self._waiting:  # whoever reads the log still finds what no file could take
+                log.error("no room in %s for %s", path, record)
             for sink in self._sinks:
                 sink.close()
 
 
 class TensorBoard:
-    """Scalars for TensorBoard, by its own library."""
+    """Scalars for TensorBoard, by its own library. What a full disk does not take is missing there, and only there."""
 
     def __init__(self, paths: RunPaths) -> None:
         try:
@@ -67,17 +93,36 @@ class TensorBoard:
                 "report.tensorboard needs the package tensorboard, which is not installed; "
                 "install it, or set report.tensorboard=false"
             ) from None
-        self._writer = SummaryWriter(str(paths.tensorboard))
+        self._open = functools.partial(SummaryWriter, str(paths.tensorboard))
+        self._writer: Any = None
 
     def on_step(self, record: dict[str, Any]) -> None:
         names = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "memory_bytes", "mfu")
-        for name in names:
-            if record[name] is not None:
-                self._writer.add_scalar(f"train/{name}", record[name], record["step"], record["time"])
+        self._add({f"train/{name}": record[name] for name in names}, record)
 
     def on_event(self, event: dict[str, Any]) -> None:
-        if event["kind"] == Kind.EVALUATED and event["loss"] is not None:
-            self._writer.add_scalar("eval/loss", event["loss"], event["step"], event["time"])
+        if event["kind"] == Kind.EVALUATED:
+            self._add({"eval/loss": event["loss"]}, event)
+
+    def _add(self, scalars: dict[str, float | None], record: dict[str, Any]) -> None:
+        with self._room_or_not():
+            if self._writer is None:
+                self._writer = self._open()
+            for name, value in scalars.items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, record["step"], record["time"])
+
+    @contextlib.contextmanager
+    def _room_or_not(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            log.warning("TensorBoard's file took no more: %s", error.strerror)
+            self._writer = None  # its thread has died of this; the next scalar tries a new file
 
     def close(self) -> None:
-        self._writer.close()
+        with self._room_or_not():
+            if self._writer is not None:
+                self._writer.close()

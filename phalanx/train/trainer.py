@@ -19,6 +19,7 @@ from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.objects import JsonGroup
 from phalanx.config import Config
+from phalanx.errors import RunError
 from phalanx.models.spec import ModelSpec, parameter_shapes
 from phalanx.optim.schedule import learning_rate
 from phalanx.parallel.apply import DTYPES
@@ -61,6 +62,12 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         loop = Loop(job, placement, mesh, parts, records, saver, stop)
         try:
             return loop.run(loop.restore())
+        except RuntimeError as error:
+            error.add_note(f"step {parts.engine.step + 1}")
+            named = mesh.blame(error)
+            if named is error:
+                raise
+            raise named from error
         finally:
             records.close()
 
@@ -113,6 +120,8 @@ class Loop:
                 self.parts.engine.load(checkpoint.read)
             self.records.event(Kind.RESUMED, {"step": step, "checkpoint": checkpoint.path.name})
             checkpoint.close()
+        elif self.placement.attempt > 1:
+            self.records.event(Kind.WARNING, {"message": "there is no checkpoint yet: starting again from step 1"})
         self.parts.engine.commit(step)
         return step
 
@@ -138,7 +147,7 @@ class Loop:
             self.save(steps)
         if config.train.steps:
             self.evaluate(steps)
-        self.finish_saving()
+        self.finish_saving(steps)
         self.records.event(Kind.FINISHED, {"step": steps, "seconds": time.perf_counter() - began})
         return ExitCode.DONE
 
@@ -176,6 +185,9 @@ class Loop:
         """Loss on held-out data, weighted as in training."""
         held_out = self.parts.held_out
         if held_out is None:
+            if self.job.config.train.eval_sequences:
+                message = "no evaluation: the held-out documents make less than one sequence (data.held_out)"
+                self.records.event(Kind.WARNING, {"message": message})
             return
         begun = time.perf_counter()
         batches = held_out.evaluation(
@@ -199,14 +211,22 @@ class Loop:
         parameters = {name: (shape, dtype) for name, shape in parameter_shapes(self.job.spec).items()}
         self.saver.save(header, parameters, self.parts.engine.pieces(), self.placement.attempt)
 
-    def finish_saving(self) -> None:
+    def finish_saving(self, step: int) -> None:
+        """Wait for the last save. Raises RunError when it failed: a run whose last state is lost has not come to its
+        end, and starting it again once there is room brings it there."""
         self.saver.close()
+        last = self.saver.outcome
+        if last is not None and not last.saved:
+            raise RunError(
+                f"the last checkpoint, of step {step}, was not saved: {last.reason}; then start the run again, which "
+                "goes on from the checkpoint before"
+            )
 
     def leave(self, step: int, why: str, saved: int | None) -> ExitCode:
         """Save and stop because a signal said so."""
         if saved != step:
             self.save(step)
-        self.finish_saving()
+        self.finish_saving(step)
         self.records.event(Kind.STOPPED, {"step": step, "reason": why})
         return ExitCode.STOPPED
 

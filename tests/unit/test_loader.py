@@ -138,7 +138,9 @@ def halves(count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(0, 0), (7, 7), (20, 20), (25, 25), (1000, WINDOWS)])
-def test_evaluation_walks_the_same_windows_spread_over_the_file(token_file: TokenFile, limit: int, expected: int) -> None:
+def test_evaluation_walks_the_same_windows_spread_over_the_file(
+    token_file: TokenFile, limit: int, expected: int
+) -> None:
     ranks = [list(loader(token_file, rank, held_out=True).evaluation(halves, limit)) for rank in range(2)]
     walked = [w for batch in zip(*ranks, strict=True) for rank in batch for w in windows(rank)]
     assert len(walked) == expected

@@ -1,0 +1,120 @@
+"""Damaged checkpoints and full disks: nothing is lost but time, and the events say what happened."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.checkpoint.read import find, step_folder
+from phalanx.records import Kind, RunPaths
+from tests.dist.incidents import train_with_full_disk
+from tests.helpers import run_ranks
+from tests.numerics import runs
+from tests.numerics.runs import Outcome, same_bits, walk
+
+
+def flip_a_byte(folder: Path) -> str:
+    file = folder / "rank-00001.safetensors"
+    with open(file, "r+b", buffering=0) as target:
+        target.seek(-100, os.SEEK_END)
+        byte = target.read(1)[0]
+        target.seek(-1, os.SEEK_CUR)
+        target.write(bytes([byte ^ 4]))
+    return "rank-00001.safetensors has CRC-32"
+
+
+def remove_a_file(folder: Path) -> str:
+    (folder / "rank-00000.safetensors").unlink()
+    return "rank-00000.safetensors is missing"
+
+
+def tear_the_manifest(folder: Path) -> str:
+    manifest = folder / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-50])
+    return "manifest.json is torn"
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, remove_a_file, tear_the_manifest])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
+    damage: Any, undisturbed: Outcome, tokens: Path, tmp_path: Path
+) -> None:
+    walk(2, tmp_path, tokens, train__steps=12, checkpoint__every=4, train__eval_sequences=0)
+    folder = RunPaths(tmp_path).checkpoints
+    assert find(folder) == [12, 8, 4]
+    reason = damage(step_folder(folder, 12))
+    found = walk(2, tmp_path, tokens)
+    refused = runs.events(tmp_path, Kind.CHECKPOINT_REFUSED)
+    assert [event["step"] for event in refused] == [12]
+    assert reason in refused[0]["reason"]
+    assert [event["step"] for event in runs.events(tmp_path, Kind.RESUMED)] == [8]
+    assert found.losses == undisturbed.losses
+    assert same_bits(found.state, undisturbed.state)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few MB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting a small file system needs root ({mounted.stderr.strip()})")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def assert_survived(run: Path, tokens: Path, codes: list[int], undisturbed: Outcome) -> None:
+    assert codes == [0, 0]
+    failed = runs.events(run, Kind.CHECKPOINT_FAILED)
+    assert [event["step"] for event in failed] == [12, 16]
+    assert all("cannot be written" in event["reason"] for event in failed)
+    saved = [event["step"] for event in runs.events(run, Kind.CHECKPOINT_SAVED)]
+    assert saved == [4, 8, 20, 24, 28, 30]
+    # Training went on, no record is lost, nothing half-written is left.
+    found = runs.outcome(run)
+    assert found.losses == undisturbed.losses
+    assert same_bits(found.state, undisturbed.state)
+    assert runs.events(run)[-1]["kind"] == Kind.FINISHED
+    assert sorted(path.name for path in RunPaths(run).checkpoints.iterdir()) == [
+        "step-00000024", "step-00000028", "step-00000030"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_a_full_disk_stops_no_training(tensorboard: bool, small_disk: Path, undisturbed: Outcome, tokens: Path) -> None:
+    changes = {"checkpoint.every": 4, "report.tensorboard": tensorboard}
+    codes = run_ranks(
+        train_with_full_disk, 2, timeout_s=120, run=str(small_disk), data=str(tokens), changes=changes,
+        begin=9, end=18, size_bytes=None,
+    )  # fmt: skip
+    assert_survived(small_disk, tokens, codes, undisturbed)
+
+
+def test_a_limit_on_file_sizes_stops_no_training(undisturbed: Outcome, tokens: Path, tmp_path: Path) -> None:
+    codes = run_ranks(
+        train_with_full_disk, 2, run=str(tmp_path), data=str(tokens), changes={"checkpoint.every": 4},
+        begin=9, end=18, size_bytes=50_000,
+    )  # fmt: skip
+    assert_survived(tmp_path, tokens, codes, undisturbed)
+
+
+def test_earlier_checkpoints_outlive_a_disk_that_stays_full(
+    small_disk: Path, undisturbed: Outcome, tokens: Path
+) -> None:
+    with pytest.raises(AssertionError, match=r"the last checkpoint, of step 14, was not saved: .* cannot be written"):
+        run_ranks(
+            train_with_full_disk, 2, run=str(small_disk), data=str(tokens),
+            changes={"checkpoint.every": 4, "train.steps": 14}, begin=9, end=99, size_bytes=None,
+        )  # fmt: skip
+    assert find(RunPaths(small_disk).checkpoints) == [8, 4]
+    assert not runs.events(small_disk, Kind.FINISHED), "a run whose last state is lost is not finished"
+    (small_disk / "ballast").unlink()
+    found = walk(2, small_disk, tokens)
+    assert [event["step"] for event in runs.events(small_disk, Kind.RESUMED)] == [8]
+    assert found.losses == undisturbed.losses
+    assert same_bits(found.state, undisturbed.state)

@@ -1,0 +1,136 @@
+"""Killed or stopped and started again: the same curve, bitwise on the same layout."""
+
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines
+from tests.dist.incidents import train_with_signal
+from tests.helpers import run_ranks
+from tests.numerics import runs
+from tests.numerics.runs import Outcome, distance, farthest, same_bits, walk
+
+OFTEN = {"checkpoint.every": 4}
+
+
+def assert_bitwise(found: Outcome, undisturbed: Outcome) -> None:
+    assert found.losses == undisturbed.losses
+    assert found.norms == undisturbed.norms
+    assert same_bits(found.state, undisturbed.state)
+    assert found.evaluations == undisturbed.evaluations
+
+
+def random_step(seed: int) -> int:
+    # The save of step 8 waits for that of step 4: from step 9 on there certainly is a checkpoint.
+    return random.Random(seed).randrange(9, 28)
+
+
+@pytest.mark.parametrize(("seed", "victims"), [(1, [1]), (2, [0]), (3, [0, 1])])
+def test_killed_and_started_again_by_the_agent(
+    seed: int, victims: list[int], undisturbed: Outcome, tokens: Path, tmp_path: Path
+) -> None:
+    step = random_step(seed)
+    kwargs = {"step": step, "number": signal.SIGKILL, "ranks": victims}
+    codes = run_ranks(
+        train_with_signal, 2, restarts=1, run=str(tmp_path), data=str(tokens), changes=OFTEN, **kwargs
+    )  # fmt: skip
+    assert codes == [0, 0]
+    resumed = runs.events(tmp_path, Kind.RESUMED)
+    print(f"killed {victims} in step {step + 1}, resumed from", [event["step"] for event in resumed])
+    assert len(resumed) == 1
+    assert 0 < resumed[0]["step"] <= step
+    attempts = {record["attempt"] for record in read_lines(RunPaths(tmp_path).metrics)}
+    assert attempts == {1, 2}
+    assert_bitwise(runs.outcome(tmp_path), undisturbed)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+def test_killed_and_resumed_on_another_number_of_ranks(
+    before: int, after: int, undisturbed: Outcome, tokens: Path, tmp_path: Path
+) -> None:
+    step = random_step(10 * before + after)
+    kwargs = {"step": step, "number": signal.SIGKILL, "ranks": [before - 1]}
+    with pytest.raises(AssertionError, match="killed by SIGKILL"):
+        run_ranks(train_with_signal, before, run=str(tmp_path), data=str(tokens), changes=OFTEN, **kwargs)
+    found = walk(after, tmp_path, tokens, checkpoint__every=4)
+    resumed = [event["step"] for event in runs.events(tmp_path, Kind.RESUMED)]
+    apart = farthest(found.losses, undisturbed.losses), distance(found.state, undisturbed.state, "param")
+    print(f"killed in step {step + 1}, resumed from {resumed}: losses {apart[0]:.1e}, parameters {apart[1]:.1e} apart")
+    assert len(resumed) == 1
+    assert 0 < resumed[0] <= step
+    assert max(apart) < 1e-9
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, [1]), (signal.SIGUSR1, [0]), (signal.SIGTERM, [0, 1])])
+def test_asked_to_stop_the_ranks_finish_the_step_and_save(
+    number: int, ranks: list[int], undisturbed: Outcome, tokens: Path, tmp_path: Path
+) -> None:
+    kwargs = {"step": 11, "number": number, "ranks": ranks}
+    codes = run_ranks(train_with_signal, 2, run=str(tmp_path), data=str(tokens), changes={}, **kwargs)
+    assert codes == [ExitCode.STOPPED] * 2
+    kinds = [event["kind"] for event in runs.events(tmp_path)]
+    assert kinds[-1] == Kind.STOPPED
+    stopped = runs.events(tmp_path, Kind.STOPPED)[0]["step"]
+    saved = [event["step"] for event in runs.events(tmp_path, Kind.CHECKPOINT_SAVED)]
+    # The record of step 11 is written within step 12; another rank may see the signal one step later.
+    assert stopped in (12, 13)
+    assert saved == [stopped]
+    assert len(runs.outcome(tmp_path).losses) == stopped
+    found = walk(2, tmp_path, tokens)
+    assert [event["step"] for event in runs.events(tmp_path, Kind.RESUMED)] == [stopped]
+    assert_bitwise(found, undisturbed)
+
+
+def test_a_signal_in_the_last_step_still_lets_the_run_end(tokens: Path, tmp_path: Path) -> None:
+    short = {"train.steps": 6}
+    kwargs = {"step": 5, "number": signal.SIGTERM, "ranks": [0]}
+    codes = run_ranks(train_with_signal, 1, run=str(tmp_path), data=str(tokens), changes=short, **kwargs)
+    assert codes == [ExitCode.STOPPED]
+    assert not runs.events(tmp_path, Kind.EVALUATED)
+    walk(1, tmp_path, tokens, train__steps=6)
+    assert [event["step"] for event in runs.events(tmp_path, Kind.FINISHED)] == [6]
+    assert len(runs.events(tmp_path, Kind.EVALUATED)) == 1
+
+
+def copy_through(placement: Placement, run: str, data: str, copy: str) -> int:
+    """Load the newest checkpoint of `run`, save that very state into `copy`, and walk one step more."""
+    described = runs.job(run, data, {"train.steps": 4, "train.eval_sequences": 0}, placement.world)
+    with runs.loop_of(placement, described) as loop:
+        step = loop.restore()
+        loop.saver.folder = RunPaths(Path(copy)).checkpoints
+        loop.save(step)
+        loop.saver.wait()
+        loop.saver.folder = described.paths.checkpoints
+        return int(loop.run(step))
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 5])
+def test_saved_on_any_number_of_ranks_loads_on_any(before: int, tokens: Path, tmp_path: Path) -> None:
+    first: dict[str, Any] = {"train__steps": 3, "train__eval_sequences": 0}
+    written = walk(before, tmp_path / "first", tokens, **first)
+    losses = []
+    for after in (1, 2, 3, 5):
+        run, copy = tmp_path / f"{before}-{after}", tmp_path / f"copy-{before}-{after}"
+        shutil.copytree(tmp_path / "first", run)
+        codes = run_ranks(copy_through, after, run=str(run), data=str(tokens), copy=str(copy))
+        assert codes == [0] * after
+        assert same_bits(runs.state(copy), written.state), f"saved on {before}, loaded on {after}"
+        losses.append(runs.outcome(run).losses[3])
+    print(f"saved on {before}: next losses differ by {farthest(losses, losses[:1] * 4):.1e}")
+    assert farthest(losses, losses[:1] * 4) < 1e-9
+
+
+def test_no_steps_write_a_checkpoint_of_the_starting_weights(tokens: Path, tmp_path: Path) -> None:
+    found = walk(2, tmp_path, tokens, train__steps=0)
+    assert found.losses == []
+    assert found.evaluations == {}
+    assert [event["step"] for event in runs.events(tmp_path, Kind.CHECKPOINT_SAVED)] == [0]
+    assert not any(tensor.any() for name, tensor in found.state.items() if name.startswith("exp_avg"))
+    assert all(tensor.any() for name, tensor in found.state.items() if name.startswith("param"))
+    more = walk(2, tmp_path, tokens, train__steps=3)  # and training goes on from it
+    assert [event["step"] for event in runs.events(tmp_path, Kind.RESUMED)] == [0]
+    assert more.losses == walk(2, tmp_path / "fresh", tokens, train__steps=3).losses

@@ -1,0 +1,100 @@
+"""What only an accelerator can show; skipped where there is none. The same recipes as the proofs on CPU."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx import accelerator
+from phalanx.records import Placement, RunPaths, read_steps
+from phalanx.train import trainer
+from phalanx.train.metrics import HostCopy
+from tests.helpers import run_ranks
+from tests.numerics import runs
+
+# Asking torch here would initialise the driver in the test process alone; the ranks are forked from another.
+pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine")
+STEPS = 10
+
+
+def train_on_device(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:
+    placed = dataclasses.replace(placement, device=accelerator.found()[0])
+    return int(trainer.run(runs.job(run, data, changes, placement.world), placed))
+
+
+def host_copy(placement: Placement) -> list[float]:
+    device = torch.device(accelerator.found()[0])
+    values = [torch.full((), float(i), device=device) for i in range(3)]
+    copy = HostCopy(values)
+    for value in values:
+        value.fill_(99.0)  # queued after the copy: must not be seen
+    return copy.get()
+
+
+def memory(placement: Placement) -> list[int]:
+    device = torch.device(accelerator.found()[0])
+    accelerator.use(device, 1)
+    free = accelerator.memory_free(device, 1)
+    block = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    peak = accelerator.peak_memory(device)
+    del block
+    accelerator.reset_peak_memory(device)
+    return [free, peak, accelerator.peak_memory(device)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    runs.write_tokens(folder)
+    return folder
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_steps(RunPaths(run).metrics)]
+
+
+def walk(run: Path, data: Path, **changes: Any) -> list[float]:
+    dotted = {key.replace("__", "."): value for key, value in changes.items()} | {"optim.decay_steps": runs.STEPS}
+    arguments = {"run": str(run), "data": str(data), "changes": dotted}
+    assert run_ranks(train_on_device, 1, timeout_s=280, **arguments) == [0]
+    return losses(run)
+
+
+def test_the_device_walks_the_curve_of_the_cpu(tmp_path: Path, data: Path) -> None:
+    on_cpu = runs.walk(1, tmp_path / "cpu", data, train__steps=STEPS).losses
+    on_device = walk(tmp_path / "device", data, train__steps=STEPS)
+    assert on_device == pytest.approx(on_cpu, rel=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["single", "fsdp2"])
+def test_bf16_and_compilation_stay_near_the_exact_curve(tmp_path: Path, data: Path, engine: str) -> None:
+    exact = walk(tmp_path / "exact", data, train__steps=STEPS)
+    near = walk(
+        tmp_path / "near", data, train__steps=STEPS, train__dtype="bf16", train__compile=True, parallel__data=engine
+    )
+    assert near == pytest.approx(exact, rel=2e-2)
+
+
+def test_a_resumed_run_is_bitwise_the_undisturbed_one(tmp_path: Path, data: Path) -> None:
+    whole = walk(tmp_path / "whole", data, train__steps=STEPS, train__dtype="bf16")
+    walk(tmp_path / "cut", data, train__steps=STEPS // 2, train__dtype="bf16")
+    assert walk(tmp_path / "cut", data, train__steps=STEPS, train__dtype="bf16") == whole
+
+
+def test_recomputed_activations_change_nothing(tmp_path: Path, data: Path) -> None:
+    kept = walk(tmp_path / "kept", data, train__steps=STEPS)
+    assert walk(tmp_path / "recomputed", data, train__steps=STEPS, memory__activations="full") == pytest.approx(
+        kept, rel=1e-12
+    )
+
+
+def test_a_host_copy_holds_the_values_of_its_moment() -> None:
+    assert run_ranks(host_copy, 1) == [[0.0, 1.0, 2.0]]
+
+
+def test_memory_is_counted_in_bytes() -> None:
+    (free, peak, after), *_ = run_ranks(memory, 1)
+    assert free > 2**30
+    assert peak >= 64 << 20 > after

@@ -1,0 +1,196 @@
+"""Tiny real runs for the proofs: a job in a folder, a rank's part in it, and what it left behind.
+
+`train` and the functions like it are run on ranks by `tests.helpers.run_ranks`; the others read the run folder.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx import recipe
+from phalanx.checkpoint.disk import Saver
+from phalanx.checkpoint.read import Checkpoint, find, step_folder
+from phalanx.comm.mesh import join
+from phalanx.comm.objects import JsonGroup
+from phalanx.data.tokens import TokenWriter
+from phalanx.models.draws import Draws
+from phalanx.records import Placement, RunPaths, read_lines, read_steps
+from phalanx.tasks.language import IGNORED
+from phalanx.tasks.task import Batch, SampleLike, Task
+from phalanx.train import trainer
+from phalanx.train.build import build, spec_from_run
+from phalanx.train.sinks import Records
+from tests.helpers import run_ranks
+
+VOCAB = 61  # divides by none of 2, 3 and 5, so that every engine's cut of the embedding is uneven
+STEPS = 30
+RECIPE: dict[str, dict[str, Any]] = {
+    "model": {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 44, "vocab_size": VOCAB,
+              "dropout": 0.1},
+    "data": {"seq_len": 16},
+    "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 8, "dtype": "fp64", "eval_sequences": 11},
+    # A norm of about 1 at the start and less later: the clipping is active in some steps and not in others.
+    "optim": {"lr": 1e-2, "warmup_steps": 3, "decay_steps": STEPS, "clip_norm": 0.9},
+    "checkpoint": {"every": 0},
+    "comm": {"timeout_s": 30},
+    "report": {"tensorboard": False},
+}  # fmt: skip
+
+
+def write_tokens(folder: Path) -> None:
+    """Token files to train and to evaluate on, with something to learn in them: each token tends to follow another."""
+    generator = np.random.default_rng(7)
+    for name, documents in (("train", 60), ("held_out", 6)):
+        writer = TokenWriter(folder / name, VOCAB, 0, "proofs")
+        for _ in range(documents):
+            tokens = generator.integers(1, VOCAB, 100)
+            follow = generator.random(100) < 0.6
+            for i in range(1, 100):
+                if follow[i]:
+                    tokens[i] = 1 + (tokens[i - 1] * 7) % (VOCAB - 1)
+            writer.append(tokens)
+        writer.finish()
+
+
+def job(run: str | Path, data: str | Path, changes: dict[str, Any], world: int) -> trainer.Run:
+    """The run of the recipe above with dotted keys changed, in folder `run`, on token files in `data`."""
+    tree = recipe.apply_overrides(RECIPE, [])
+    for key, value in changes.items():
+        section, _, leaf = key.partition(".")
+        tree.setdefault(section, {})[leaf] = value
+    config, _ = recipe.resolve(recipe.check(tree, "the tests' recipe"), device="cpu", world=world)
+    Path(run).mkdir(parents=True, exist_ok=True)
+    spec = spec_from_run(config)
+    return trainer.Run(config, spec, RunPaths(Path(run)), Path(data) / "train", Path(data) / "held_out")
+
+
+def on_one_thread(placement: Placement) -> Placement:
+    """The placement on a machine so full that each rank gets one thread: threads that spin are slow on busy cores."""
+    return dataclasses.replace(placement, local_world=1 << 20)
+
+
+@contextlib.contextmanager
+def loop_of(placement: Placement, described: trainer.Run) -> Iterator[trainer.Loop]:
+    """What `trainer.run` runs, for tests that change a part of it first."""
+    with join(placement, described.config.comm.timeout_s) as mesh:
+        records = Records(described.paths, placement.attempt, [], active=mesh.rank == 0)
+        saver = Saver(described.paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 3, records.event)
+        parts = build(described.config, described.spec, mesh, described.train_tokens, described.held_out_tokens)
+        yield trainer.Loop(described, placement, mesh, parts, records, saver, trainer.StopRequest())
+
+
+def train(
+    placement: Placement,
+    run: str,
+    data: str,
+    changes: dict[str, Any] | None = None,
+    shares: Sequence[int] | None = None,
+    masked: bool = False,
+) -> int:
+    """One rank of a run, from start or newest checkpoint to its end; `shares` instead of even ones, labels `masked`."""
+    described = job(run, data, changes or {}, placement.world)
+    if shares is None and not masked:
+        return int(trainer.run(described, on_one_thread(placement)))
+    with loop_of(placement, described) as loop:
+        loop.parts.shares = list(shares or loop.parts.shares)
+        loop.parts.task = Masked(loop.parts.task) if masked else loop.parts.task
+        return int(loop.run(loop.restore()))
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A task that ignores many labels, of some samples all, by the sample's place: every step weighs something else."""
+
+    task: Task
+
+    def collate(self, samples: Sequence[SampleLike]) -> Batch:
+        batch = self.task.collate(samples)
+        labels = batch.inputs["labels"].clone()
+        for row, sample in zip(labels, samples, strict=False):
+            row[: sample.position * 5 % (2 * len(row))] = IGNORED
+        return Batch(batch.inputs | {"labels": labels}, int((labels != IGNORED).sum()), batch.samples)
+
+    def loss_sum(self, model: torch.nn.Module, batch: Batch, draws: Draws | None) -> Tensor:
+        return self.task.loss_sum(model, batch, draws)
+
+    def nominal_weight(self, global_batch: int) -> int:
+        return self.task.nominal_weight(global_batch)
+
+
+def walk(
+    ranks: int, run: Path, data: Path, shares: Sequence[int] | None = None, masked: bool = False, **changes: Any
+) -> "Outcome":
+    """Train on `ranks` ranks and return what came of it. Keys of `changes` are written with __ for the dot."""
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    codes = run_ranks(
+        train, ranks, timeout_s=120, run=str(run), data=str(data), changes=dotted, shares=shares, masked=masked
+    )
+    assert codes == [0] * ranks
+    return outcome(run)
+
+
+@dataclass
+class Outcome:
+    """A run's curve and last state, as its folder tells them."""
+
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, Tensor]  # "kind/name" -> the whole tensor, flat
+    evaluations: dict[int, float] = field(default_factory=dict)
+
+
+def outcome(run: Path) -> Outcome:
+    """What a run folder holds: losses and norms by step, the newest checkpoint's tensors, evaluations by step."""
+    steps = read_steps(RunPaths(run).metrics)
+    assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
+    evaluations = {event["step"]: event["loss"] for event in events(run, "evaluated")}
+    return Outcome(
+        [record["loss"] for record in steps], [record["grad_norm"] for record in steps], state(run), evaluations
+    )
+
+
+def state(run: Path, step: int | None = None) -> dict[str, Tensor]:
+    """All tensors of a checkpoint (the newest) by "kind/name", put together from their pieces."""
+    folder = RunPaths(run).checkpoints
+    checkpoint = Checkpoint(step_folder(folder, find(folder)[0] if step is None else step))
+    checkpoint.verify()
+    tensors = {}
+    for name, (shape, dtype) in checkpoint.parameters.items():
+        for kind in checkpoint.kinds(name):
+            tensors[f"{kind}/{name}"] = out = torch.empty(math.prod(shape), dtype=getattr(torch, dtype))
+            checkpoint.read(name, kind, 0, out.numel(), out)
+    checkpoint.close()
+    return tensors
+
+
+def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The events of a run, of one kind if given."""
+    return [event for event in read_lines(RunPaths(run).events) if kind is None or event["kind"] == kind]
+
+
+def farthest(one: Sequence[float], other: Sequence[float]) -> float:
+    """The greatest relative difference of two curves of equal length."""
+    assert len(one) == len(other), (len(one), len(other))
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor], kind: str) -> float:
+    """The norm of the difference of all tensors of a kind, relative to the norm of `other`'s."""
+    assert one.keys() == other.keys()
+    names = [name for name in other if name.startswith(f"{kind}/")]
+    assert names
+    apart = sum(float((one[name].double() - other[name].double()).square().sum()) for name in names)
+    return math.sqrt(apart / sum(float(other[name].double().square().sum()) for name in names))
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two states are equal to the last bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)

@@ -1,0 +1,119 @@
+"""What saves memory or time changes nothing: recomputation, compilation, and what bf16 may change and what not."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.models.draws import Draws
+from phalanx.optim import gradients
+from phalanx.records import Placement
+from tests.helpers import run_ranks
+from tests.numerics import runs
+from tests.numerics.runs import distance, farthest, same_bits, walk
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_recomputed_activations_give_the_same_bits(ranks: int, tokens: Path, tmp_path: Path) -> None:
+    kept = walk(ranks, tmp_path / "kept", tokens, train__steps=8, train__micro_batch=3)
+    again = walk(
+        ranks, tmp_path / "again", tokens, train__steps=8, train__micro_batch=3, memory__activations="full"
+    )  # fmt: skip
+    assert again.losses == kept.losses
+    assert same_bits(again.state, kept.state)
+
+
+def count_forwards(placement: Placement, run: str, data: str, activations: str) -> int:
+    """How often the norms of the blocks run in one step of two micro-batches."""
+    described = runs.job(run, data, {"memory.activations": activations, "train.micro_batch": 4}, 1)
+    calls = 0
+
+    def note(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    with runs.loop_of(placement, described) as loop:
+        loop.restore()
+        for block in loop.parts.model.layers:
+            block.mlp_norm.register_forward_pre_hook(note)
+        loop.train_one(1)
+    return calls
+
+
+def test_activations_are_really_recomputed(tokens: Path, tmp_path: Path) -> None:
+    kept, again = (
+        run_ranks(count_forwards, 1, run=str(tmp_path / how), data=str(tokens), activations=how)[0]
+        for how in ("none", "full")
+    )
+    assert (kept, again) == (4, 8)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_compiled_blocks_walk_the_same_curve(tokens: Path, tmp_path: Path) -> None:
+    # All at once, since each compilation costs seconds: the sharding engine, recomputation, dropout.
+    plain = walk(1, tmp_path / "plain", tokens, train__steps=6, train__dtype="fp32")
+    compiled = walk(
+        1, tmp_path / "compiled", tokens, train__steps=6, train__dtype="fp32", train__compile=True,
+        memory__activations="full", parallel__data="fsdp2",
+    )  # fmt: skip
+    apart = farthest(compiled.losses, plain.losses), distance(compiled.state, plain.state, "param")
+    print("compiled: losses {:.1e}, parameters {:.1e} apart".format(*apart))
+    assert max(apart) < 1e-5
+
+
+def test_bf16_is_close_to_float64_and_the_engines_to_each_other(tokens: Path, tmp_path: Path) -> None:
+    ten = {"train__steps": 10, "train__micro_batch": 4}
+    exact = walk(1, tmp_path / "exact", tokens, **ten)
+    single = walk(1, tmp_path / "single", tokens, **ten, train__dtype="bf16")
+    sharded = walk(2, tmp_path / "sharded", tokens, **ten, train__dtype="bf16")
+    for one, other in ((single, exact), (sharded, exact), (sharded, single)):
+        apart = max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+        print(f"bf16: losses {apart:.1e} apart")
+        assert 0 < apart < 2e-2
+    for outcome in (single, sharded):
+        assert {tensor.dtype for tensor in outcome.state.values()} == {torch.float32}, "masters and moments stay fp32"
+
+
+def first_moments(placement: Placement, run: str, data: str) -> int:
+    """One step in bf16 with a micro-batch for each sequence, saved."""
+    return runs.train(placement, run, data, ONE_STEP)
+
+
+def sum_of_bf16_gradients(placement: Placement, run: str, data: str) -> int:
+    """The same step's gradients, each computed in bf16 by itself, summed in float64 and saved as the first moment."""
+    described = runs.job(run, data, ONE_STEP, 1)
+    with runs.loop_of(placement, described) as loop:
+        parts = loop.parts
+        loop.restore()
+        wide: dict[str, torch.Tensor] = {}
+        for batch in loop.to_batches(parts.train.batches(0, parts.shares)):
+            loss = parts.task.loss_sum(parts.model, batch, Draws(described.config.train.seed, 1, batch.samples))
+            gradients.backward(loss, parts.nominal_weight)
+            for name, parameter in parts.model.named_parameters():
+                assert parameter.grad is not None
+                assert parameter.grad.dtype == torch.bfloat16
+                wide[name] = wide.get(name, 0) + parameter.grad.double()
+                parameter.grad = None
+        torch.save({f"exp_avg/{name}": grad.flatten() for name, grad in wide.items()}, Path(run) / "sums.pt")
+    return 0
+
+
+ONE_STEP = {
+    "train.steps": 1, "train.dtype": "bf16", "train.global_batch": 40, "train.micro_batch": 1,
+    "optim.clip_norm": None, "train.eval_sequences": 0,
+}  # fmt: skip
+
+
+def test_gradients_in_bf16_are_accumulated_in_fp32(tokens: Path, tmp_path: Path) -> None:
+    run_ranks(sum_of_bf16_gradients, 1, run=str(tmp_path / "sums"), data=str(tokens))
+    sums = torch.load(tmp_path / "sums/sums.pt")
+    sums = {name: 0.1 * grad for name, grad in sums.items()}  # 1 - beta1
+    in_bf16 = {name: grad.bfloat16() for name, grad in sums.items()}
+    rounding = distance(in_bf16, sums, "exp_avg")
+    for ranks in (1, 2, 3):
+        run_ranks(first_moments, ranks, run=str(tmp_path / f"{ranks}"), data=str(tokens))
+        found = {k: v for k, v in runs.state(tmp_path / f"{ranks}").items() if k.startswith("exp_avg/")}
+        apart = distance(found, sums, "exp_avg")
+        print(f"{ranks} ranks: sums of 40 bf16 gradients are {apart:.1e} off; one rounding to bf16 is {rounding:.1e}")
+        assert apart < 1e-6 < rounding

@@ -1,0 +1,296 @@
+"""The command line as a user meets it: real processes, what they print and how they end."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from phalanx import __version__, recipe
+from phalanx.config import Config, leaves
+from phalanx.models.spec import PRESETS
+from phalanx.records import Kind, RunPaths, read_lines, read_steps
+from tests.helpers import ROOT
+
+COMMANDS = [
+    [],
+    ["train"],
+    ["export"],
+    ["generate"],
+    ["report"],
+    ["config"],
+    ["config", "schema"],
+    ["config", "show"],
+    ["config", "presets"],
+    ["data"],
+    ["data", "prepare"],
+]
+RECIPE = """
+model: {hidden: 16, layers: 1, heads: 2, intermediate: 32}
+data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 8, held_out: 0.3, cache: cache}
+train: {steps: 3, global_batch: 3, micro_batch: 2, eval_sequences: 4, dtype: fp64}
+"""
+# Runs each command line and says how it ended, what it printed, and which heavy packages it brought in.
+SCRIPT = """
+import contextlib, io, json, sys
+from phalanx import cli
+found = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["phalanx", *arguments]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            cli.main()
+            code = "it returned"
+        except SystemExit as leaving:
+            code = leaving.code
+    heavy = sorted({"torch", "transformers", "tokenizers", "plotly", "numpy", "safetensors"} & set(sys.modules))
+    found.append([code, out.getvalue(), heavy])
+print(json.dumps(found))
+"""
+
+
+def phalanx(
+    *arguments: str, folder: Path = ROOT, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"} | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def in_one_process(commands: list[list[str]], folder: Path = ROOT) -> list[Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(commands)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    lines = [json.dumps({"text": f"document {i} says hello " * (i % 5 + 3)}) for i in range(60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    yield tmp_path
+
+
+# ----------------------------------------------------------------------------------------------------------------- help
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, Any]:
+    found = in_one_process([[*command, "--help"] for command in COMMANDS])
+    return {" ".join(command): result for command, result in zip(COMMANDS, found, strict=True)}
+
+
+@pytest.mark.parametrize("command", [" ".join(command) for command in COMMANDS])
+def test_help_explains_and_imports_nothing_heavy(command: str, helps: dict[str, Any]) -> None:
+    code, out, heavy = helps[command]
+    assert code == 0
+    assert f"phalanx {command}".strip() in out
+    assert heavy == []
+    assert "Traceback" not in out
+    assert len(out.splitlines()) > 5
+
+
+def test_every_command_is_listed_with_a_sentence(helps: dict[str, Any]) -> None:
+    for command in COMMANDS[1:]:
+        *group, name = command
+        lines = [line for line in helps[" ".join(group)][1].splitlines() if re.search(rf"\b{name}\b", line)]
+        assert any(len(line.split()) > 4 for line in lines), command
+    for words in ("--ranks", "--run-dir", "KEY=VALUE", "torchrun"):
+        assert words in helps["train"][1]
+    assert "--debug" in helps[""][1]
+
+
+def test_the_installed_script_is_the_same_command() -> None:
+    script = Path(sys.executable).with_name("phalanx")
+    if not script.exists():
+        pytest.skip("the package is not installed, only on the path")
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == phalanx("--version").stdout == f"phalanx {__version__}\n"
+
+
+def test_no_arguments_show_the_help() -> None:
+    done = phalanx()
+    assert "Usage: phalanx" in done.stdout
+    assert done.returncode in (0, 2)
+
+
+# --------------------------------------------------------------------------------------------------------------- config
+
+
+def test_the_schema_describes_every_key() -> None:
+    done = phalanx("config", "schema")
+    assert done.returncode == 0
+    schema = json.loads(done.stdout)
+    found = dict(described(schema, schema))
+    assert set(found) == {key for key, _ in leaves()}
+    assert all(len(text) > 5 for text in found.values())
+    assert schema["additionalProperties"] is False
+    assert schema["title"] == "Config"
+
+
+def described(schema: dict[str, Any], node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key, description) of every leaf of a JSON schema, its references followed."""
+    for name, entry in node["properties"].items():
+        options = [entry, *entry.get("anyOf", [])]
+        sections = [schema["$defs"][option["$ref"].rpartition("/")[2]] for option in options if "$ref" in option]
+        if sections:
+            assert sections[0]["additionalProperties"] is False
+            yield from described(schema, sections[0], f"{prefix}{name}.")
+        else:
+            assert "default" in entry, name
+            yield f"{prefix}{name}", entry.get("description", "")
+
+
+def test_show_prints_a_recipe_that_means_the_same(here: Path) -> None:
+    done = phalanx("config", "show", "recipe.yaml", "optim.lr=1e-3", "data.source=[a, 'b c', naïve]", folder=here)
+    assert (done.returncode, done.stderr) == (0, "")
+    config = Config.model_validate(yaml.safe_load(done.stdout))
+    assert config == recipe.load(here / "recipe.yaml", ["optim.lr=1e-3", "data.source=[a, 'b c', naïve]"])
+    assert set(yaml.safe_load(done.stdout)) == set(Config.model_fields)
+
+
+def test_presets_are_listed() -> None:
+    done = phalanx("config", "presets")
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(PRESETS)
+    assert re.search(
+        r"^llama-3-8b +8\.03 billion parameters, 32 layers, width 4096, 32 heads \(8 kv\)", done.stdout, re.M
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+WRONG = [
+    (["train", "gone.yaml"], "there is no recipe gone.yaml; `ls recipes` shows those that come with Phalanx"),
+    (["train", "."], "the recipe . cannot be read"),
+    (["train", "text.jsonl"], "text.jsonl, line 2: this is not valid YAML"),
+    (["train", "recipe.yaml", "train.stps=3"], "unknown key train.stps; did you mean train.steps?"),
+    (["train", "recipe.yaml", "steps"], "`steps` is not of the form section.key=value"),
+    (["config", "show", "gone.yaml"], "there is no recipe gone.yaml"),
+    (["config", "show", "recipe.yaml", "train.steps=!!python/object/apply:os.abort []"], "is not valid YAML"),
+    (["config", "show", "recipe.yaml", "train.steps=" + "9" * 5000], "cannot be read as a YAML int"),
+    (["config", "show", "recipe.yaml", "optim.lr=nan"], "optim.lr must be a number, not 'nan'"),
+    (["config", "show", "recipe.yaml", "model.heads=4", "model.kv_heads=3"], "model.kv_heads is 3"),
+    (["config", "show", "recipe.yaml", "model.preset=llama"], "model.preset 'llama' is not known"),
+]
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("wrong")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "text.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    return in_one_process([arguments for arguments, _ in WRONG], folder)
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=[" ".join(arguments)[:50] for arguments, _ in WRONG])
+def test_a_mistake_is_a_sentence_and_costs_no_torch(number: int, wrong: list[Any]) -> None:
+    (code, out, heavy), (_, words) = wrong[number], WRONG[number]
+    assert code == 2
+    assert out.startswith("error: ")
+    assert words in out
+    assert out.count("\n") == 1
+    assert "Traceback" not in out
+    assert heavy == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["trian", "recipe.yaml"],
+        ["train"],
+        ["train", "recipe.yaml", "--ranks", "0"],
+        ["train", "recipe.yaml", "--ranks", "two"],
+        ["train", "recipe.yaml", "--optim.lr=3"],
+        ["generate", "x", "--seed", "-1"],
+        ["generate", "x", "--seed", str(2**32)],
+        ["generate", "x", "--temperature", "-1"],
+        ["data", "prepare"],
+        ["data", "prepare", "x", "--vocab", "5"],
+        ["data", "prepare", "x", "--vocab", str(10**12)],
+    ],
+)
+def test_a_wrong_command_line_is_explained(arguments: list[str]) -> None:
+    ((code, out, heavy),) = in_one_process([arguments])
+    assert code == 2
+    assert "Usage: phalanx" in out
+    assert "Traceback" not in out
+    assert heavy == []
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_debug_anywhere_shows_where_an_error_comes_from(place: int, here: Path) -> None:
+    arguments = ["config", "show", "gone.yaml"]
+    arguments.insert(place, "--debug")
+    done = phalanx(*arguments, folder=here)
+    assert done.returncode == 2
+    assert "Traceback (most recent call last)" in done.stderr
+    assert "recipe.py" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: there is no recipe gone.yaml")
+
+
+def test_output_survives_a_terminal_without_unicode(here: Path) -> None:
+    """A machine that was never given a language."""
+    bare = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    done = phalanx("config", "show", "recipe.yaml", "data.text_key=naïve", folder=here, environment=bare)
+    assert done.returncode in (0, 2)
+    assert "Traceback" not in done.stderr
+    (here / "other.yaml").write_text(RECIPE + "модель: 1\n", encoding="utf-8")
+    done = phalanx("config", "show", "other.yaml", folder=here, environment=bare)
+    assert done.returncode == 2
+    assert "unknown key" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------- under a launcher
+
+
+def test_two_ranks_of_torchrun_and_on_with_one(here: Path) -> None:
+    """torchrun starts the ranks of the first three steps; then `phalanx train` alone goes on in the same folder."""
+    launched = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+         "--master-port", "0", "-m", "phalanx", "train", "recipe.yaml", "--run-dir", "run"],
+        cwd=here,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert launched.returncode == 0, launched.stderr
+    paths = RunPaths(here / "run")
+    events = list(read_lines(paths.events))
+    (started,) = [event for event in events if event["kind"] == Kind.RUN_STARTED]
+    assert (started["world"], started["engine"]) == (2, "fsdp2")
+    assert [event["step"] for event in events if event["kind"] == Kind.FINISHED] == [3]
+    assert paths.report.exists()
+
+    alone = phalanx("train", "recipe.yaml", "--run-dir", "run", "--ranks", "1", "train.steps=5", folder=here)
+    assert alone.returncode == 0, alone.stderr
+    steps = read_steps(paths.metrics)
+    assert [(step["step"], step["attempt"]) for step in steps] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
+    assert [event["step"] for event in read_lines(paths.events) if event["kind"] == Kind.RESUMED] == [3]
+
+    whole = phalanx("train", "recipe.yaml", "--run-dir", "whole", "train.steps=5", "optim.decay_steps=3", folder=here)
+    assert whole.returncode == 0, whole.stderr
+    undisturbed = [step["loss"] for step in read_steps(RunPaths(here / "whole").metrics)]
+    assert [step["loss"] for step in steps] == pytest.approx(undisturbed, rel=1e-9)

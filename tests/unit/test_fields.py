@@ -1,0 +1,395 @@
+"""Every knob does something: for each key of the configuration a tiny real run, or the real thing that reads the key,
+in which another value is seen to change what happens. A key without an entry in CASES fails.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import recipe
+from phalanx.config import leaves, spec_of
+from phalanx.errors import PhalanxError
+from phalanx.models.spec import PRESETS
+from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
+from tests.helpers import run_ranks
+
+Seen = dict[str, Any]
+BASE: dict[str, dict[str, Any]] = {
+    "model": {"hidden": 16, "layers": 1, "heads": 2, "intermediate": 32},
+    "data": {"source": "SOURCE", "tokenizer_vocab": 300, "seq_len": 8, "held_out": 0.3, "cache": "CACHE"},
+    "train": {"steps": 3, "global_batch": 4, "micro_batch": 2, "dtype": "fp64", "compile": False, "eval_sequences": 4},
+    "optim": {"lr": 1e-2, "decay_steps": 6},
+    "checkpoint": {"every": 0},
+    "report": {"tensorboard": False},
+}
+ROPE = {"model.rope_scaling": {"original_max_seq_len": 64}}  # so short that even a tiny head has waves to stretch
+
+
+# ---------------------------------------------------------------------------------------------- inside a rank's process
+
+
+def configured(changes: dict[str, Any], folder: Path) -> recipe.Config:
+    tree = recipe.apply_overrides(BASE, [])
+    for section, values in tree.items():
+        tree[section] = dict(values)
+    for key, value in changes.items():
+        *parents, leaf = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    text = json.dumps(tree).replace("SOURCE", str(folder / "text.jsonl")).replace("CACHE", str(folder / "cache"))
+    made = recipe.check(json.loads(text.replace("FOLDER", str(folder))), "the test's recipe")
+    return recipe.resolve(made, device="cpu", world=1)[0]
+
+
+def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path) -> Seen:
+    """One run as `phalanx train` makes it, in this process, and everything that can be seen of it afterwards."""
+    import torch
+
+    from phalanx import launch
+    from phalanx.checkpoint.read import Checkpoint, find, step_folder
+    from phalanx.models.spec import parameter_count
+    from phalanx.train import folder as run_folder
+    from phalanx.train.build import spec_from_run
+    from phalanx.train.resolve import resolve_with_files
+    from phalanx.train.trainer import Run
+
+    torch.set_num_threads(1)
+    run.mkdir()
+    paths = RunPaths(run)
+    answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), "cpu", 1, 1, None)
+    config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
+    run_folder.write_start(paths, config, Path(answer["tokenizer"]))
+    job = Run(config, spec_from_run(config, paths), paths, Path(answer["train"]), Path(answer["held_out"]))
+    code = launch._worker(job, placement)
+    steps, events = read_steps(paths.metrics), list(read_lines(paths.events))
+    newest = Checkpoint(step_folder(paths.checkpoints, find(paths.checkpoints)[0]))
+    return {
+        "code": code,
+        "config": config.model_dump(mode="json"),
+        "parameters": parameter_count(job.spec),
+        "spec": {"max_seq_len": job.spec.max_seq_len, "vocab_size": job.spec.vocab_size},
+        "train_tokens": answer["train"],
+        **{name: [step[name] for step in steps] for name in ("loss", "grad_norm", "lr", "tokens", "step")},
+        "evaluated": [(e["step"], e["tokens"], e["loss"]) for e in events if e["kind"] == Kind.EVALUATED],
+        "checkpoints": find(paths.checkpoints),
+        "saved": [e["step"] for e in events if e["kind"] == Kind.CHECKPOINT_SAVED],
+        "stored": newest.parameters["layers.0.attention.q.weight"][1],
+        "tensorboard": paths.tensorboard.exists(),
+        "tokenizer_bytes": len((paths.tokenizer / "tokenizer.json").read_bytes()),
+    }
+
+
+def look(placement: Placement, changes: dict[str, Any], folder: Path) -> Seen:
+    """Build the parts of a run and take one step with them by hand."""
+    from phalanx.comm.mesh import join
+    from phalanx.models.llama import units
+    from phalanx.parallel.materialize import materialise
+    from phalanx.train.build import build, spec_from_run
+    from phalanx.train.resolve import resolve_with_files
+    from phalanx.train.step import run_micro_batches
+
+    answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), "cpu", 1, 1, None)
+    config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
+    with join(placement, config.comm.timeout_s) as mesh:
+        parts = build(config, spec_from_run(config), mesh, Path(answer["train"]), Path(answer["held_out"]))
+        materialise(parts.model, parts.engine, parts.starting_weights)
+        block = dict(units(parts.model))["layers.0"]
+        seen = {"engine": type(parts.engine).__name__, "compiled": "dynamo" in str(vars(block.forward))}
+        if seen["compiled"]:
+            return seen  # compiling takes far longer than everything else here
+        norms: list[int] = []
+        block.attention_norm.register_forward_hook(lambda *_: norms.append(1))
+        batches = [parts.task.collate(samples) for samples in parts.train.batches(0, parts.shares)]
+        parts.engine.begin_step(1, sum(batch.weight for batch in batches))
+        run_micro_batches(parts.engine, parts.model, parts.task, batches, seed=0, step=1, nominal_weight=1)
+        parts.engine.finish_step(1e-3, None)
+        return seen | {"micro_batches": len(batches), "forward_calls": len(norms)}
+
+
+def observe(placement: Placement, folder: str, cases: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Seen]:
+    """Each (name, walk or look, changes), one after the other; a case that fails leaves its error in its place."""
+    from phalanx.train.export import export_run
+
+    root, found = Path(folder), {}
+    for number, (name, how, changes) in enumerate(cases):
+        try:
+            run = root / f"run-{number}"
+            found[name] = walk(placement, changes, root, run) if how == "walk" else look(placement, changes, root)
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+        if name == "base":
+            export_run(RunPaths(run), root / "exported", None)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- what is compared
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is changed, what must be seen then (called with the base's and the changed), and how it is found out."""
+
+    changes: dict[str, Any]
+    check: Callable[[Seen, Seen], None]
+    how: str = "walk"
+    beside: str = "base"
+
+
+def curve(base: Seen, seen: Seen) -> None:
+    """Another curve, from the first step on."""
+    assert len(seen["loss"]) == len(base["loss"]) == 3
+    assert seen["loss"][0] != base["loss"][0]
+
+
+def updates(base: Seen, seen: Seen) -> None:
+    """The same first loss and gradient, but other updates."""
+    assert seen["loss"][0] == base["loss"][0]
+    assert seen["grad_norm"][0] == base["grad_norm"][0]
+    assert seen["loss"][2] != base["loss"][2]
+
+
+def rates(expected: Callable[[list[float]], list[float]]) -> Callable[[Seen, Seen], None]:
+    def check(base: Seen, seen: Seen) -> None:
+        assert seen["lr"] == pytest.approx(expected(base["lr"]), rel=1e-12)
+        assert seen["lr"] != pytest.approx(base["lr"], rel=1e-3)
+        assert seen["loss"] != base["loss"]
+
+    return check
+
+
+def bigger(by: int) -> Callable[[Seen, Seen], None]:
+    def check(base: Seen, seen: Seen) -> None:
+        assert seen["parameters"] - base["parameters"] == by
+        assert seen["loss"] != base["loss"]
+
+    return check
+
+
+def equal(path: str, expected: object, before: object) -> Callable[[Seen, Seen], None]:
+    def check(base: Seen, seen: Seen) -> None:
+        for values, value in ((base, before), (seen, expected)):
+            for part in path.split("."):
+                values = values[part]
+            assert values == value, path
+
+    return check
+
+
+def both(*checks: Callable[[Seen, Seen], None]) -> Callable[[Seen, Seen], None]:
+    def check(base: Seen, seen: Seen) -> None:
+        for each in checks:
+            each(base, seen)
+
+    return check
+
+
+def _preset(base: Seen, seen: Seen) -> None:
+    """The smallest of them is too big to run here: what reads the key is asked."""
+    widths = {name: spec_of(configured({"model": {"preset": name}}, Path())).hidden for name in PRESETS}
+    assert widths["llama-3.2-1b"] == 2048
+    assert widths["llama-3-8b"] == 4096
+    assert base["config"]["model"]["preset"] is None
+
+
+def _from_hf(base: Seen, seen: Seen) -> None:
+    assert seen["parameters"] == base["parameters"]
+    assert seen["loss"][0] < base["loss"][2]  # it begins where the exported run ended
+
+
+def _cache(base: Seen, seen: Seen) -> None:
+    assert "/elsewhere/" in seen["train_tokens"] and "/cache/" in base["train_tokens"]
+    assert seen["loss"] == base["loss"]
+
+
+def _held_out(base: Seen, seen: Seen) -> None:
+    assert seen["train_tokens"] != base["train_tokens"]
+    assert seen["evaluated"][0][2] != base["evaluated"][0][2]
+
+
+def _tokenizer(base: Seen, seen: Seen) -> None:
+    assert base["config"]["data"]["tokenizer"] == "train"
+    assert seen["tokenizer_bytes"] == base["tokenizer_bytes"]  # the same file, found by its folder
+    assert seen["train_tokens"] != base["train_tokens"]
+
+
+def _timeout(base: Seen, seen: Seen) -> None:
+    """A rank that never comes is waited for as long as that, and named."""
+    waits = {}
+    for seconds in (0.3, 1.2):
+        begin = time.monotonic()
+        reason = run_ranks(wait_for_a_missing_rank, 2, timeout_s=30, timeout=seconds)[0]
+        waits[seconds] = reason["seconds"]
+        assert "rank 1 of 2 did not arrive" in reason["message"]
+        assert time.monotonic() - begin < 20
+    assert 0.3 <= waits[0.3] < 1.2 <= waits[1.2]
+
+
+def wait_for_a_missing_rank(placement: Placement, timeout: float) -> dict[str, Any]:
+    from phalanx.models.spec import ModelSpec
+    from phalanx.train import trainer
+
+    if placement.rank == 1:
+        time.sleep(timeout + 0.5)
+        return {}
+    changes = {"comm.timeout_s": timeout, "data.source": "x", "data.cache": "y"}
+    spec = ModelSpec(vocab_size=1, hidden=2, layers=1, heads=1, kv_heads=1, head_dim=2, intermediate=1, max_seq_len=8)
+    job = trainer.Run(configured(changes, Path()), spec, RunPaths(Path("nowhere")), Path("x"), Path("y"))
+    begin = time.monotonic()
+    try:
+        trainer.run(job, placement)
+    except PhalanxError as error:
+        return {"message": str(error), "seconds": time.monotonic() - begin}
+    return {"message": "it came", "seconds": 0.0}
+
+
+def _max_restarts(base: Seen, seen: Seen) -> None:
+    """A run that fails at each attempt, since a file lies where TensorBoard wants its folder."""
+    assert [len(attempts) for attempts in run_ranks(fail_again, 1, timeout_s=60)[0]] == [1, 3]
+
+
+def fail_again(placement: Placement) -> list[list[int]]:
+    import tempfile
+
+    from phalanx import launch
+
+    found = []
+    for restarts in (0, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            write_text(Path(folder))
+            paths = RunPaths(Path(folder) / "run")
+            paths.root.mkdir()
+            paths.tensorboard.write_text("in the way")
+            changes = {"resilience.max_restarts": restarts, "report.tensorboard": True}
+            assert launch.train(configured(changes, Path(folder)), paths, 1, {}) == 1
+            starts = [event for event in read_lines(paths.events) if event["kind"] == Kind.ATTEMPT_STARTED]
+            found.append([event["attempt"] for event in starts])
+    return found
+
+
+CASES: dict[str, Case] = {
+    "model.preset": Case({}, _preset),
+    "model.from_hf": Case({"model": {"from_hf": "FOLDER/exported"}}, _from_hf),
+    "model.vocab_size": Case({"model.vocab_size": 310}, bigger(2 * 10 * 16)),
+    "model.hidden": Case({"model.hidden": 32}, curve),
+    "model.layers": Case({"model.layers": 2}, bigger(4 * 16 * 16 + 3 * 16 * 32 + 2 * 16)),
+    "model.heads": Case({"model.heads": 4}, both(bigger(0), curve)),
+    "model.kv_heads": Case({"model.kv_heads": 1}, bigger(-2 * 8 * 16)),
+    "model.head_dim": Case({"model.head_dim": 4}, bigger(-4 * 8 * 16)),
+    "model.intermediate": Case({"model.intermediate": 40}, bigger(3 * 8 * 16)),
+    "model.max_seq_len": Case({"model.max_seq_len": 64}, equal("spec.max_seq_len", 64, 8)),
+    "model.rope_theta": Case({"model.rope_theta": 100.0}, curve),
+    "model.rope_scaling.factor": Case(ROPE | {"model.rope_scaling.factor": 2}, curve, beside="rope"),
+    "model.rope_scaling.low_freq_factor": Case(
+        ROPE | {"model.rope_scaling.low_freq_factor": 0.5}, curve, beside="rope"
+    ),
+    "model.rope_scaling.high_freq_factor": Case(
+        ROPE | {"model.rope_scaling.high_freq_factor": 30}, curve, beside="rope"
+    ),
+    "model.rope_scaling.original_max_seq_len": Case(
+        {"model.rope_scaling": {"original_max_seq_len": 32}}, curve, beside="rope"
+    ),
+    "model.norm_eps": Case({"model.norm_eps": 0.1}, curve),
+    "model.tie_embeddings": Case({"model.tie_embeddings": True}, bigger(-300 * 16)),
+    "model.init_std": Case({"model.init_std": 0.05}, curve),
+    "model.dropout": Case({"model.dropout": 0.3}, curve),
+    "data.source": Case({"data.source": "FOLDER/other.jsonl"}, curve),
+    "data.tokenizer": Case({"data.tokenizer": "FOLDER/exported"}, _tokenizer),
+    "data.tokenizer_vocab": Case({"data.tokenizer_vocab": 270}, bigger(-2 * 30 * 16)),
+    "data.text_key": Case({"data.text_key": "title"}, curve),
+    "data.held_out": Case({"data.held_out": 0.6}, _held_out),
+    "data.seq_len": Case({"data.seq_len": 16}, equal("tokens", [64] * 3, [32] * 3)),
+    "data.cache": Case({"data.cache": "FOLDER/elsewhere"}, _cache),
+    "train.steps": Case({"train.steps": 5}, equal("step", [1, 2, 3, 4, 5], [1, 2, 3])),
+    "train.global_batch": Case({"train.global_batch": 6}, equal("tokens", [48] * 3, [32] * 3)),
+    "train.micro_batch": Case({"train.micro_batch": 1}, equal("micro_batches", 4, 2), how="look", beside="looked"),
+    "train.seed": Case({"train.seed": 1}, curve),
+    "train.dtype": Case({"train.dtype": "fp32"}, both(curve, equal("stored", "float32", "float64"))),
+    "train.compile": Case({"train.compile": True}, equal("compiled", True, False), how="look", beside="looked"),
+    "train.eval_every": Case(
+        {"train.eval_every": 1}, lambda base, seen: _evaluations(seen, [1, 2, 3], base["evaluated"][0][1])
+    ),
+    "train.eval_sequences": Case({"train.eval_sequences": 2}, lambda base, seen: _evaluations(seen, [3], 2 * 8)),
+    "optim.lr": Case({"optim.lr": 2e-2}, both(updates, rates(lambda lr: [2 * rate for rate in lr]))),
+    "optim.beta1": Case({"optim.beta1": 0.5}, updates),
+    "optim.beta2": Case({"optim.beta2": 0.5}, updates),
+    "optim.eps": Case({"optim.eps": 1e-2}, updates),
+    "optim.weight_decay": Case({"optim.weight_decay": 5.0}, updates),
+    "optim.clip_norm": Case({"optim.clip_norm": 1e-6}, updates),
+    "optim.schedule": Case({"optim.schedule": "constant"}, rates(lambda lr: [1e-2] * 3)),
+    "optim.warmup_steps": Case({"optim.warmup_steps": 2}, lambda base, seen: _warmup(seen)),
+    "optim.decay_steps": Case(
+        {"optim.decay_steps": 3, "optim.schedule": "linear"}, rates(lambda lr: [7e-3, 4e-3, 1e-3])
+    ),
+    "optim.min_lr_ratio": Case({"optim.min_lr_ratio": 1.0}, rates(lambda lr: [1e-2] * 3)),
+    "parallel.data": Case({"parallel.data": "fsdp2"}, equal("engine", "Fsdp2", "Single"), how="look", beside="looked"),
+    "memory.activations": Case(
+        {"memory.activations": "full"}, equal("forward_calls", 4, 2), how="look", beside="looked"
+    ),
+    "comm.timeout_s": Case({}, _timeout),
+    "checkpoint.every": Case({"checkpoint.every": 1}, equal("saved", [1, 2, 3], [3])),
+    "checkpoint.keep": Case({"checkpoint.every": 1, "checkpoint.keep": 1}, equal("checkpoints", [3], [3, 2, 1]),
+                            beside="saving"),
+    "resilience.max_restarts": Case({}, _max_restarts),
+    "report.tensorboard": Case({"report.tensorboard": True}, equal("tensorboard", True, False)),
+}  # fmt: skip
+
+
+def _evaluations(seen: Seen, steps: list[int], tokens: int) -> None:
+    assert [step for step, _, _ in seen["evaluated"]] == steps
+    assert {count for _, count, _ in seen["evaluated"]} == {tokens}
+
+
+def _warmup(seen: Seen) -> None:
+    assert seen["lr"][:2] == [5e-3, 1e-2]
+    assert seen["lr"][2] < 1e-2
+
+
+# ---------------------------------------------------------------------------------------------------------------- tests
+
+
+def write_text(folder: Path) -> None:
+    for name, word in (("text", "hello"), ("other", "goodbye")):
+        lines = [{"text": f"document {i} says {word} {'again ' * (i % 5 + 5)}", "title": f"{i} * {i} = {i * i}, {word}!"
+                  * 3} for i in range(60)]  # fmt: skip
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    """Everything that the cases ask for, seen in one process: what it imports and prepares is shared."""
+    folder = tmp_path_factory.mktemp("fields")
+    write_text(folder)
+    asked = [("base", "walk", {}), ("rope", "walk", ROPE), ("saving", "walk", {"checkpoint.every": 1})]
+    asked += [("looked", "look", {})]
+    asked += [(key, case.how, case.changes) for key, case in CASES.items() if case.changes]
+    found: dict[str, Seen] = run_ranks(observe, 1, timeout_s=200, folder=str(folder), cases=asked)[0]
+    return found
+
+
+def test_every_knob_has_a_case_and_every_case_a_knob() -> None:
+    keys = [key for key, _ in leaves()]
+    assert sorted(set(keys) - set(CASES)) == [], "write a case that shows what the new knob does"
+    assert sorted(set(CASES) - set(keys)) == [], "this knob is gone"
+
+
+def test_the_base_run_is_sound(seen: dict[str, Seen]) -> None:
+    base = seen["base"]
+    assert base["code"] == 0
+    assert base["step"] == [1, 2, 3]
+    assert base["loss"][2] < base["loss"][0]
+    assert base["checkpoints"] == [3]
+
+
+@pytest.mark.parametrize("key", sorted(CASES))
+def test_another_value_changes_what_happens(key: str, seen: dict[str, Seen]) -> None:
+    case = CASES[key]
+    found = seen.get(key, {})
+    assert "error" not in found, found["error"]
+    case.check(seen[case.beside], found)

@@ -1,0 +1,78 @@
+"""Weights, norms and clipping folded into one divisor."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.comm.collectives import Traffic
+from phalanx.comm.mesh import join
+from phalanx.optim import gradients
+from phalanx.records import Placement
+
+CPU = torch.device("cpu")
+
+
+def folded(squares: float, nominal: int, total: int, clip: float | None) -> tuple[float, float, float]:
+    tensor = torch.tensor(squares, dtype=torch.float64)
+    norm, divisor, skip = gradients.fold(tensor, nominal_weight=nominal, total_weight=total, clip=clip)
+    return norm.item(), divisor.item(), skip.item()
+
+
+@given(st.floats(1e-6, 1e6), st.integers(1, 10**6), st.integers(1, 10**6), st.one_of(st.none(), st.floats(1e-3, 1e3)))
+def test_the_divisor_makes_the_mean_and_then_clips(raw: float, nominal: int, total: int, clip: float | None) -> None:
+    norm, divisor, skip = folded(raw**2, nominal, total, clip)
+    mean = raw * nominal / total
+    assert norm == pytest.approx(mean, rel=1e-12)
+    assert skip == 0.0
+    applied = raw / divisor
+    if clip is None or mean + 1e-6 <= clip:
+        assert applied == pytest.approx(mean, rel=1e-12), "never scaled up"
+    else:
+        assert applied == pytest.approx(clip * mean / (mean + 1e-6), rel=1e-9)
+        assert applied <= clip * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("squares", [math.nan, math.inf])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_norm_that_is_not_finite_skips_with_a_divisor_that_is(squares: float, clip: float | None) -> None:
+    norm, divisor, skip = folded(squares, 10, 10, clip)
+    assert not math.isfinite(norm)
+    assert (divisor, skip) == (1.0, 1.0)
+
+
+def test_no_weight_skips() -> None:
+    norm, divisor, skip = folded(0.0, 10, 0, 1.0)
+    assert (norm, divisor, skip) == (0.0, 1.0, 1.0)
+
+
+@given(st.lists(st.lists(st.floats(-1e3, 1e3), max_size=9), max_size=4))
+@settings(deadline=None)
+def test_sum_of_squares(values: list[list[float]]) -> None:
+    tensors = [torch.tensor(part, dtype=torch.float64) for part in values]
+    expected = sum(x * x for part in values for x in part)
+    found = gradients.sum_of_squares(tensors, torch.float64, CPU)
+    assert found.shape == ()
+    assert found.item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_bf16_gradients_are_squared_and_summed_wide() -> None:
+    # In bf16 256 + 1 is 256: a sum of 4096 ones would stop growing.
+    ones = [torch.ones(4096, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)]
+    assert gradients.sum_of_squares(ones, torch.float32, CPU).item() == pytest.approx(4097, rel=1e-3)
+
+
+def test_backward_divides_by_the_nominal_weight_only() -> None:
+    x = torch.tensor([3.0], requires_grad=True)
+    gradients.backward((x * x).sum(), 4)
+    gradients.backward((x * x).sum(), 4)
+    assert x.grad is not None
+    assert x.grad.item() == 3.0  # 2 * 6 / 4: sums add up over micro-batches
+
+
+def test_the_total_weight_of_one_rank_is_its_own() -> None:
+    placement = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device="cpu", store=None)
+    with join(placement, 10) as mesh:
+        assert gradients.TotalWeight(2**40 + 1, mesh.control, Traffic()).get() == 2**40 + 1

@@ -1,0 +1,67 @@
+"""What the trainer writes down of a step: summed in rank order, a step late, with what cannot be known left out."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from phalanx.comm.mesh import join
+from phalanx.records import Placement
+from phalanx.train.metrics import HostCopy, Recorder, Speed
+
+ALONE = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device="cpu", store=None)
+
+
+def results(loss: float, norm: float = 1.0, skip: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.tensor(loss), torch.tensor(norm), torch.tensor(skip)
+
+
+def test_a_record_is_handed_out_once_and_late() -> None:
+    with join(ALONE, 10) as mesh:
+        recorder = Recorder(mesh, Speed(600, 400, None), attempt=2, total_tokens=1000)
+        assert recorder.flush() is None
+        recorder.measured(7, results(30.0, 2.5), 10, 1e-3, 0.25)
+        record = recorder.flush()
+        assert record is not None
+        assert recorder.flush() is None
+    found = dataclasses.asdict(record)
+    expected = {"step": 7, "attempt": 2, "loss": 3.0, "grad_norm": 2.5, "lr": 1e-3, "tokens": 10, "total_tokens": 1010,
+                "data_s": 0.25, "mfu": None, "mfu_causal": None, "skipped": False}  # fmt: skip
+    assert found | expected == found
+    assert record.tokens_per_s == pytest.approx(10 / record.step_s)
+    assert record.memory_bytes > 1 << 20
+
+
+@pytest.mark.parametrize(("loss", "weight"), [(math.nan, 10), (math.inf, 10), (0.0, 0)])
+def test_what_is_no_number_is_none(loss: float, weight: int) -> None:
+    with join(ALONE, 10) as mesh:
+        recorder = Recorder(mesh, Speed(6, 6, None), attempt=1, total_tokens=0)
+        recorder.measured(1, results(loss, math.nan, 1.0), weight, 1e-3, 0.0)
+        record = recorder.flush()
+    assert record is not None
+    assert (record.loss, record.grad_norm, record.skipped) == (None, None, True)
+
+
+def test_time_between_steps_is_left_out_when_the_clock_is_started_again() -> None:
+    with join(ALONE, 10) as mesh:
+        recorder = Recorder(mesh, Speed(6, 6, None), attempt=1, total_tokens=0)
+        torch.ones(1 << 22).sort()
+        recorder.restart_clock()
+        recorder.measured(1, results(1.0), 1, 1e-3, 0.0)
+        record = recorder.flush()
+    assert record is not None
+    assert record.step_s < 0.05
+
+
+def test_mfu_is_what_the_model_needs_of_what_the_devices_can() -> None:
+    assert Speed(600, 450, 1e6).mfu(1000) == (0.6, 0.45)
+    assert Speed(600, 450, None).mfu(1000) == (None, None)
+
+
+def test_a_host_copy_is_of_that_moment() -> None:
+    value = torch.tensor([1.5], requires_grad=True)
+    copy = HostCopy([value, torch.tensor(2, dtype=torch.int64)])
+    with torch.no_grad():
+        value.mul_(10)
+    assert copy.get() == [1.5, 2.0]

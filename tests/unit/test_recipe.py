@@ -1,0 +1,488 @@
+"""Recipes: what is read, what is refused and in which words, and how a run folder's configuration is taken up."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from phalanx import recipe
+from phalanx.config import Config, get, leaves
+from phalanx.errors import ConfigError
+
+SHAPE = {"hidden": 16, "layers": 1, "heads": 2}
+KEYS = [key for key, _ in leaves()]
+FOLDER = Path("runs/demo")
+
+
+def tree(**sections: Any) -> dict[str, Any]:
+    return {"model": dict(SHAPE), **sections}
+
+
+def read(text: str, *overrides: str) -> Config:
+    return recipe.check(recipe.apply_overrides(recipe.parse_yaml(text, "r.yaml"), overrides), "r.yaml")
+
+
+def refusal(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(text, *overrides)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+GOOD = "model: {hidden: 16, layers: 1, heads: 2}\n"
+MALFORMED = [
+    # not YAML, with the line
+    (GOOD + "train: [", "r.yaml, line 2: this is not valid YAML"),
+    (GOOD + "\ttrain: 1", "line 2"),
+    (GOOD + "a: b: c", "line 2: this is not valid YAML (mapping values are not allowed here)"),
+    (GOOD + "train: {steps: 3", "line 2"),
+    (GOOD + "a: 'open", "r.yaml"),
+    (GOOD + "a: *nowhere", "line 2: this is not valid YAML (found undefined alias 'nowhere')"),
+    (GOOD + "---\na: 1", "line 2: this is not valid YAML (but found another document)"),
+    (GOOD + "a: \x07", "line 2: the character '\\x07' is not text; remove it"),
+    ("%YAML 9.9\n---\na: 1", "line 1"),
+    ("[" * 3000, "nested too deeply"),
+    ("{a: " * 3000, "nested too deeply"),
+    ("- 1\n- 2", "a recipe is a mapping of sections such as `train:`, but this is a list"),
+    ("5", "this is a number"),
+    ("just words", "this is text"),
+    ("true", "this is true or false"),
+    # tags that a hostile or careless file may hold
+    ("!!python/object/apply:os.system ['true']", "line 1: this is not valid YAML (could not determine a constructor"),
+    ("train: !!python/name:os.system", "line 1"),
+    ("train: !!python/object:os.system {}", "line 1"),
+    ("train: !mine 3", "line 1"),
+    ("train: {steps: !!int x}", "line 1: this is not valid YAML ('x' cannot be read as a YAML int)"),
+    ("train: {steps: !!int ''}", "line 1: this is not valid YAML ('' cannot be read as a YAML int)"),
+    ("optim: {lr: !!float ''}", "cannot be read as a YAML float"),
+    ("report: {tensorboard: !!bool perhaps}", "cannot be read as a YAML bool"),
+    ("a: !!timestamp soon", "cannot be read as a YAML timestamp"),
+    ("a: 2001-99-99", "cannot be read as a YAML timestamp"),
+    ("a: !!binary é", "line 1"),
+    (f"train: {{steps: {'9' * 5000}}}", "cannot be read as a YAML int"),
+    # keys
+    (GOOD + "model: {}", "line 2: this is not valid YAML (the key 'model' appears twice)"),
+    (GOOD + "train: {steps: 1, steps: 2}", "line 2: this is not valid YAML (the key 'steps' appears twice)"),
+    ("? [1]\n: 2", "unhashable key"),
+    ("? {a: 1}\n: 2", "unhashable key"),
+    ("1: 2", "the key 1 must be a name"),
+    ("1.5: 2", "the key 1.5 must be a name"),
+    ("null: 2", "the key None must be a name"),
+    ("true: 2", "the key True must be a name"),
+    ("2001-01-01: 2", "must be a name"),
+    ("train: {1: 2}", "the key 1 must be a name"),
+    ('"\\ud800": 1', "must be a name"),
+    ("'': 1", "unknown key ''"),
+    ("'a(b': 1", "unknown key a(b"),
+    ("'a[0]': 1", "unknown key a[0]"),
+    ("int: 1", "unknown key int; the sections are model, data, train"),
+    ("train: {int: 1}", "unknown key train.int; the keys of train are steps, global_batch"),
+    ("train: {'literal[''auto'']': 1}", "unknown key train.literal"),
+    ("trian: {steps: 1}", "unknown key trian; did you mean train?"),
+    ("Train: {steps: 1}", "unknown key Train; did you mean train?"),
+    ("train: {step: 1}", "unknown key train.step; did you mean train.steps?"),
+    ("train: {lr: 1}", "unknown key train.lr; did you mean optim.lr?"),
+    ("steps: 1", "unknown key steps; did you mean train.steps?"),
+    ("train.steps: 1", "unknown key train.steps; write steps below train:"),
+    ("model: {rope_scaling: {factr: 2}}", "unknown key model.rope_scaling.factr; did you mean model.rope_scaling"),
+    ("модель: {}", "unknown key модель"),
+    ('"a\\nb": 1', "unknown key 'a\\nb'"),
+    ("train: {🙂: 1}", "unknown key train.🙂"),
+    # sections
+    ("train:", "train is a section with keys of its own, not empty; give it keys or leave it out"),
+    ("train: []", "train is a section with keys of its own, not a list"),
+    ("train: 5", "train is a section with keys of its own, not a number"),
+    ("train: fast", "train is a section with keys of its own, not text"),
+    ("train: !!set {a, b}", "train is a section"),
+    ("train: !!omap [a: 1]", "train is a section"),
+    ("train: &x {train: *x}", "unknown key train.train"),
+    ("model: {rope_scaling: 5}", "model.rope_scaling is a section with keys of its own, not a number"),
+    ("model: {rope_scaling: []}", "model.rope_scaling is a section"),
+    # values of the wrong kind
+    ("train: {steps: many}", "train.steps must be a whole number, not 'many'"),
+    ("train: {steps: 1.5}", "train.steps must be a whole number, not 1.5"),
+    ("train: {steps: 1e3}", "train.steps must be a whole number, not '1e3'"),
+    ("train: {steps: true}", "train.steps is a number, not true or false"),
+    ("train: {steps: null}", "train.steps must be a whole number, not None"),
+    ("train: {steps: ''}", "train.steps must be a whole number, not ''"),
+    ("train: {steps: [3]}", "train.steps must be a whole number, not [3]"),
+    ("train: {steps: {a: 1}}", "train.steps must be a whole number, not {'a': 1}"),
+    ("train: {steps: 2001-01-01}", "train.steps must be a whole number"),
+    ("train: {steps: .inf}", "train.steps must be a finite number, not inf"),
+    ("train: {micro_batch: 3.5}", "train.micro_batch must be a whole number or 'auto', not 3.5"),
+    ("train: {micro_batch: [auto]}", "train.micro_batch must be a whole number or 'auto', not ['auto']"),
+    ("train: {micro_batch: Auto}", "train.micro_batch must be a whole number or 'auto', not 'Auto'"),
+    ("train: {compile: maybe}", "train.compile must be true or false or 'auto', not 'maybe'"),
+    ("train: {compile: 2}", "train.compile must be true or false or 'auto', not 2"),
+    ("train: {dtype: fp16}", "train.dtype must be 'auto', 'bf16', 'fp32' or 'fp64', not 'fp16'"),
+    ("train: {dtype: 32}", "train.dtype must be 'auto', 'bf16', 'fp32' or 'fp64', not 32"),
+    ("optim: {schedule: cosign}", "optim.schedule must be 'cosine', 'linear' or 'constant', not 'cosign'"),
+    ("optim: {lr: fast}", "optim.lr must be a number, not 'fast'"),
+    ("optim: {lr: true}", "optim.lr is a number, not true or false"),
+    ("optim: {lr: [1e-3]}", "optim.lr must be a number"),
+    ("optim: {lr: .nan}", "optim.lr must be a finite number, not nan"),
+    ("optim: {lr: .inf}", "optim.lr must be a finite number, not inf"),
+    ("optim: {lr: 1.0e+999}", "optim.lr must be a finite number, not inf"),
+    ("optim: {weight_decay: -.inf}", "optim.weight_decay must be"),
+    ("model: {tie_embeddings: perhaps}", "model.tie_embeddings must be true or false, not 'perhaps'"),
+    ("model: {preset: 5}", "model.preset must be text"),
+    ("data: {source: 5}", "data.source must be text or a list of texts, not 5"),
+    ("data: {source: {}}", "data.source must be text or a list of texts, not {}"),
+    ("data: {source: []}", "data.source must be a list that is not empty, not []"),
+    ("data: {source: [a, 2]}", "data.source must be text (quotes make it so), not 2"),
+    ("data: {source: [[a]]}", "data.source must be text (quotes make it so), not ['a']"),
+    ("data: {source: [null]}", "data.source must be text"),
+    ("data: {source: &x [*x]}", "data.source must be text"),
+    ("data: {source: !!binary aGk=}", "data.source must be text or a list"),
+    ("data: {tokenizer: 7}", "data.tokenizer must be text (quotes make it so), not 7"),
+    ("data: {text_key: yes}", "data.text_key must be text (quotes make it so), not True"),
+    ('data: {text_key: "\\ud800"}', "data.text_key holds a character that is not text; remove it"),
+    ('data: {source: "a\\0b"}', "data.source holds a character that is not text; remove it"),
+    ('data: {cache: "a\\0b"}', "data.cache holds a character that is not text; remove it"),
+    # numbers outside what can be
+    ("train: {steps: -1}", "train.steps must be at least 0, not -1"),
+    ("train: {global_batch: 0}", "train.global_batch must be at least 1, not 0"),
+    ("train: {seed: -1}", "train.seed must be at least 0, not -1"),
+    ("train: {steps: 99999999999999999999999}", "train.steps must be at most 9007199254740992"),
+    ("model: {layers: 0}", "model.layers must be at least 1, not 0"),
+    ("model: {dropout: 1}", "model.dropout must be below 1, not 1"),
+    ("model: {dropout: -0.1}", "model.dropout must be at least 0, not -0.1"),
+    ("model: {dropout: .nan}", "model.dropout must be"),
+    ("model: {norm_eps: 0}", "model.norm_eps must be above 0, not 0"),
+    ("data: {tokenizer_vocab: 256}", "data.tokenizer_vocab must be at least 257, not 256"),
+    ("data: {tokenizer_vocab: 9999999}", "data.tokenizer_vocab must be at most 1048576"),
+    ("data: {held_out: 1}", "data.held_out must be below 1, not 1"),
+    ("optim: {lr: 0}", "optim.lr must be above 0, not 0"),
+    ("optim: {beta1: 1}", "optim.beta1 must be below 1, not 1"),
+    ("optim: {min_lr_ratio: 1.5}", "optim.min_lr_ratio must be at most 1, not 1.5"),
+    ("optim: {clip_norm: 0}", "optim.clip_norm must be above 0, not 0"),
+    ("checkpoint: {keep: 0}", "checkpoint.keep must be at least 1, not 0"),
+    ("comm: {timeout_s: 0}", "comm.timeout_s must be above 0, not 0"),
+    ("comm: {timeout_s: 1.0e+300}", "comm.timeout_s must be at most 604800, not 1e+300"),
+    ("resilience: {max_restarts: -1}", "resilience.max_restarts must be at least 0, not -1"),
+    ("model: {rope_scaling: {factor: -5}}", "model.rope_scaling.factor must be above 0, not -5"),
+    # numbers that do not go together
+    ("", "model.hidden, model.layers, model.heads must be set, or model.preset, or model.from_hf"),
+    ("model: {hidden: 16}", "model.layers, model.heads must be set"),
+    ("model: {preset: llama-3-8b, from_hf: x}", "model.preset and model.from_hf both say what the shapes are"),
+    ("model: {preset: gpt-5}", "model.preset 'gpt-5' is not known; choose one of llama-1-7b, "),
+    ("model: {preset: llama-3-9b}", "model.preset 'llama-3-9b' is not known; did you mean llama-3-8b?"),
+    ("model: {from_hf: x, hidden: 5, vocab_size: 9}", "model.hidden, model.vocab_size cannot be set together with mod"),
+    ("model: {hidden: 16, layers: 1, heads: 3}", "model.hidden is 16 and model.heads is 3"),
+    ("model: {hidden: 16, layers: 1, heads: 4, kv_heads: 3}", "model.kv_heads is 3"),
+    ("model: {hidden: 16, layers: 1, heads: 16}", "model.head_dim is 1"),
+    ("model: {hidden: 16, layers: 1, heads: 2, head_dim: 7}", "model.head_dim is 7"),
+    ("model: {preset: llama-3-8b, kv_heads: 5}", "model.kv_heads is 5"),
+    ("model: {hidden: 16, layers: 1, heads: 2, rope_scaling: {low_freq_factor: 9}}", "model.rope_scaling.high_freq"),
+    (GOOD + "data: {seq_len: 10}\n" + "train: {global_batch: 2, micro_batch: 3}", "train.micro_batch 3 is larger than"),
+    (GOOD + "optim: {warmup_steps: 9, decay_steps: 8}", "optim.warmup_steps 9 exceeds optim.decay_steps 8; lower it"),
+    (GOOD + "data: {held_out: 0}\ntrain: {eval_every: 5}", "train.eval_every asks for evaluations but data.held_out"),
+    ("model: {preset: llama-3-8b}\ndata: {seq_len: 9000}", "data.seq_len 9000 is longer than the model's 8192 pos"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "sentence"), MALFORMED, ids=range(len(MALFORMED)))
+def test_a_malformed_recipe_is_a_sentence(text: str, sentence: str) -> None:
+    found = refusal(text)
+    assert found.startswith("r.yaml")
+    assert sentence in found
+    assert "\n" not in found or " problems:\n" in found
+    assert len(found) < 500
+    assert "Traceback" not in found and "pydantic" not in found and "Error" not in found
+
+
+def test_there_are_more_than_a_hundred_malformed_recipes() -> None:
+    assert len({text for text, _ in MALFORMED}) == len(MALFORMED) > 100
+
+
+def test_all_problems_come_at_once() -> None:
+    found = refusal("trian: {}\ntrain: {steps: -1, seed: x, micro_batch: 1.5}\noptim: {lr: 0}")
+    assert found.splitlines() == [
+        "r.yaml has 5 problems:",
+        "  - train.steps must be at least 0, not -1",
+        "  - train.micro_batch must be a whole number or 'auto', not 1.5",
+        "  - train.seed must be a whole number, not 'x'",
+        "  - optim.lr must be above 0, not 0",
+        "  - unknown key trian; did you mean train?",
+    ]
+    impossible = "model: {hidden: 20, layers: 1, heads: 8, kv_heads: 3}\ntrain: {micro_batch: 99}"
+    assert refusal(impossible).startswith("r.yaml has 3 problems:\n  - model.heads is 8 and model.kv_heads is 3")
+
+
+def test_a_value_is_shown_in_brief() -> None:
+    """Nine aliases of nine aliases: nine to the ninth words if it were spelled out."""
+    bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
+    )
+    assert len(refusal(bomb + "train: {steps: *a9}")) < 2000
+    assert "'xxxxx" in (found := refusal(f"train: {{steps: {'x' * 10**5}}}")) and len(found) < 200
+
+
+def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"train: {}\n# caf\xe9")
+    for name, words in (
+        ("none.yaml", "there is no recipe .*none.yaml; `ls recipes` shows"),
+        ("latin.yaml", "latin.yaml cannot be read .*name a YAML text file"),
+        ("", "cannot be read .*Is a directory.*name a YAML text file"),
+        ("latin.yaml/below", "below cannot be read .*Not a directory"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            recipe.load(tmp_path / name)
+
+
+# ----------------------------------------------------------------------------------------------------- what is accepted
+
+
+def test_anchors_and_merged_keys_work() -> None:
+    config = read(
+        "train: &t {steps: 7, seed: 3}\n" + GOOD.replace("{", "{<<: &s {layers: 9, kv_heads: 1}, ") + "data: {}"
+    )
+    assert (config.model.layers, config.model.kv_heads) == (1, 1)  # its own keys win over merged ones
+    assert read("\ufeff" + GOOD + "optim: {lr: 1e-3}").optim.lr == 1e-3  # YAML 1.1 takes this number for text
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("optim.lr=1e-3", "optim.lr", 1e-3),
+        ("optim.lr=1E-3", "optim.lr", 1e-3),
+        ("optim.lr=3", "optim.lr", 3.0),
+        ("optim.clip_norm=null", "optim.clip_norm", None),
+        ("optim.clip_norm=~", "optim.clip_norm", None),
+        ("train.steps=12", "train.steps", 12),
+        ("train.steps='12'", "train.steps", 12),
+        ("train.micro_batch=auto", "train.micro_batch", "auto"),
+        ("train.compile=false", "train.compile", False),
+        ("data.source=[a.txt, 'b c.txt']", "data.source", ["a.txt", "b c.txt"]),
+        ("data.source=a.txt", "data.source", ["a.txt"]),
+        ("data.text_key=", "data.text_key", ""),
+        ("data.text_key=a=b", "data.text_key", "a=b"),
+        ("model.rope_scaling.factor=2", "model.rope_scaling.factor", 2.0),
+        ("model.rope_scaling={factor: 3}", "model.rope_scaling.factor", 3.0),
+        ("report={tensorboard: false}", "report.tensorboard", False),
+    ],
+)
+def test_an_override_is_typed_as_in_the_recipe(override: str, key: str, value: object) -> None:
+    found = get(read(GOOD, override), key)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["optim.lr"], "`optim.lr` is not of the form section.key=value, such as optim.lr=3e-4"),
+        (["=3"], "is not of the form"),
+        (["train.=3"], "is not of the form"),
+        (["train..steps=3"], "is not of the form"),
+        ([".steps=3"], "is not of the form"),
+        ([""], "is not of the form"),
+        (["steps=3"], "unknown key steps; did you mean train.steps?"),
+        (["train.stps=3"], "unknown key train.stps; did you mean train.steps?"),
+        (["train.steps=[3"], "the value of `train.steps=[3`, line 1: this is not valid YAML"),
+        (["train.steps=" + "[" * 5000], "nested too deeply"),
+        (["train.steps=!!python/name:os.system x"], "is not valid YAML"),
+        (["train.steps=!!int ''"], "cannot be read as a YAML int"),
+        (["train={steps: 1, steps: 2}"], "appears twice"),
+        (["train.steps.deeper=3"], "train.steps must be a whole number, not {'deeper': 3}"),
+        (["model.hidden.x=3"], "cannot be set, since model.hidden is a number and has no keys of its own"),
+        (["train=fast", "train.steps=3"], "cannot be set, since train is text and has no keys of its own"),
+        (["model.kv_heads=3"], "model.heads is 2 and model.kv_heads is 3"),
+    ],
+)
+def test_a_wrong_override_is_a_sentence(overrides: list[str], sentence: str) -> None:
+    assert sentence in (found := refusal(GOOD, *overrides))
+    assert "\n" not in found and len(found) < 400
+
+
+def test_a_later_override_wins_and_the_tree_is_left_alone() -> None:
+    before = tree(train={"steps": 1})
+    copy = yaml.safe_load(yaml.safe_dump(before))
+    after = recipe.apply_overrides(before, ["train.steps=2", "train.seed=5", "train.steps=3", "model.layers=4"])
+    assert before == copy
+    assert after == {"model": SHAPE | {"layers": 4}, "train": {"steps": 3, "seed": 5}}
+
+
+# ------------------------------------------------------------------------------------------------------ any tree at all
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=3)
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3),
+    max_leaves=6,
+)
+LIKELY = st.sampled_from(
+    [1, 2, 4, 16, 64, 2**53, 1e-300, 1e300, 0.5, "auto", "train", "llama-3-8b", True, None, [], {}]
+)
+
+
+@st.composite
+def nearly_recipes(draw: st.DrawFn) -> dict[Any, Any]:
+    """Trees with real sections and real keys, and values that are likely, odd or absurd."""
+    made: dict[Any, Any] = {}
+    for key in draw(st.lists(st.sampled_from([*KEYS, "train.x", "x.y", "model.rope_scaling.x"]), max_size=6)):
+        node = made
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                break
+        else:
+            node[leaf] = draw(LIKELY | ANYTHING)
+    return made
+
+
+@settings(max_examples=400, deadline=None)
+@given(nearly_recipes() | st.dictionaries(st.sampled_from([*Config.model_fields, "x"]) | st.integers(), ANYTHING))
+@example({"model": {"hidden": 2**53, "layers": 2**53, "heads": 2**53, "max_seq_len": 1}})
+@example({"model": {"preset": "llama-3-8b", "rope_scaling": {"factor": 5e-324, "original_max_seq_len": 2**53}}})
+def test_any_tree_is_a_configuration_or_a_sentence(made: dict[Any, Any]) -> None:
+    try:
+        config = recipe.check(made, "here")
+    except ConfigError as error:
+        found = str(error)
+    else:
+        found = "here"
+        assert recipe.check(yaml.safe_load(recipe.to_yaml(config)), "again") == config
+    assert found.startswith("here")
+    assert all(len(line) < 1000 for line in found.splitlines())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=60) | st.text("{}[]&*!:-? \n'\"#a1|>%@`", max_size=30))
+def test_any_text_is_a_mapping_or_a_sentence(text: str) -> None:
+    try:
+        found = "here" if isinstance(recipe.parse_yaml(text, "here"), dict) else "neither"
+    except ConfigError as error:
+        found = str(error)
+    assert found.startswith("here")
+    assert "\n" not in found
+
+
+# ----------------------------------------------------------------------------------------------- resolving and going on
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "lr": st.floats(1e-300, 1e300),
+            "eps": st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+            "clip_norm": st.none() | st.floats(1e-9, 1e9),
+        }
+    ),
+    st.lists(st.text(min_size=1).filter(lambda text: "\0" not in text), min_size=1, max_size=3),
+    st.integers(0, 2**53),
+)
+def test_what_is_written_is_read_back(optim: dict[str, float], source: list[str], seed: int) -> None:
+    config = recipe.check(tree(optim=optim, data={"source": source, "cache": source[0]}, train={"seed": seed}), "here")
+    assert recipe.check(recipe.parse_yaml(recipe.to_yaml(config), "there"), "there") == config
+
+
+def test_auto_is_resolved_by_device_and_world() -> None:
+    config = recipe.check(tree(train={"steps": 70}), "here")
+    resolved, chosen = recipe.resolve(config, device="cpu", world=1)
+    assert {key: value for key, value, _ in chosen} == {
+        "train.dtype": "fp32",
+        "train.compile": False,
+        "optim.decay_steps": 70,
+        "parallel.data": "single",
+    }
+    assert all(reason for _, _, reason in chosen)
+    assert all(get(resolved, key) == value for key, value, _ in chosen)
+    assert recipe.resolve(resolved, device="cpu", world=1) == (resolved, [])
+    elsewhere = {key: value for key, value, _ in recipe.resolve(config, device="gpu", world=8)[1]}
+    assert elsewhere == {
+        "train.dtype": "bf16",
+        "train.compile": True,
+        "optim.decay_steps": 70,
+        "parallel.data": "fsdp2",
+    }
+    none = recipe.check(tree(train={"steps": 0}, optim={"warmup_steps": 5}), "here")
+    assert recipe.resolve(none, device="cpu", world=1)[0].optim.decay_steps == "auto"  # the next start decides
+
+
+def test_one_rank_alone_is_not_asked_of_many() -> None:
+    config = recipe.check(tree(parallel={"data": "single"}), "here")
+    with pytest.raises(
+        ConfigError, match=r"parallel.data single trains on one rank, but there are 2; set parallel.data"
+    ):
+        recipe.resolve(config, device="cpu", world=2)
+
+
+def test_going_on_keeps_what_auto_was_resolved_to() -> None:
+    wanted = recipe.check(tree(), "here")
+    saved = recipe.update(
+        wanted,
+        {"train.micro_batch": 4, "train.dtype": "fp64", "model.vocab_size": 300, "data.tokenizer": "train",
+         "optim.decay_steps": 10, "train.compile": False, "parallel.data": "single"},
+    )  # fmt: skip
+    going_on = recipe.continue_from(wanted, saved, FOLDER)
+    assert going_on.parallel.data == "auto"  # the layout is the cluster's business
+    assert going_on == recipe.update(saved, {"parallel.data": "auto"})
+
+
+FREE = {
+    "train.steps": 9,
+    "train.micro_batch": 2,
+    "train.compile": True,
+    "train.eval_every": 3,
+    "train.eval_sequences": 3,
+    "data.cache": "/elsewhere",
+    "parallel.data": "fsdp2",
+    "memory.activations": "full",
+    "comm.timeout_s": 5.0,
+    "checkpoint.every": 2,
+    "checkpoint.keep": 1,
+    "resilience.max_restarts": 0,
+    "report.tensorboard": False,
+}
+
+
+def test_every_key_is_either_free_or_part_of_the_trajectory() -> None:
+    free = {key for key, info in leaves() if not info.json_schema_extra["trajectory"]}
+    assert free == set(FREE)
+
+
+@pytest.mark.parametrize("key", sorted(FREE))
+def test_what_does_not_shape_the_curve_may_change(key: str) -> None:
+    saved = recipe.check(tree(train={"steps": 5, "micro_batch": 1, "compile": False}), "here")
+    wanted = recipe.update(saved, {key: FREE[key]})
+    going_on = recipe.continue_from(wanted, saved, FOLDER)
+    assert get(going_on, key) == FREE[key] != get(saved, key)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "saved", "named"),
+    [
+        ({"optim": {"lr": 1e-3}}, {}, r"optim.lr is 0.001 now and was 0.0003\. Set"),
+        ({"train": {"seed": 1}, "data": {"seq_len": 8}}, {}, r"data.seq_len is 8 now and was 512; train.seed is 1 now"),
+        ({"model": SHAPE | {"dropout": 0.1}}, {}, r"model.dropout is 0.1 now and was 0.0"),
+        ({"model": SHAPE | {"rope_scaling": {}}}, {}, r"model.rope_scaling.factor is 8.0 now and was None"),
+        ({}, {"model": SHAPE | {"rope_scaling": {}}}, r"model.rope_scaling.factor is None now and was 8.0"),
+        # A shape that the recipe once replaced and now takes from the preset again is another model.
+        (
+            {"model": {"preset": "llama-3-8b"}},
+            {"model": {"preset": "llama-3-8b", "layers": 2}},
+            r"model.layers is None",
+        ),
+        ({}, {"model": SHAPE | {"intermediate": 99}}, r"model.intermediate is None now and was 99"),
+    ],
+)
+def test_another_configuration_is_refused_with_its_keys(
+    wanted: dict[str, Any], saved: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        recipe.continue_from(recipe.check(tree() | wanted, "a"), recipe.check(tree() | saved, "b"), FOLDER)
+    assert "the run folder runs/demo holds a run of another configuration" in str(caught.value)
+    assert str(caught.value).endswith("Set these back to go on with it, or choose another --run-dir")
+
+
+def test_nothing_but_the_recipe_is_needed_to_read_one() -> None:
+    for path in sorted(Path("recipes").glob("*.yaml")):
+        config = recipe.load(path)
+        assert recipe.check(recipe.parse_yaml(recipe.to_yaml(config), "again"), "again") == config
+        assert math.isfinite(config.optim.lr)
