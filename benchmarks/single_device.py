@@ -57,6 +57,17 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
+class Took:
+    """Seconds of one step: by the clock, and of the host's cores in all threads of this process."""
+
+    wall: float
+    cpu: float
+
+
+Times = dict[str, list[Took]]  # by name, one entry a turn
+
+
+@dataclass(frozen=True)
 class Effort:
     """How long to measure: `cycles` turns of `block` steps by each, after one turn that does not count.
 
@@ -81,7 +92,7 @@ def compare(case: Case, effort: Effort) -> tuple[list[Row], list[Check]]:
         batches = [batch(step) for step in range(steps)]
         with phalanx(case, tokens, Path(scratch, "run")) as ours:
             others: list[Peer] = [ours, *_plain_loops(case, batches)]
-            times: dict[str, list[float]] = {peer.name: [] for peer in others}
+            times: Times = {peer.name: [] for peer in others}
             losses: dict[str, list[float]] = {}
             turn = _Turns(others, times, effort)
             if find_spec("transformers") and find_spec("accelerate"):
@@ -93,7 +104,7 @@ def compare(case: Case, effort: Effort) -> tuple[list[Row], list[Check]]:
                     pass
             losses |= {peer.name: peer.losses() for peer in others}
     # The first turn compiles, allocates and warms caches.
-    return _compared(case, {name: seconds[1:] for name, seconds in times.items()}, losses, effort.block)
+    return _compared(case, {name: took[1:] for name, took in times.items()}, losses, effort.block)
 
 
 class _Turns:
@@ -102,23 +113,31 @@ class _Turns:
     Returns whether there is to be another turn.
     """
 
-    def __init__(self, others: list[Peer], times: dict[str, list[float]], effort: Effort) -> None:
-        self.others, self.times, self.effort, self.block = others, times, effort, effort.block
+    def __init__(self, others: list[Peer], times: Times, effort: Effort) -> None:
+        self.others, self.times, self.effort = others, times, effort
         self.made = 0
-        self.begun = self.mark = time.perf_counter()
+        self.began = self.wall = time.perf_counter()
+        self.cpu = time.process_time()
 
     def __call__(self) -> bool:
         if "Trainer" in self.times:
-            self.times["Trainer"].append((time.perf_counter() - self.mark) / self.block)
+            self.times["Trainer"].append(self._since())
         for peer in self.others:
-            begun = time.perf_counter()
-            peer.run(self.block)
-            self.times[peer.name].append((time.perf_counter() - begun) / self.block)
+            self._since()
+            peer.run(self.effort.block)
+            self.times[peer.name].append(self._since())
         self.others.append(self.others.pop(0))
         self.made += 1
-        self.mark = time.perf_counter()
-        late = self.mark - self.begun > self.effort.seconds and self.made > 2
+        self._since()
+        late = self.wall - self.began > self.effort.seconds and self.made > 2
         return self.made <= self.effort.cycles and not late
+
+    def _since(self) -> Took:
+        """What a step took since the last call."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        took = Took((wall - self.wall) / self.effort.block, (cpu - self.cpu) / self.effort.block)
+        self.wall, self.cpu = wall, cpu
+        return took
 
 
 def _plain_loops(case: Case, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Peer]:
@@ -131,14 +150,14 @@ def _plain_loops(case: Case, batches: list[tuple[torch.Tensor, torch.Tensor]]) -
     return loops
 
 
-def _compared(
-    case: Case, times: dict[str, list[float]], losses: dict[str, list[float]], block: int
-) -> tuple[list[Row], list[Check]]:
+def _compared(case: Case, times: Times, losses: dict[str, list[float]], block: int) -> tuple[list[Row], list[Check]]:
     ours = times["Phalanx"]
     ratios: dict[str, float] = {}
     rows: list[Row] = []
-    for name, seconds in times.items():
-        low, middle, high = spread([theirs / mine for theirs, mine in zip(seconds, ours, strict=True)])
+    for name, took in times.items():
+        low, middle, high = spread([theirs.wall / mine.wall for theirs, mine in zip(took, ours, strict=True)])
+        by_cpu = statistics.median(theirs.cpu / mine.cpu for theirs, mine in zip(took, ours, strict=True))
+        step_s = statistics.median(one.wall for one in took)
         ratios[name] = middle
         rows.append(
             {
@@ -146,11 +165,12 @@ def _compared(
                 "parameters, M": round(parameter_count(case.spec) / 1e6, 1),
                 "dtype": case.dtype,
                 "tokens a step": case.tokens,
-                "turns x steps": f"{len(seconds)} x {block}",
-                "step, s": statistics.median(seconds),
-                "tokens/s": case.tokens / statistics.median(seconds),
+                "turns x steps": f"{len(took)} x {block}",
+                "step, s": step_s,
+                "tokens/s": case.tokens / step_s,
                 "Phalanx's speed over it": middle,
                 "quartiles": f"{low:.3f} .. {high:.3f}",
+                "by CPU time": by_cpu,
                 "last loss": losses[name][-1],
             }
         )
@@ -317,7 +337,7 @@ def against_the_chip(device: torch.device, chip: Chip, effort: Effort) -> tuple[
 def on_cpu(quick: bool) -> tuple[list[Row], list[Check]]:
     """The comparison on the CPU."""
     case = Case(CPU_SPEC, 512, 2, 2, "fp32", False, torch.device("cpu"))
-    return compare(case, Effort(cycles=8, block=1, seconds=45) if quick else Effort(cycles=30, block=2, seconds=220))
+    return compare(case, Effort(cycles=8, block=1, seconds=45) if quick else Effort(cycles=60, block=1, seconds=220))
 
 
 def on_accelerator(

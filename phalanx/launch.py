@@ -88,7 +88,7 @@ def _launch(wanted: Config, paths: RunPaths, devices: Sequence[str]) -> int:
                     paths=paths,
                     devices=devices,
                     max_restarts=prepared.config.resilience.max_restarts,
-                    on_event=lambda kind, details: _note(paths, kind, details),
+                    on_event=lambda kind, details: _note(paths, console, kind, details),
                     on_idle=follower.poll,
                     first_attempt=prepared.attempt,
                     grace_s=prepared.config.comm.timeout_s,
@@ -203,8 +203,13 @@ def _facts(prepared: Prepared, device: str, world: int) -> dict[str, Any]:
     }
 
 
-def _note(paths: RunPaths, kind: str, details: dict[str, Any]) -> None:
-    write_event(paths.events, kind, **details)
+def _note(paths: RunPaths, console: Any, kind: str, details: dict[str, Any]) -> None:
+    """Write an event of the agent's. A full disk must not end a run that can go on: then it is only shown."""
+    try:
+        write_event(paths.events, kind, **details)
+    except OSError as error:
+        console.on_event({"kind": kind, **details})
+        console.say(f"{paths.events} could not take this: {error.strerror}", kind=Kind.WARNING)
 
 
 def _close(paths: RunPaths, code: int) -> None:

@@ -203,7 +203,9 @@ def _kind_of(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return _cut(_BRIEF.repr(value))
+    brief = reprlib.Repr()  # a few aliases can make a YAML value whose plain repr() would fill the memory
+    brief.maxstring = brief.maxother = brief.maxlong = 60
+    return _cut(brief.repr(value))
 
 
 def _cut(text: str) -> str:
@@ -211,9 +213,6 @@ def _cut(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# A few aliases can make a YAML value whose plain repr() would fill the memory.
-_BRIEF = reprlib.Repr()
-_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 60
 _LIMITS = {  # pydantic's kind of error -> our words, and where it keeps the limit
     "greater_than": ("above", "gt"),
     "greater_than_equal": ("at least", "ge"),

@@ -29,6 +29,12 @@ def _torchrun(environment: Mapping[str, str], devices: Sequence[str]) -> Placeme
     local_world = _number(environment, "LOCAL_WORLD_SIZE", world)
     _check_place(("RANK", rank), ("WORLD_SIZE", world), "torchrun")
     _check_place(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_world), "torchrun")
+    port = _number(environment, "MASTER_PORT")
+    if not 0 < port < 65536:
+        raise ConfigError(
+            f"the environment variable MASTER_PORT is {port}, where no rank can meet another; give a free port between "
+            "1 and 65535, or start torchrun with --standalone"
+        )
     # torchrun's own agent usually keeps the store; otherwise rank 0 has to.
     kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Placement(
@@ -38,9 +44,7 @@ def _torchrun(environment: Mapping[str, str], devices: Sequence[str]) -> Placeme
         local_world=local_world,
         node=_number(environment, "GROUP_RANK", rank // local_world),
         device=device_of(devices, local_rank, local_world),
-        store=StoreAddress(
-            environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"), serve=rank == 0 and not kept_by_agent
-        ),
+        store=StoreAddress(environment["MASTER_ADDR"], port, serve=rank == 0 and not kept_by_agent),
         attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0) + 1,
     )
 
@@ -60,7 +64,8 @@ def _slurm(environment: Mapping[str, str], devices: Sequence[str]) -> Placement:
         local_rank=local_rank,
         local_world=local_world,
         node=_number(environment, "SLURM_NODEID"),
-        device=device_of(devices, local_rank, local_world),
+        # With --gpus-per-task Slurm shows each rank its own accelerators alone, the first of which is number 0.
+        device=device_of(devices, 0 if "SLURM_GPUS_PER_TASK" in environment else local_rank, local_world),
         store=StoreAddress(first_host(environment["SLURM_STEP_NODELIST"]), port, serve=rank == 0),
         attempt=_number(environment, "SLURM_RESTART_COUNT", 0) + 1,
     )

@@ -169,7 +169,7 @@ def _meet(store: dist.Store, placement: Placement, timeout_s: float) -> None:
             time.sleep(0.002)
     except dist.DistError as error:
         first_line = str(error).splitlines()[0]
-        raise RunError(
+        raise CollectiveError(
             f"rank {placement.rank} lost the store while it waited for the others ({first_line}), so rank 0 has left; "
             "look at its log"
         ) from None

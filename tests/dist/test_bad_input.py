@@ -1,93 +1,25 @@
-"""Whatever is wrong with what a user brings is one sentence that names it and says what to do, before training starts.
+"""Whatever is wrong with what a user brings is one sentence that names it and the remedy, before training starts."""
 
-The real command line runs in a process forked from one that has imported torch, so that each case takes little time.
-"""
-
-import contextlib
 import fcntl
-import io
 import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines, read_steps
+from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps
+from tests.dist.command import RECIPE, call, contents, phalanx, refused, sentence, write_place
 from tests.helpers import run_ranks
-
-RECIPE = """
-model: {hidden: 16, layers: 1, heads: 2, intermediate: 32}
-data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 8, held_out: 0.3, cache: cache}
-train: {steps: 2, global_batch: 4, micro_batch: 2, eval_sequences: 4}
-optim: {decay_steps: 10}
-report: {tensorboard: false}
-"""
-
-
-def call(placement: Placement, folder: str, commands: list[list[str]], free_bytes: int | None = None) -> list[Any]:
-    """[exit code, output, errors] of each command line, with `folder` as the working folder."""
-    from phalanx import accelerator, cli
-
-    os.chdir(folder)
-    if free_bytes is not None:
-        accelerator.memory_free = lambda device, local_world: free_bytes
-    results = []
-    for arguments in commands:
-        sys.argv = ["phalanx", *arguments]
-        out, err = io.StringIO(), io.StringIO()
-        code: Any = "it returned"
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                cli.main()
-            except SystemExit as leaving:
-                code = leaving.code
-        results.append([code, out.getvalue(), err.getvalue()])
-    return results
-
-
-def phalanx(folder: Path, *arguments: str, free_bytes: int | None = None) -> tuple[int, str, str]:
-    code, out, err = run_ranks(call, 1, folder=str(folder), commands=[list(arguments)], free_bytes=free_bytes)[0][0]
-    return code, out, err
-
-
-def refused(folder: Path, *arguments: str, code: int = ExitCode.CONFIG, free_bytes: int | None = None) -> str:
-    """The one sentence with which a command line is refused."""
-    found, _, err = phalanx(folder, *arguments, free_bytes=free_bytes)
-    return sentence(found, err, code)
-
-
-def sentence(found: int, err: str, code: int = ExitCode.CONFIG) -> str:
-    assert found == code, err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert err.endswith("\n")
-    assert "Traceback" not in err
-    assert "fault of Phalanx" not in err
-    assert len(err) < 700
-    return err[len("error: ") : -1]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder but the lock, which is written by whoever tries to use the folder."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != ".lock"
-    }
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working folder with a text, a recipe, a complete run of two steps and its export."""
-    folder = tmp_path_factory.mktemp("place")
-    lines = [json.dumps({"text": f"document {i} says hello " * (i % 5 + 3)}) for i in range(60)]
-    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "recipe.yaml").write_text(RECIPE)
+    folder = write_place(tmp_path_factory.mktemp("place"))
     train = ["train", "recipe.yaml", "--run-dir", "done", "--ranks", "1"]
     results = run_ranks(call, 1, folder=str(folder), commands=[train, ["export", "done", "exported"]])[0]
     assert [result[0] for result in results] == [0, 0], results
@@ -95,11 +27,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(place: Path, tmp_path: Path) -> Path:
-    """A working folder of one's own, with the text, the recipe and the token files that are made already."""
-    for name in ("text.jsonl", "recipe.yaml"):
-        shutil.copy2(place / name, tmp_path / name)
-    return tmp_path
+def here(tmp_path: Path) -> Path:
+    """A working folder of one's own, with the text and the recipe."""
+    return write_place(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------ data and shapes
@@ -151,8 +81,7 @@ BAD_DATA = [
 def bad_data(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("bad")
     write_bad_files(folder)
-    for name in ("text.jsonl", "recipe.yaml"):
-        shutil.copy2(place / name, folder / name)
+    write_place(folder)
     commands = [
         ["train", "recipe.yaml", "--run-dir", f"run-{number}", "--ranks", "1", override]
         for number, (override, _) in enumerate(BAD_DATA)
@@ -181,44 +110,6 @@ def test_evaluations_that_have_nothing_to_read_are_refused(here: Path) -> None:
 def test_one_rank_that_is_asked_to_be_two(here: Path) -> None:
     found = refused(here, "train", "recipe.yaml", "--ranks", "2", "parallel.data=single")
     assert found == "parallel.data single trains on one rank, but there are 2; set parallel.data=auto"
-
-
-def test_a_model_that_does_not_fit_is_refused_with_the_numbers(here: Path) -> None:
-    found = refused(here, "train", "recipe.yaml", "train.micro_batch=auto", free_bytes=2**16)
-    assert re.fullmatch(
-        r"the model does not fit: one sequence takes [\d.]+ GiB, the state [\d.]+ GiB, and 0.0 GiB are free for this "
-        r"rank; shard it over more ranks, set memory.activations=full, or lower data.seq_len",
-        found,
-    )
-    assert contents(here / "runs") == {}
-
-
-def test_a_loss_that_runs_away_is_recorded_and_does_not_end_the_run(here: Path) -> None:
-    """Numbers that are not finite have no spelling in JSON; the records and the report must bear them."""
-    assert phalanx(here, "train", "recipe.yaml", "--run-dir", "run", "optim.lr=1e+300", "train.steps=4")[0] == 0
-    paths = RunPaths(here / "run")
-    steps, events = read_steps(paths.metrics), list(read_lines(paths.events))
-    assert [step["loss"] is None for step in steps] == [False, True, True, True]
-    assert [event["loss"] for event in events if event["kind"] == Kind.EVALUATED] == [None]
-    assert [event["step"] for event in events if event["kind"] == Kind.STEP_SKIPPED] == [2, 3, 4]
-    assert paths.report.exists()
-
-
-def test_the_micro_batch_is_probed_once_and_kept(here: Path) -> None:
-    first = ("train", "recipe.yaml", "--run-dir", "run", "train.micro_batch=auto")
-    assert phalanx(here, *first)[0] == 0
-    paths = RunPaths(here / "run")
-    (event,) = [e for e in read_lines(paths.events) if e.get("key") == "train.micro_batch"]
-    assert event["kind"] == Kind.RESOLVED
-    assert event["value"] == 4  # the whole global batch fits
-    assert re.fullmatch(
-        r"one sequence takes .* GiB, the state .* GiB, and .* GiB are free for this rank", event["reason"]
-    )
-    assert "micro_batch: 4" in paths.config.read_text()
-    # Were it probed again, it would not fit this time.
-    assert phalanx(here, *first, "train.steps=3", free_bytes=2**16)[0] == 0
-    assert len([e for e in read_lines(paths.events) if e.get("key") == "train.micro_batch"]) == 1
-    assert [step["step"] for step in read_steps(paths.metrics)] == [1, 2, 3]
 
 
 # ------------------------------------------------------------------------------------------------- Hugging Face folders

@@ -52,9 +52,15 @@ def test_imported_weights_are_the_folders_on_any_number_of_ranks(tied: bool, tok
     unset: dict[str, Any] = {f"model__{key}": None for key in ("hidden", "layers", "heads", "kv_heads", "intermediate")}
     for ranks in (1, 2, 3):
         found = walk(
-            ranks, tmp_path / f"{ranks}", tokens, **NO_STEPS, **unset, train__dtype="fp32", model__vocab_size="auto",
+            ranks,
+            tmp_path / f"{ranks}",
+            tokens,
+            **NO_STEPS,
+            **unset,
+            train__dtype="fp32",
+            model__vocab_size="auto",
             model__from_hf=str(tmp_path / "hf"),
-        )  # fmt: skip
+        )
         params = {name: tensor for name, tensor in found.state.items() if name.startswith("param/")}
         assert same_bits(params, {ours: theirs[name].flatten() for ours, name in names.items()}), ranks
 
@@ -82,9 +88,7 @@ def test_full_parameters_are_the_assembled_pieces(
     changes = {"train.dtype": dtype, "model.tie_embeddings": tied}
     codes = run_ranks(whole_parameters, ranks, run=str(tmp_path / "looked"), data=str(tokens), changes=changes)
     assert codes == [0] * ranks
-    other = walk(
-        ranks, tmp_path / "not", tokens, train__steps=4, train__dtype=dtype, model__tie_embeddings=tied
-    )  # fmt: skip
+    other = walk(ranks, tmp_path / "not", tokens, train__steps=4, train__dtype=dtype, model__tie_embeddings=tied)
     assert same_bits(runs.state(tmp_path / "looked"), other.state)
 
 
@@ -132,9 +136,14 @@ def test_saying_again_that_gradients_are_ready_changes_no_bit(
     codes = run_ranks(announce_again, ranks, run=str(tmp_path / "again"), data=str(tokens), changes=changes)
     assert codes == [0] * ranks
     once = walk(
-        ranks, tmp_path / "once", tokens, train__steps=4, train__micro_batch=2, train__dtype=dtype,
+        ranks,
+        tmp_path / "once",
+        tokens,
+        train__steps=4,
+        train__micro_batch=2,
+        train__dtype=dtype,
         model__tie_embeddings=tied,
-    )  # fmt: skip
+    )
     again = runs.outcome(tmp_path / "again")
     assert again.losses == once.losses
     assert same_bits(again.state, once.state)

@@ -35,9 +35,7 @@ def test_killed_and_started_again_by_the_agent(
 ) -> None:
     step = random_step(seed)
     kwargs = {"step": step, "number": signal.SIGKILL, "ranks": victims}
-    codes = run_ranks(
-        train_with_signal, 2, restarts=1, run=str(tmp_path), data=str(tokens), changes=OFTEN, **kwargs
-    )  # fmt: skip
+    codes = run_ranks(train_with_signal, 2, restarts=1, run=str(tmp_path), data=str(tokens), changes=OFTEN, **kwargs)
     assert codes == [0, 0]
     resumed = runs.events(tmp_path, Kind.RESUMED)
     print(f"killed {victims} in step {step + 1}, resumed from", [event["step"] for event in resumed])
@@ -46,6 +44,20 @@ def test_killed_and_started_again_by_the_agent(
     attempts = {record["attempt"] for record in read_lines(RunPaths(tmp_path).metrics)}
     assert attempts == {1, 2}
     assert_bitwise(runs.outcome(tmp_path), undisturbed)
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, "bf16"), (2, "bf16"), (1, "fp32")])
+def test_killed_with_other_engines_and_types(ranks: int, dtype: str, tokens: Path, tmp_path: Path) -> None:
+    changes = {"train.dtype": dtype, "train.micro_batch": 3, "model.tie_embeddings": True, "train.steps": 14}
+    quiet = walk(ranks, tmp_path / "quiet", tokens, **{key.replace(".", "__"): value for key, value in changes.items()})
+    run, kwargs = tmp_path / "killed", {"step": 11, "number": signal.SIGKILL, "ranks": [ranks - 1]}
+    run.mkdir()
+    codes = run_ranks(
+        train_with_signal, ranks, restarts=1, run=str(run), data=str(tokens), changes=changes | OFTEN, **kwargs
+    )
+    assert codes == [0] * ranks
+    assert len(runs.events(run, Kind.RESUMED)) == 1
+    assert_bitwise(runs.outcome(run), quiet)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx.comm.mesh import join
-from phalanx.errors import RunError
+from phalanx.errors import PhalanxError
 from phalanx.models.draws import Draws
 from phalanx.records import Kind, Placement, RunPaths, read_steps
 from phalanx.tasks.language import IGNORED
@@ -132,7 +132,7 @@ def come_late(placement: Placement, absent: list[int]) -> str:
     try:
         with join(placement, timeout_s=1.0):
             return "joined"
-    except RunError as error:
+    except PhalanxError as error:
         return str(error)
 
 

@@ -64,18 +64,18 @@ def test_accumulation(micro_batch: int, alone: Outcome, tokens: Path, tmp_path: 
     assert_same(walk(1, tmp_path, tokens, train__micro_batch=micro_batch), alone)
 
 
-@pytest.mark.parametrize("shares", [[5, 2, 1], [8, 0, 0], [0, 1, 7]])
+@pytest.mark.parametrize("shares", [[5, 2, 1], [0, 0, 8]])
 def test_unequal_shares_with_accumulation(shares: list[int], alone: Outcome, tokens: Path, tmp_path: Path) -> None:
     assert_same(walk(3, tmp_path, tokens, shares=shares, train__micro_batch=3), alone)
 
 
 def test_labels_that_count_for_nothing(tokens: Path, tmp_path: Path) -> None:
     # Steps and ranks then weigh something else each: the mean is one of labels, not of ranks or micro-batches.
-    one = walk(1, tmp_path / "one", tokens, masked=True)
+    one = walk(1, tmp_path / "one", tokens, masked=True, train__steps=15)
     weights = [record["tokens"] for record in read_steps(RunPaths(tmp_path / "one").metrics)]
     assert min(weights) < max(weights) < 8 * 16
     for name, ranks, shares in (("even", 3, None), ("uneven", 3, [5, 2, 1])):
-        other = walk(ranks, tmp_path / name, tokens, masked=True, shares=shares, train__micro_batch=2)
+        other = walk(ranks, tmp_path / name, tokens, masked=True, shares=shares, train__micro_batch=2, train__steps=15)
         assert_same(other, one)
 
 

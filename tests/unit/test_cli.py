@@ -15,8 +15,8 @@ import yaml
 from phalanx import __version__, recipe
 from phalanx.config import Config, leaves
 from phalanx.models.spec import PRESETS
-from phalanx.records import Kind, RunPaths, read_lines, read_steps
-from tests.helpers import ROOT
+from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps
+from tests.helpers import ROOT, wait_until
 
 COMMANDS = [
     [],
@@ -84,11 +84,11 @@ def in_one_process(commands: list[list[str]], folder: Path = ROOT) -> list[Any]:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Path]:
+def here(tmp_path: Path) -> Path:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     lines = [json.dumps({"text": f"document {i} says hello " * (i % 5 + 3)}) for i in range(60)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
-    yield tmp_path
+    return tmp_path
 
 
 # ----------------------------------------------------------------------------------------------------------------- help
@@ -146,6 +146,9 @@ def test_the_schema_describes_every_key() -> None:
     assert all(len(text) > 5 for text in found.values())
     assert schema["additionalProperties"] is False
     assert schema["title"] == "Config"
+    batch = schema["$defs"]["TrainSection"]["properties"]["micro_batch"]
+    assert {"type": "integer", "minimum": 1, "maximum": 2**53} in batch["anyOf"]  # an editor can refuse a 0
+    assert {"type": "string", "const": "auto"} in batch["anyOf"]
 
 
 def described(schema: dict[str, Any], node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -189,7 +192,7 @@ WRONG = [
     (["config", "show", "gone.yaml"], "there is no recipe gone.yaml"),
     (["config", "show", "recipe.yaml", "train.steps=!!python/object/apply:os.abort []"], "is not valid YAML"),
     (["config", "show", "recipe.yaml", "train.steps=" + "9" * 5000], "cannot be read as a YAML int"),
-    (["config", "show", "recipe.yaml", "optim.lr=nan"], "optim.lr must be a number, not 'nan'"),
+    (["config", "show", "recipe.yaml", "optim.lr=nan"], "optim.lr must be a finite number, not 'nan'"),
     (["config", "show", "recipe.yaml", "model.heads=4", "model.kv_heads=3"], "model.kv_heads is 3"),
     (["config", "show", "recipe.yaml", "model.preset=llama"], "model.preset 'llama' is not known"),
 ]
@@ -268,8 +271,8 @@ def test_output_survives_a_terminal_without_unicode(here: Path) -> None:
 def test_two_ranks_of_torchrun_and_on_with_one(here: Path) -> None:
     """torchrun starts the ranks of the first three steps; then `phalanx train` alone goes on in the same folder."""
     launched = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-         "--master-port", "0", "-m", "phalanx", "train", "recipe.yaml", "--run-dir", "run"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "-m", "phalanx", "train", "recipe.yaml", "--run-dir", "run"],
         cwd=here,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
@@ -294,3 +297,36 @@ def test_two_ranks_of_torchrun_and_on_with_one(here: Path) -> None:
     assert whole.returncode == 0, whole.stderr
     undisturbed = [step["loss"] for step in read_steps(RunPaths(here / "whole").metrics)]
     assert [step["loss"] for step in steps] == pytest.approx(undisturbed, rel=1e-9)
+
+
+def test_a_second_start_in_a_folder_in_use_is_refused_and_disturbs_nothing(here: Path) -> None:
+    command = ["train", "recipe.yaml", "--run-dir", "run", "--ranks", "1", "train.steps=100000"]
+    first = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", *command],
+        cwd=here,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    paths = RunPaths(here / "run")
+    try:
+        wait_until(lambda: len(read_steps(paths.metrics)) > 2, timeout_s=60)
+        second = phalanx(*command, folder=here)
+        assert second.returncode == 2
+        assert re.fullmatch(
+            rf"error: the run folder run is in use by process {first.pid} on \S+; wait for it, stop it, "
+            r"or choose another --run-dir\n",
+            second.stderr,
+        )
+        assert first.poll() is None
+        first.terminate()
+        out, _ = first.communicate(timeout=60)
+    finally:
+        first.kill()
+        first.wait()
+    assert first.returncode == ExitCode.STOPPED, out
+    steps = [step["step"] for step in read_steps(paths.metrics)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert [event["step"] for event in read_lines(paths.events) if event["kind"] == Kind.STOPPED] == [steps[-1]]
+    assert (paths.checkpoints / f"step-{steps[-1]:08d}").is_dir()

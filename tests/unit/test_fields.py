@@ -2,6 +2,7 @@
 in which another value is seen to change what happens. A key without an entry in CASES fails.
 """
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -50,8 +51,6 @@ def configured(changes: dict[str, Any], folder: Path) -> recipe.Config:
 
 def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path) -> Seen:
     """One run as `phalanx train` makes it, in this process, and everything that can be seen of it afterwards."""
-    import torch
-
     from phalanx import launch
     from phalanx.checkpoint.read import Checkpoint, find, step_folder
     from phalanx.models.spec import parameter_count
@@ -60,14 +59,14 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
     from phalanx.train.resolve import resolve_with_files
     from phalanx.train.trainer import Run
 
-    torch.set_num_threads(1)
     run.mkdir()
     paths = RunPaths(run)
     answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), "cpu", 1, 1, None)
     config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
     run_folder.write_start(paths, config, Path(answer["tokenizer"]))
     job = Run(config, spec_from_run(config, paths), paths, Path(answer["train"]), Path(answer["held_out"]))
-    code = launch._worker(job, placement)
+    # As on a machine so full that a rank gets one thread: threads that spin are slow where cores are busy.
+    code = launch._worker(job, dataclasses.replace(placement, local_world=1 << 20))
     steps, events = read_steps(paths.metrics), list(read_lines(paths.events))
     newest = Checkpoint(step_folder(paths.checkpoints, find(paths.checkpoints)[0]))
     return {
@@ -115,8 +114,11 @@ def look(placement: Placement, changes: dict[str, Any], folder: Path) -> Seen:
 
 def observe(placement: Placement, folder: str, cases: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Seen]:
     """Each (name, walk or look, changes), one after the other; a case that fails leaves its error in its place."""
+    import torch
+
     from phalanx.train.export import export_run
 
+    torch.set_num_threads(1)
     root, found = Path(folder), {}
     for number, (name, how, changes) in enumerate(cases):
         try:

@@ -133,6 +133,8 @@ def test_neither(environment: dict[str, str]) -> None:
         (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK 4 of LOCAL_WORLD_SIZE 4"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http', not a number"),
         (TORCHRUN | {"MASTER_PORT": "9" * 5000}, "MASTER_PORT is"),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0, where no rank can meet another; give a free port between"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT is 65536, where no rank can meet another"),
         (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT is 'x'"),
         (SLURM | {"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
         (SLURM | {"SLURM_PROCID": "7"}, "SLURM_PROCID 7 of SLURM_STEP_NUM_TASKS 7, which no rank can be; let srun"),

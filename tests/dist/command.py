@@ -1,0 +1,93 @@
+"""The real command line in a process forked from one that has imported torch, so that each call takes little time."""
+
+import contextlib
+import io
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from phalanx.records import ExitCode, Placement
+from tests.helpers import run_ranks
+
+RECIPE = """
+model: {hidden: 16, layers: 1, heads: 2, intermediate: 32}
+data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 8, held_out: 0.3, cache: cache}
+train: {steps: 2, global_batch: 4, micro_batch: 2, eval_sequences: 4}
+optim: {decay_steps: 10}
+report: {tensorboard: false}
+"""
+
+
+def call(
+    placement: Placement,
+    folder: str,
+    commands: list[list[str]],
+    free_bytes: int | None = None,
+    room_bytes: int | None = None,
+) -> list[Any]:
+    """[exit code, output, errors] of each command line, with `folder` as the working folder.
+
+    `free_bytes`: what the device is said to have free. `room_bytes`: how much more memory this process can really map.
+    """
+    from phalanx import accelerator, cli
+
+    os.chdir(folder)
+    if room_bytes is not None:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + room_bytes, mapped + room_bytes))
+    if free_bytes is not None:
+        accelerator.memory_free = lambda device, local_world: free_bytes
+    results = []
+    for arguments in commands:
+        sys.argv = ["phalanx", *arguments]
+        out, err = io.StringIO(), io.StringIO()
+        code: Any = "it returned"
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                cli.main()
+            except SystemExit as leaving:
+                code = leaving.code
+        results.append([code, out.getvalue(), err.getvalue()])
+    return results
+
+
+def phalanx(folder: Path, *arguments: str, **limits: int) -> tuple[int, str, str]:
+    code, out, err = run_ranks(call, 1, folder=str(folder), commands=[list(arguments)], **limits)[0][0]
+    return code, out, err
+
+
+def refused(folder: Path, *arguments: str, code: int = ExitCode.CONFIG, **limits: int) -> str:
+    """The one sentence with which a command line is refused."""
+    found, _, err = phalanx(folder, *arguments, **limits)
+    return sentence(found, err, code)
+
+
+def sentence(found: int, err: str, code: int = ExitCode.CONFIG) -> str:
+    assert found == code, err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert "Traceback" not in err
+    assert "fault of Phalanx" not in err
+    assert len(err) < 700
+    return err[len("error: ") : -1]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder but the lock, which is written by whoever tries to use the folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def write_place(folder: Path) -> Path:
+    """Put a text and a recipe into a folder."""
+    lines = [json.dumps({"text": f"document {i} says hello " * (i % 5 + 3)}) for i in range(60)]
+    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder

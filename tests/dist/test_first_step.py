@@ -1,0 +1,86 @@
+"""What is found out before step 0 and what comes of it: the micro-batch that fits, and a loss that runs away."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
+from tests.dist.command import contents, phalanx, refused, write_place
+from tests.helpers import run_ranks
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return write_place(tmp_path)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers(here: Path) -> None:
+    found = refused(here, "train", "recipe.yaml", "train.micro_batch=auto", free_bytes=2**16)
+    assert re.fullmatch(
+        r"the model does not fit: one sequence takes [\d.]+ GiB, the state [\d.]+ GiB, and 0.0 GiB are free for this "
+        r"rank; shard it over more ranks, set memory.activations=full, or lower data.seq_len",
+        found,
+    )
+    assert contents(here / "runs") == {}
+
+
+def test_a_probe_that_runs_out_of_memory_says_what_to_do(here: Path) -> None:
+    wide = ("model.intermediate=65536", "data.seq_len=256", "train.global_batch=3")
+    found = refused(here, "train", "recipe.yaml", "train.micro_batch=auto", *wide, room_bytes=2**29)
+    assert re.fullmatch(
+        r"train.micro_batch auto found no answer: of the [\d.]+ GiB free for this rank two blocks and three sequences "
+        r"took more; set train.micro_batch yourself, or lower data.seq_len",
+        found,
+    )
+
+
+def cuts(placement: Placement, folder: str) -> list[int]:
+    """How many micro-batches each rank makes of its share, having found that 1 or 4 sequences fit."""
+    from phalanx import recipe
+    from phalanx.comm.mesh import join
+    from phalanx.train.build import build, spec_from_run
+    from phalanx.train.resolve import resolve_with_files
+
+    os.chdir(folder)
+    fits = f"train.micro_batch={1 if placement.rank else 4}"
+    config, _ = recipe.resolve(recipe.load(Path("recipe.yaml"), ["train.global_batch=8", fits]), device="cpu", world=2)
+    answer = resolve_with_files(recipe.to_yaml(config), "cpu", 2, 2, None)
+    config = recipe.check(recipe.parse_yaml(answer["config"], "the answer"), "the answer")
+    with join(placement, 30) as mesh:
+        parts = build(config, spec_from_run(config), mesh, Path(answer["train"]), Path(answer["held_out"]))
+        return [len(micro_batch) for micro_batch in parts.train.batches(0, parts.shares)]
+
+
+def test_ranks_that_found_different_micro_batches_use_the_smallest(here: Path) -> None:
+    """Under torchrun each rank measures for itself; with unequal numbers of micro-batches they would hang."""
+    assert run_ranks(cuts, 2, folder=str(here)) == [[1, 1, 1, 1]] * 2
+
+
+def test_a_loss_that_runs_away_is_recorded_and_does_not_end_the_run(here: Path) -> None:
+    """Numbers that are not finite have no spelling in JSON; the records and the report must bear them."""
+    assert phalanx(here, "train", "recipe.yaml", "--run-dir", "run", "optim.lr=1e+300", "train.steps=4")[0] == 0
+    paths = RunPaths(here / "run")
+    steps, events = read_steps(paths.metrics), list(read_lines(paths.events))
+    assert [step["loss"] is None for step in steps] == [False, True, True, True]
+    assert [event["loss"] for event in events if event["kind"] == Kind.EVALUATED] == [None]
+    assert [event["step"] for event in events if event["kind"] == Kind.STEP_SKIPPED] == [2, 3, 4]
+    assert paths.report.exists()
+
+
+def test_the_micro_batch_is_probed_once_and_kept(here: Path) -> None:
+    first = ("train", "recipe.yaml", "--run-dir", "run", "train.micro_batch=auto")
+    assert phalanx(here, *first)[0] == 0
+    paths = RunPaths(here / "run")
+    (event,) = [e for e in read_lines(paths.events) if e.get("key") == "train.micro_batch"]
+    assert event["kind"] == Kind.RESOLVED
+    assert event["value"] == 4  # the whole global batch fits
+    assert re.fullmatch(
+        r"one sequence takes .* GiB, the state .* GiB, and .* GiB are free for this rank", event["reason"]
+    )
+    assert "micro_batch: 4" in paths.config.read_text()
+    # Were it probed again, it would not fit this time.
+    assert phalanx(here, *first, "train.steps=3", free_bytes=2**16)[0] == 0
+    assert len([e for e in read_lines(paths.events) if e.get("key") == "train.micro_batch"]) == 1
+    assert [step["step"] for step in read_steps(paths.metrics)] == [1, 2, 3]

@@ -1,0 +1,46 @@
+"""A rank that hangs is named by those that waited for it."""
+
+import time
+
+import pytest
+
+from phalanx.comm.mesh import join
+from phalanx.errors import CollectiveError
+from phalanx.records import Placement
+from tests.helpers import run_ranks
+
+PATIENCE_S = 1.5
+
+
+def hang(placement: Placement, sleeper: int) -> str:
+    """The error that this rank would raise; the sleeper never comes to the second collective."""
+    with join(placement, PATIENCE_S) as mesh:
+        mesh.sum([1.0])
+        if placement.rank == sleeper:
+            time.sleep(PATIENCE_S + 4)
+            return "slept"
+        try:
+            mesh.sum([1.0])
+        except RuntimeError as error:
+            blamed = mesh.blame(error)
+            return f"{type(blamed).__name__}: {blamed}"
+    return "no error"
+
+
+def other_error(placement: Placement) -> bool:
+    with join(placement, PATIENCE_S) as mesh:
+        mistake = RuntimeError("shapes differ")
+        return mesh.blame(mistake) is mistake
+
+
+@pytest.mark.parametrize("sleeper", [0, 1])
+def test_the_late_rank_is_named(sleeper: int) -> None:
+    answers = run_ranks(hang, 2, sleeper=sleeper)
+    assert answers[sleeper] == "slept"
+    named = answers[1 - sleeper]
+    assert named.startswith(f"{CollectiveError.__name__}: rank {sleeper} of 2 did not take part in a collective")
+    assert "comm.timeout_s" in named
+
+
+def test_an_error_that_is_no_collective_s_blames_nobody() -> None:
+    assert run_ranks(other_error, 2) == [True, True]

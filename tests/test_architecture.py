@@ -1,0 +1,280 @@
+"""What may import what, twice: as written, and as it happens in a fresh process; and habits that a reader can check.
+
+A module belongs to a unit: its package, or itself where it lies beside the packages. `models.spec` (shapes as plain
+numbers) is a unit of its own below everything that needs torch.
+"""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+PACKAGE = ROOT / "phalanx"
+PLAIN = {"phalanx", "errors", "records", "balance", "config", "recipe", "models.spec"}  # level 0: no torch
+
+# Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
+MAY_IMPORT: dict[str, set[str]] = {
+    # level 0: plain data and pure functions
+    "phalanx": set(),
+    "records": set(),
+    "errors": {"records"},
+    "balance": set(),
+    "models.spec": set(),
+    "config": {"errors", "models.spec"},
+    "recipe": {"config", "errors"},
+    # level 1 without torch
+    "cluster": PLAIN,
+    "report": PLAIN,
+    # level 1 with torch
+    "accelerator": set(),
+    "models": {"models.spec", "errors"},
+    "comm": PLAIN | {"accelerator"},
+    # level 2
+    "tasks": {"models", "errors", "records", "balance"},
+    "data": {"models", "errors", "records", "balance"},
+    "optim": PLAIN | {"comm", "accelerator"},
+    "parallel": PLAIN | {"comm", "accelerator", "models", "optim"},
+    "checkpoint": PLAIN | {"comm", "accelerator", "optim"},
+    # level 3
+    "train": PLAIN
+    | {"accelerator", "models", "comm", "tasks", "data", "optim", "parallel", "checkpoint"},
+    # level 4
+    "launch": PLAIN | {"accelerator", "cluster", "report", "data", "train"},
+    "generation": PLAIN | {"train"},
+    "cli": PLAIN | {"launch", "generation", "report", "data", "train"},
+    "__main__": {"cli"},
+}  # fmt: skip
+
+# Third-party packages that a unit may import, beside torch where it may have that.
+MAY_USE: dict[str, set[str]] = {
+    "config": {"pydantic"},
+    "recipe": {"pydantic", "yaml"},
+    "report": {"plotly", "rich", "yaml"},
+    "accelerator": {"torch", "psutil"},
+    "models": {"torch", "safetensors"},  # never transformers: its models are a reference, not a part
+    "comm": {"torch"},
+    "tasks": {"torch", "numpy"},
+    "data": {"numpy", "tokenizers", "transformers"},
+    "optim": {"torch"},
+    "parallel": {"torch"},
+    "checkpoint": {"torch", "safetensors"},
+    "train": {"torch", "yaml"},
+    "launch": {"rich", "yaml"},
+    "generation": {"torch", "transformers"},
+    "cli": {"typer"},
+}
+TORCH_FREE = ("phalanx", "errors", "records", "balance", "models.spec", "config", "recipe", "cluster", "report")
+# Modules above that level which a command line still has to import without torch.
+ALSO_TORCH_FREE = ("phalanx.cli", "phalanx.launch", "phalanx.generation", "phalanx.optim.schedule")
+HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
+# What a unit may import of another only in part: the interface of the engines, not the engines.
+IN_PART = {
+    ("parallel", "optim"): {"phalanx.optim.engine", "phalanx.optim.update"},
+    ("checkpoint", "optim"): {"phalanx.optim.engine"},
+}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file, of every module of the package."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def unit_of(module: str) -> str:
+    parts = module.split(".")
+    if parts[1:3] == ["models", "spec"]:
+        return "models.spec"
+    return parts[1] if len(parts) > 1 else "phalanx"
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """Dotted names of everything a module imports anywhere in it, relative to nothing."""
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relative to itself; write the whole name"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else str(node.module)
+
+
+def calls_of(module: str) -> Iterator[tuple[str, int]]:
+    """(dotted name of what is called, line) of every call that is written as a name."""
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node.lineno
+
+
+# --------------------------------------------------------------------------------------------------------- import table
+
+
+def test_the_table_speaks_of_every_unit_and_of_no_other() -> None:
+    units = {unit_of(module) for module in MODULES}
+    assert units == set(MAY_IMPORT)
+    assert set(MAY_USE) <= units
+
+
+def test_the_table_has_no_circle() -> None:
+    done: set[str] = set()
+    while len(done) < len(MAY_IMPORT):
+        ready = {unit for unit, others in MAY_IMPORT.items() if unit not in done and others - {unit} <= done}
+        assert ready, f"a circle among {sorted(set(MAY_IMPORT) - done)}"
+        done |= ready
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_as_they_are_written(module: str) -> None:
+    unit = unit_of(module)
+    for name in imports_of(module):
+        if name.split(".")[0] == "phalanx":
+            other = unit_of(name)
+            assert other == unit or other in MAY_IMPORT[unit], f"{module} must not import {name}"
+            part = IN_PART.get((unit, other))
+            assert part is None or name in part, f"{module} must not import {name}, only {part}"
+        elif name.split(".")[0] not in sys.stdlib_module_names:
+            assert name.split(".")[0] in MAY_USE.get(unit, set()), f"{module} must not import {name}"
+
+
+def test_imports_as_they_happen() -> None:
+    """Import each torch-free module in one fresh process, and name the first that brings in something heavy."""
+    names = [module for module in MODULES if unit_of(module) in TORCH_FREE or module in ALSO_TORCH_FREE]
+    assert len(names) > 20
+    script = (
+        "import importlib, json, sys\n"
+        "found = {}\n"
+        "for name in json.loads(sys.argv[1]):\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = sorted(set(json.loads(sys.argv[2])) & set(sys.modules))\n"
+        "    if heavy:\n"
+        "        found[name] = heavy\n"
+        "        break\n"
+        "print(json.dumps(found))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(names), json.dumps(HEAVY)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert json.loads(done.stdout) == {}
+
+
+def test_the_data_package_needs_torch_no_more_than_the_command_that_prepares_data() -> None:
+    assert not any("torch" in set(imports_of(module)) for module in MODULES if unit_of(module) == "data")
+
+
+# --------------------------------------------------------------------------------------------------------------- habits
+
+
+def test_package_init_files_are_empty() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        if path != PACKAGE / "__init__.py":
+            assert path.read_text() == "", path
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_says_what_it_is_and_is_short(module: str) -> None:
+    text = MODULES[module].read_text(encoding="utf-8")
+    if text:
+        assert ast.get_docstring(tree_of(module)), f"{module} has no docstring"
+    assert len(text.splitlines()) <= 500, f"{module} is too long to read"
+
+
+def test_only_one_file_knows_what_kind_of_device_there_is() -> None:
+    guilty = [name for name, path in MODULES.items() if "cuda" in path.read_text(encoding="utf-8").lower()]
+    assert guilty in ([], ["phalanx.accelerator"])
+
+
+FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
+FORBIDDEN_CALLS = {
+    "torch.load", "torch.save", "eval", "exec", "hasattr", "os.system", "yaml.unsafe_load", "yaml.full_load",
+    "np.load_pickle", "torch.distributed.broadcast_object_list", "dist.broadcast_object_list",
+    "dist.all_gather_object", "dist.gather_object", "dist.scatter_object_list",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_read_from_disk_or_network_can_run(module: str) -> None:
+    assert not FORBIDDEN_MODULES & {name.split(".")[0] for name in imports_of(module)}
+    guilty = [f"{module}:{line} {name}" for name, line in calls_of(module) if name in FORBIDDEN_CALLS]
+    assert guilty == []
+    text = MODULES[module].read_text(encoding="utf-8")
+    assert "allow_pickle=True" not in text and "weights_only=False" not in text and "trust_remote_code" not in text
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_hidden_state_and_no_loose_ends(module: str) -> None:
+    for node in ast.walk(tree_of(module)):
+        assert not isinstance(node, ast.Global), f"{module}:{node.lineno} has a global statement"
+        if isinstance(node, ast.ExceptHandler):
+            # Nothing is swallowed: a handler that does nothing at all hides what happened.
+            empty = len(node.body) == 1 and isinstance(node.body[0], ast.Pass)
+            assert not empty, f"{module}:{node.lineno} swallows an exception"
+            assert node.type is not None, f"{module}:{node.lineno} catches everything without saying what"
+        if isinstance(node, ast.Name):
+            assert node.id != "NotImplementedError", f"{module}:{node.lineno}"
+    text = MODULES[module].read_text(encoding="utf-8")
+    assert not re.search(r"\b(TODO|FIXME|XXX|HACK)\b", text), module
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_importing_does_no_work(module: str) -> None:
+    """At a module's top there are definitions, constants and imports: no loop, no condition, no bare call."""
+    allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    for node in tree_of(module).body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        wiring = module in ("phalanx.cli", "phalanx.__main__")  # its commands are put together there
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        fine = docstring or wiring or for_types or isinstance(node, allowed)
+        assert fine, f"{module}:{node.lineno} does work when imported"
+
+
+def test_the_process_environment_is_read_in_few_places() -> None:
+    readers = {name for name in MODULES if any("os.environ" in ast.unparse(node) for node in _attributes(name))}
+    assert readers <= {"phalanx.cli", "phalanx.launch", "phalanx.cluster.agent", "phalanx.cluster.worker"}
+
+
+def _attributes(module: str) -> Iterator[ast.Attribute]:
+    return (node for node in ast.walk(tree_of(module)) if isinstance(node, ast.Attribute))
+
+
+def test_only_what_faces_the_user_prints() -> None:
+    for module in MODULES:
+        if unit_of(module) in ("report", "cli", "launch", "generation"):
+            continue
+        printing = {"print", "typer.echo", "sys.stdout.write"}
+        guilty = [f"{module}:{line}" for name, line in calls_of(module) if name in printing]
+        assert guilty == []
+
+
+def test_modules_are_named_for_what_they_are() -> None:
+    vague = {"utils", "util", "common", "helpers", "misc", "core", "base", "manager"}
+    assert not [name for name in MODULES if name.split(".")[-1] in vague]
+
+
+def test_the_repository_tells_nothing_of_the_machine_it_was_made_on() -> None:
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "recipes").glob("*"), *(ROOT / "docs").glob("*.md")]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"/(work|root|tmp/\w+)/", text), path
