@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from phalanx.errors import ConfigError
 from phalanx.models import spec as shapes
-from phalanx.models.spec import PRESETS, ModelSpec, RopeScaling
+from phalanx.models.spec import MOST_LAYERS, PRESETS, ModelSpec, RopeScaling
 
 Auto = Literal["auto"]
 
@@ -80,7 +80,7 @@ class ModelSection(Section):
         "auto", "rows of the embedding; auto: the preset's, else the tokenizer's", trajectory=True
     )
     hidden: Count | None = knob(None, "width of the residual stream", trajectory=True)
-    layers: Annotated[int, Field(ge=1, le=10_000), BeforeValidator(_no_bool)] | None = knob(
+    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS), BeforeValidator(_no_bool)] | None = knob(
         None, "number of blocks", trajectory=True
     )
     heads: Count | None = knob(None, "attention heads", trajectory=True)

@@ -1,6 +1,7 @@
 """Hugging Face folders in and out: config.json, and safetensors read by byte range and written shard by shard."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -32,6 +33,7 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+MOST = 2**31 - 1  # of anything that a config counts
 _INDEX = "model.safetensors.index.json"
 # Config keys that would change the mathematics in a way that is not built here, and the values that do not.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -78,7 +80,7 @@ def spec_from_config(config: dict[str, Any], where: str) -> ModelSpec:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         architectures = ["LlamaForCausalLM" if config.get("model_type") == "llama" else str(config.get("model_type"))]
-    if architectures[0] not in ARCHITECTURES:
+    if not isinstance(architectures[0], str) or architectures[0] not in ARCHITECTURES:
         raise ConfigError(
             f"{where} has the architecture {architectures[0]}, which cannot be trained here; use a folder of a "
             f"supported one: {', '.join(ARCHITECTURES)}."
@@ -89,23 +91,23 @@ def spec_from_config(config: dict[str, Any], where: str) -> ModelSpec:
                 f"{where} sets {name}: {json.dumps(config[name])}, which is not supported and would change the model's "
                 f"output; use a model with {name}: {json.dumps(accepted[0])}."
             )
-    hidden = int(_number(config, "hidden_size", where))
-    heads = int(_number(config, "num_attention_heads", where))
+    hidden = _count(config, "hidden_size", where)
+    heads = _count(config, "num_attention_heads", where)
     theta, scaling = _rope(config, where)
     spec = ModelSpec(
         architecture=ARCHITECTURES[architectures[0]],
-        vocab_size=int(_number(config, "vocab_size", where)),
+        vocab_size=_count(config, "vocab_size", where),
         hidden=hidden,
-        layers=int(_number(config, "num_hidden_layers", where)),
+        layers=_count(config, "num_hidden_layers", where),
         heads=heads,
-        kv_heads=int(_number(config, "num_key_value_heads", where, heads)),
-        head_dim=int(_number(config, "head_dim", where, hidden // max(1, heads))),
-        intermediate=int(_number(config, "intermediate_size", where)),
-        max_seq_len=int(_number(config, "max_position_embeddings", where, 2048)),
+        kv_heads=_count(config, "num_key_value_heads", where, heads),
+        head_dim=_count(config, "head_dim", where, hidden // max(1, heads)),
+        intermediate=_count(config, "intermediate_size", where),
+        max_seq_len=_count(config, "max_position_embeddings", where, 2048),
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=_number(config, "rms_norm_eps", where, 1e-6),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=_flag(config, "tie_word_embeddings", where),
         init_std=_number(config, "initializer_range", where, 0.02),
     )
     found = problems(spec)
@@ -117,9 +119,23 @@ def spec_from_config(config: dict[str, Any], where: str) -> ModelSpec:
 def _number(config: dict[str, Any], name: str, where: str, default: float | None = None) -> float:
     value = config.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         state = "does not set" if value is None else f"sets {json.dumps(value)} as"
         raise ConfigError(f"{where} {state} {name}, without which the model's shape is unknown; give it a number.")
+    return value
+
+
+def _count(config: dict[str, Any], name: str, where: str, default: int | None = None) -> int:
+    value = _number(config, name, where, default)
+    if value != int(value) or not 0 <= value <= MOST:
+        raise ConfigError(f"{where} sets {json.dumps(value)} as {name}, which no model has; give it a whole number.")
+    return int(value)
+
+
+def _flag(config: dict[str, Any], name: str, where: str) -> bool:
+    value = config.get(name, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where} sets {json.dumps(value)} as {name}, which is neither true nor false; choose one.")
     return value
 
 
@@ -131,7 +147,7 @@ def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None
             f"{where} sets rope_scaling to {json.dumps(rule)}, which is no JSON object; give null or a rule."
         )
     theta = _number(rule, "rope_theta", where, _number(config, "rope_theta", where, 10000.0))
-    kind = rule.get("rope_type") or rule.get("type") or "default"
+    kind = str(rule.get("rope_type") or rule.get("type") or "default")
     if kind == "default":
         return theta, None
     if kind != "llama3":
@@ -143,7 +159,7 @@ def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None
         factor=_number(rule, "factor", where),
         low_freq_factor=_number(rule, "low_freq_factor", where),
         high_freq_factor=_number(rule, "high_freq_factor", where),
-        original_max_seq_len=int(_number(rule, "original_max_position_embeddings", where)),
+        original_max_seq_len=_count(rule, "original_max_position_embeddings", where),
     )
 
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 ARCHITECTURES = ("llama",)
+MOST_LAYERS = 10_000  # beyond any model: a slip of the pen must not cost minutes of counting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ def problems(spec: ModelSpec) -> list[str]:
         value = getattr(spec, name)
         if not (value > 0 and math.isfinite(value)):
             found.append(f"model.{name} is {value}, but it must be a finite number above 0; set a positive one.")
+    if spec.layers > MOST_LAYERS:
+        found.append(f"model.layers is {spec.layers}, more than any model has ({MOST_LAYERS}); lower it.")
     if not not_positive:
         found += _head_problems(spec)
     if not 0.0 <= spec.dropout < 1.0:

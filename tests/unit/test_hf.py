@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -372,3 +373,23 @@ def test_tokenizer_files_come_along_and_load(tmp_path: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(folder)("b a")["input_ids"] == [1, 0]
     assert transformers.GenerationConfig.from_pretrained(folder).temperature == 0.6
     assert not (folder / "notes.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", math.nan),
+        ("hidden_size", math.inf),
+        ("hidden_size", 16.5),
+        ("num_hidden_layers", 1e12),
+        ("num_hidden_layers", 10**9),
+        ("tie_word_embeddings", "false"),
+        ("architectures", [["LlamaForCausalLM"]]),
+    ],
+)
+def test_a_config_that_no_model_has_is_refused_by_name(key: str, value: object) -> None:
+    good = config_from_spec(PRESETS["llama-3.2-1b"], torch.float32)
+    with pytest.raises(
+        ConfigError, match="architecture" if key == "architectures" else "layers" if key == "num_hidden_layers" else key
+    ):
+        spec_from_config({**good, key: value}, "here/config.json")
