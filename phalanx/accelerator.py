@@ -1,10 +1,10 @@
 """The one file that knows what kind of device there is; the rest goes through it or through torch.accelerator."""
 
 import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import torch
 
 # Dense peak in FLOP/s by device name (a part of it) and compute type, from the makers' data sheets, without sparsity.
@@ -85,7 +85,7 @@ def peak_memory(device: torch.device) -> int:
     for line in _lines(Path("/proc/self/status")):
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    return psutil.Process().memory_info().rss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def memory_free(device: torch.device, local_world: int) -> int:
@@ -93,6 +93,8 @@ def memory_free(device: torch.device, local_world: int) -> int:
     if device.type != "cpu":
         free, _ = torch.accelerator.get_memory_info(device)
         return int(free)
+    import psutil  # only here, so that a machine with an accelerator need not have it
+
     return min([psutil.virtual_memory().available, *_control_group_room()]) // local_world
 
 
@@ -100,6 +102,8 @@ def memory_total(device: torch.device, local_world: int) -> int:
     """Bytes that one rank could ever have: the device's own, or its part of this machine's."""
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[1])
+    import psutil
+
     return (psutil.virtual_memory().total + psutil.swap_memory().total) // local_world
 
 

@@ -6,6 +6,7 @@ Lines of `metrics.jsonl` and `events.jsonl` carry the attempt that wrote them; a
 
 import enum
 import errno
+import fcntl
 import json
 import math
 import os
@@ -166,6 +167,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     line = (json.dumps(known, allow_nan=False, default=str) + "\n").encode()
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # without it, another writer's line in the making looks torn
         end = os.fstat(fd).st_size
         if end and os.pread(fd, 1, end - 1) != b"\n":
             line = b"\n" + line  # a writer died, or the disk was full, within the last line: lose that one alone

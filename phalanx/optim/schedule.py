@@ -1,11 +1,13 @@
 """The learning rate: a pure function of the step."""
 
 import math
+from typing import TYPE_CHECKING
 
-from phalanx.config import OptimSection
+if TYPE_CHECKING:  # pydantic is not needed to follow a schedule
+    from phalanx.config import OptimSection
 
 
-def learning_rate(optim: OptimSection, step: int) -> float:
+def learning_rate(optim: "OptimSection", step: int) -> float:
     """Learning rate of step number `step`; the first step is 1.
 
     Linear warm-up reaches `lr` at step `warmup_steps`; then cosine (Loshchilov and Hutter 2017), linear or constant,

@@ -2,18 +2,21 @@
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from phalanx.comm.mesh import Mesh
-from phalanx.config import Config
 from phalanx.models import layers
 from phalanx.models.llama import Llama, units
 from phalanx.models.spec import ModelSpec
 from phalanx.optim.engine import Engine
 from phalanx.optim.update import AdamW
 from phalanx.parallel import activations
+
+if TYPE_CHECKING:  # the loop runs where pydantic is not installed
+    from phalanx.config import Config
 
 MakeEngine = Callable[..., Engine]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -25,7 +28,7 @@ def on_meta(spec: ModelSpec) -> Llama:
         return Llama(spec)
 
 
-def apply(model: Llama, config: Config, mesh: Mesh, make_engine: MakeEngine, nominal_weight: int) -> Engine:
+def apply(model: Llama, config: "Config", mesh: Mesh, make_engine: MakeEngine, nominal_weight: int) -> Engine:
     """Prepare a model on meta for training by the resolved `config`; returns the engine that drives it."""
     blocks: list[nn.Module] = [unit for name, unit in units(model) if name.startswith("layers.")]
     if config.memory.activations == "full":

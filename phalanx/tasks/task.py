@@ -33,8 +33,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Self:
         """The batch on a device; the host does not wait for the copies."""
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
-        return type(self)(inputs, self.weight, self.samples.to(device, non_blocking=True))
+        inputs = {name: _sent(tensor, device) for name, tensor in self.inputs.items()}
+        return type(self)(inputs, self.weight, _sent(self.samples, device))
 
 
 class Task(Protocol):
@@ -51,3 +51,9 @@ class Task(Protocol):
     def nominal_weight(self, global_batch: int) -> int:
         """What a full global batch weighs: a constant that keeps magnitudes near one."""
         ...
+
+
+def _sent(tensor: Tensor, device: torch.device | str) -> Tensor:
+    # From pageable memory a copy makes the host wait, whatever non_blocking says.
+    plain = torch.device(device).type in ("cpu", "meta")
+    return tensor.to(device) if plain else tensor.pin_memory().to(device, non_blocking=True)

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx import balance
 from phalanx.comm.mesh import Mesh
-from phalanx.config import Config, spec_of
 from phalanx.data.loader import Loader
 from phalanx.data.tokens import TokenFile
 from phalanx.models.hf import Weights, read_config, spec_from_config
@@ -19,6 +19,9 @@ from phalanx.parallel.materialize import Fill, drawn, imported
 from phalanx.records import RunPaths
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Task
+
+if TYPE_CHECKING:
+    from phalanx.config import Config
 
 ENGINES: dict[str, MakeEngine] = {"single": Single, "fsdp2": Fsdp2}
 
@@ -38,8 +41,10 @@ class Parts:
     starting_weights: Fill
 
 
-def spec_from_run(config: Config, paths: RunPaths | None = None) -> ModelSpec:
+def spec_from_run(config: "Config", paths: RunPaths | None = None) -> ModelSpec:
     """The shapes of a resolved configuration; a run begun from a Hugging Face folder kept that folder's config."""
+    from phalanx.config import spec_of  # needs pydantic; the loop itself does not
+
     if not config.model.from_hf:
         return spec_of(config)
     folder = Path(config.model.from_hf).expanduser()
@@ -47,7 +52,7 @@ def spec_from_run(config: Config, paths: RunPaths | None = None) -> ModelSpec:
     return spec_of(config, spec_from_config(read_config(kept.parent), str(kept)))
 
 
-def build(config: Config, spec: ModelSpec, mesh: Mesh, train_tokens: Path, held_out_tokens: Path) -> Parts:
+def build(config: "Config", spec: ModelSpec, mesh: Mesh, train_tokens: Path, held_out_tokens: Path) -> Parts:
     """Build everything that holds no state of the run yet; the model is on meta."""
     train = config.train
     assert train.micro_batch != "auto"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,6 @@ from phalanx.checkpoint.read import newest_agreed
 from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.objects import JsonGroup
-from phalanx.config import Config
 from phalanx.errors import RunError
 from phalanx.models.spec import ModelSpec, parameter_shapes
 from phalanx.optim.schedule import learning_rate
@@ -31,12 +30,15 @@ from phalanx.train.metrics import Recorder, speed_of
 from phalanx.train.sinks import Records, Sink
 from phalanx.train.step import evaluate, run_micro_batches
 
+if TYPE_CHECKING:
+    from phalanx.config import Config
+
 
 @dataclass(frozen=True)
 class Run:
     """What every rank of a run is told; `config` has no `auto` left."""
 
-    config: Config
+    config: "Config"
     spec: ModelSpec
     paths: RunPaths
     train_tokens: Path
