@@ -1,14 +1,16 @@
 """The one file that knows what kind of device there is; the rest goes through it or through torch.accelerator."""
 
 import os
+import re
 import resource
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-# Dense peak in FLOP/s by device name (a part of it) and compute type, from the makers' data sheets, without sparsity.
-# An A100 of either memory size has the same peak. The longest matching name wins.
+# Dense peak in FLOP/s by device name (whole words of it) and compute type, from the makers' data sheets, without
+# sparsity. An A100 of either memory size has the same peak. The longest matching name wins.
 PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
     "V100": {torch.float16: 125e12, torch.float32: 15.7e12},
     "T4": {torch.float16: 65e12, torch.float32: 8.1e12},
@@ -18,11 +20,15 @@ PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
     "L40S": {torch.bfloat16: 362e12, torch.float16: 362e12, torch.float32: 91.6e12},
     "RTX 3090": {torch.bfloat16: 71e12, torch.float16: 71e12, torch.float32: 35.6e12},
     "RTX 4090": {torch.bfloat16: 165.2e12, torch.float16: 165.2e12, torch.float32: 82.6e12},
+    "H100 NVL": {torch.bfloat16: 835e12, torch.float16: 835e12},
     "H100 PCIe": {torch.bfloat16: 756e12, torch.float16: 756e12, torch.float32: 51e12, torch.float64: 51e12},
     "H100": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12, torch.float64: 66.9e12},
     "H200": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12, torch.float64: 66.9e12},
     "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 75e12, torch.float64: 37e12},
 }
+
+# Beside a name of the table, these words mean a slower or faster chip, or a part of one.
+_ANOTHER_CHIP = re.compile(r"\b(Laptop|Mobile|Max-Q|MIG|Ti|SUPER|D)\b", re.IGNORECASE)
 
 
 def found() -> list[str]:
@@ -63,10 +69,47 @@ def name(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
+def supports_bf16(device_name: str) -> bool:
+    """Whether a device computes in bf16 itself; an accelerator that only emulates it is slower than in fp32."""
+    device = torch.device(device_name)
+    if device.type == "cpu":
+        return True
+    try:
+        return bool(torch.get_device_module(device).is_bf16_supported(including_emulation=False))
+    except (AttributeError, TypeError):  # a kind of device that knows no such question
+        return True
+
+
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Dense peak in FLOP/s, or None when the device is not in the table."""
-    matching = sorted((known for known in PEAK_FLOPS if known in device_name), key=len)
+    """Dense peak in FLOP/s, or None when the device is not in the table.
+
+    Names are compared by whole words: an RTX A4000 is no A40, and the laptop's version of a card is another chip.
+    """
+    if _ANOTHER_CHIP.search(device_name):
+        return None
+    matching = sorted((known for known in PEAK_FLOPS if re.search(rf"\b{re.escape(known)}\b", device_name)), key=len)
     return PEAK_FLOPS[matching[-1]].get(dtype) if matching else None
+
+
+def supports_bf16(device: str) -> bool:
+    """Whether the device computes in bfloat16 itself; False where it would be emulated, or where nothing says so.
+
+    On a CPU it is always True. On an accelerator this may initialise the driver.
+    """
+    chosen = torch.device(device)
+    if chosen.type == "cpu":
+        return True
+    with torch.accelerator.device_index(chosen.index or 0):  # the question is about the current device
+        return _says_bf16(torch.get_device_module(chosen))
+
+
+def _says_bf16(module: Any) -> bool:
+    try:
+        return bool(module.is_bf16_supported(including_emulation=False))
+    except AttributeError:  # a kind of device that is not asked this
+        return False
+    except TypeError:  # a kind of device that emulates nothing
+        return bool(module.is_bf16_supported())
 
 
 def reset_peak_memory(device: torch.device) -> None:

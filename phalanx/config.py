@@ -42,7 +42,6 @@ def _as_list(value: Any) -> Any:
 Text = Annotated[str, AfterValidator(_plain)]
 Count = Annotated[int, Field(ge=1, le=2**53), BeforeValidator(_no_bool)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**53), BeforeValidator(_no_bool)]
-Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_bool)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_no_bool)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_no_bool)]
 

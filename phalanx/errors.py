@@ -33,6 +33,12 @@ class RunError(PhalanxError):
     exit_code = ExitCode.CONFIG
 
 
+class Diverged(PhalanxError):
+    """Training has run away: the same steps would run away again, so it is not retried."""
+
+    exit_code = ExitCode.CONFIG
+
+
 class CollectiveError(PhalanxError):
     """A collective failed or timed out; says which ranks were late. Worth another attempt."""
 

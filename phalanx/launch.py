@@ -33,6 +33,15 @@ DEVICES_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
+class Device:
+    """A device of this machine, as a child process that may touch it found it."""
+
+    name: str  # "cpu", or an accelerator with its index
+    model: str  # what its maker calls it
+    bf16: bool  # whether it computes in that type
+
+
+@dataclass(frozen=True)
 class Prepared:
     """What is left to do once a run may start."""
 
@@ -46,25 +55,33 @@ def train(wanted: Config, paths: RunPaths, ranks: int | None, environment: Mappi
 
     Returns the exit code; raises PhalanxError for what a user can mend.
     """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environment):
+        # Read once, when torch is loaded. By default waiting OpenMP threads spin: on cores that others use too, a step
+        # then takes up to 40 times as long (measured on two cores with one other process).
+        os.environ["GOMP_SPINCOUNT"] = "20000"
     terminal = Terminal()
     if terminal.is_terminal:
         terminal.print("[dim]importing torch[/dim]", end="\r")
     agent.preload(PRELOAD)
-    devices = fork_call(_devices, timeout_s=DEVICES_TIMEOUT_S)
-    given = None if ranks is not None else from_environment(environment, devices)
+    found = {row[0]: Device(*row) for row in fork_call(_devices, timeout_s=DEVICES_TIMEOUT_S)}
+    accelerators = [name for name in found if name != "cpu"]
+    given = None if ranks is not None else from_environment(environment, accelerators)
     if given is not None:
-        return _join(wanted, paths, given)
-    world = ranks or len(devices) or 1
-    return _launch(wanted, paths, [device_of(devices, rank, world) for rank in range(world)])
+        return _join(wanted, paths, given, found[given.device])
+    world = ranks or len(accelerators) or 1
+    return _launch(wanted, paths, [found[device_of(accelerators, rank, world)] for rank in range(world)])
 
 
-def _devices() -> list[str]:
+def _devices() -> list[tuple[str, str, bool]]:
+    import torch
+
     from phalanx import accelerator
 
-    return accelerator.found()
+    names = ["cpu", *accelerator.found()]
+    return [(name, accelerator.name(torch.device(name)), accelerator.supports_bf16(name)) for name in names]
 
 
-def _launch(wanted: Config, paths: RunPaths, devices: Sequence[str]) -> int:
+def _launch(wanted: Config, paths: RunPaths, devices: Sequence[Device]) -> int:
     """Run local ranks under the agent, which starts them again when one dies."""
     from phalanx.report.console import Console, Follower
     from phalanx.train import folder
@@ -74,19 +91,19 @@ def _launch(wanted: Config, paths: RunPaths, devices: Sequence[str]) -> int:
         if (done := _finished(wanted, paths)) is not None:
             return done
         world = len(devices)
-        prepared = _prepare(wanted, paths, devices[0], world, world, writes=True)
+        prepared = _prepare(wanted, paths, devices, world, world, writes=True)
         if prepared.config.report.tensorboard:
             agent.preload(["torch.utils.tensorboard"])
         console = Console(prepared.config.train.steps, paths.root.name)
         follower = Follower(paths, console)
-        write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **_facts(prepared, devices[0], world))
+        write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **_facts(prepared, devices, world))
         try:
             code = agent.run(
                 agent.Job(
                     world=world,
                     worker=functools.partial(_worker, prepared.job),
                     paths=paths,
-                    devices=devices,
+                    devices=[device.name for device in devices],
                     max_restarts=prepared.config.resilience.max_restarts,
                     on_event=lambda kind, details: _note(paths, console, kind, details),
                     on_idle=follower.poll,
@@ -104,7 +121,7 @@ def _launch(wanted: Config, paths: RunPaths, devices: Sequence[str]) -> int:
         os.close(lock)
 
 
-def _join(wanted: Config, paths: RunPaths, placement: Placement) -> int:
+def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device) -> int:
     """Be one rank of a job that something else started; rank 0 keeps the folder and shows the progress."""
     from phalanx.report.console import Console
     from phalanx.train import folder, trainer
@@ -116,12 +133,10 @@ def _join(wanted: Config, paths: RunPaths, placement: Placement) -> int:
             stack.callback(os.close, folder.open_folder(paths))
         if (done := _finished(wanted, paths, show=first)) is not None:
             return done
-        prepared = _prepare(wanted, paths, placement.device, placement.world, placement.local_world, writes=first)
+        prepared = _prepare(wanted, paths, [device], placement.world, placement.local_world, writes=first)
         sinks: list[Sink] = []
         if first:
-            write_event(
-                paths.events, Kind.RUN_STARTED, prepared.attempt, **_facts(prepared, placement.device, placement.world)
-            )
+            write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **_facts(prepared, [device], placement.world))
             sinks = [Console(prepared.config.train.steps, paths.root.name)]
             if prepared.config.report.tensorboard:
                 sinks.append(TensorBoard(paths))
@@ -158,7 +173,9 @@ def _finished(wanted: Config, paths: RunPaths, show: bool = True) -> int | None:
     return ExitCode.DONE
 
 
-def _prepare(wanted: Config, paths: RunPaths, device: str, world: int, local_world: int, writes: bool) -> Prepared:
+def _prepare(
+    wanted: Config, paths: RunPaths, devices: Sequence[Device], world: int, local_world: int, writes: bool
+) -> Prepared:
     """Resolve every `auto`, make the token files, and (where `writes`) put the configuration into the folder."""
     from phalanx.data.tokens import TokenFile
     from phalanx.train import folder
@@ -166,9 +183,13 @@ def _prepare(wanted: Config, paths: RunPaths, device: str, world: int, local_wor
     from phalanx.train.trainer import Run
 
     saved = folder.saved_config(paths)
-    config = recipe.continue_from(wanted, saved, paths.root) if saved else wanted
-    config, chosen = recipe.resolve(config, device=device.partition(":")[0], world=world)
-    answer = fork_call(_resolve, recipe.to_yaml(config), device, world, local_world, writes, timeout_s=None)
+    same = folder.last_devices(paths) in (None, (world, _models(devices)))
+    config = recipe.continue_from(wanted, saved, paths.root, same) if saved else wanted
+    kind, bf16 = devices[0].name.partition(":")[0], all(device.bf16 for device in devices)
+    config, chosen = recipe.resolve(config, device=kind, world=world, bf16=bf16)
+    # Devices of one model are alike; of each model one is asked.
+    unlike = list({device.model: device.name for device in devices}.values())
+    answer = fork_call(_resolve, recipe.to_yaml(config), unlike, world, local_world, writes, timeout_s=None)
     config = recipe.check(yaml.safe_load(answer["config"]), "the resolved configuration")
     attempt = folder.next_attempt(paths)
     if writes:
@@ -181,22 +202,27 @@ def _prepare(wanted: Config, paths: RunPaths, device: str, world: int, local_wor
     return Prepared(config, job, attempt)
 
 
-def _resolve(text: str, device: str, world: int, local_world: int, show: bool) -> dict[str, Any]:
+def _models(devices: Sequence[Device]) -> list[str]:
+    return sorted({device.model for device in devices})
+
+
+def _resolve(text: str, devices: list[str], world: int, local_world: int, show: bool) -> dict[str, Any]:
     """In a child process, since tokenizers start threads and a probe allocates."""
     from phalanx.report.progress import phases
     from phalanx.train.resolve import resolve_with_files
 
     with phases() if show else contextlib.nullcontext() as progress:
-        return resolve_with_files(text, device, world, local_world, progress)
+        return resolve_with_files(text, devices, world, local_world, progress)
 
 
-def _facts(prepared: Prepared, device: str, world: int) -> dict[str, Any]:
+def _facts(prepared: Prepared, devices: Sequence[Device], world: int) -> dict[str, Any]:
     from phalanx.models.spec import parameter_count
 
     return {
         "parameters": parameter_count(prepared.job.spec),
         "world": world,
-        "device": device.partition(":")[0],
+        "device": devices[0].name.partition(":")[0],
+        "device_names": _models(devices),
         "dtype": prepared.config.train.dtype,
         "engine": prepared.config.parallel.data,
         "steps": prepared.config.train.steps,

@@ -138,16 +138,18 @@ def update(config: Config, values: dict[str, Any]) -> Config:
     return check(tree, "the resolved configuration")
 
 
-def resolve(config: Config, *, device: str, world: int) -> tuple[Config, list[tuple[str, Any, str]]]:
+def resolve(config: Config, *, device: str, world: int, bf16: bool = True) -> tuple[Config, list[tuple[str, Any, str]]]:
     """Give every `auto` that needs no measurement its value. Returns the config and (key, value, reason) of each.
 
-    `device` is the kind of device, "cpu" or an accelerator's name. `train.micro_batch`, `model.vocab_size` and
-    `data.tokenizer` need a device or files, and are left to the trainer and the data preparation.
+    `device` is the kind of device, "cpu" or an accelerator's; `bf16` whether it computes in that type.
+    `train.micro_batch`, `model.vocab_size` and `data.tokenizer` need a device or files, and are left to
+    `train/resolve.py`.
     """
     on_cpu = device == "cpu"
     chosen: list[tuple[str, Any, str]] = []
     if config.train.dtype == "auto":
-        chosen.append(("train.dtype", "fp32" if on_cpu else "bf16", f"the device is {device}"))
+        why = f"the device is {device}" if on_cpu or bf16 else f"a device of kind {device} here has no bf16"
+        chosen.append(("train.dtype", "bf16" if bf16 and not on_cpu else "fp32", why))
     if config.train.compile == "auto":
         why = "compiling costs more than it saves on CPU" if on_cpu else f"the device is {device}"
         chosen.append(("train.compile", not on_cpu, why))
@@ -169,10 +171,11 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, default_flow_style=False)
 
 
-def continue_from(wanted: Config, saved: Config, folder: Path) -> Config:
+def continue_from(wanted: Config, saved: Config, folder: Path, same_devices: bool = True) -> Config:
     """The configuration for going on in `folder`: `wanted`, with each `auto` as it was resolved when the run began.
 
-    Raises ConfigError when a knob that defines the loss curve differs from the saved one.
+    What was resolved for the devices is resolved anew when they are not the `same_devices` any more. Raises ConfigError
+    when a knob that defines the loss curve differs from the saved one.
     """
     different, kept = [], {}
     for key, info in leaves():
@@ -190,7 +193,8 @@ def continue_from(wanted: Config, saved: Config, folder: Path) -> Config:
             "Set these back to go on with it, or choose another --run-dir"
         )
     # The layout is the cluster's business: one rank yesterday may be many today.
-    kept.pop("parallel.data", None)
+    for key in ("parallel.data", *(() if same_devices else ("train.micro_batch", "train.compile"))):
+        kept.pop(key, None)
     return update(wanted, kept)
 
 

@@ -87,6 +87,7 @@ class StepRecord:
     step_s: float
     tokens_per_s: float
     wait_s: float | None  # time this rank waited in collectives; None where the device hides it from the host
+    comm_bytes: int  # bytes that rank 0 handed to collectives
     data_s: float  # time spent on making the batches
     mfu: float | None  # model FLOPs over the devices' dense peak; None where no peak is known
     mfu_causal: float | None  # the same with only the causal half of attention counted

@@ -8,6 +8,7 @@ next attempt starts at once. No torch here; the caller says what to preload and 
 
 import gc
 import importlib
+import itertools
 import json
 import os
 import select
@@ -20,7 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from phalanx.cluster.causes import End, first_cause, is_aftermath
-from phalanx.cluster.fork import STOP_SIGNALS, fork, kill_group, out_of_memory_kills
+from phalanx.cluster.fork import STOP_SIGNALS, fork, heeded, kill_group, out_of_memory_kills
 from phalanx.cluster.worker import STACKS_SIGNAL, run_worker
 from phalanx.errors import PhalanxError, RunError
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, StoreAddress
@@ -36,13 +37,20 @@ def _nothing() -> None:
     return None
 
 
+def _none() -> int:
+    return 0
+
+
 def _no_event(kind: str, details: dict[str, Any]) -> None:
     return None
 
 
 @dataclass
 class Job:
-    """What an agent runs: `world` ranks of `worker` on this node, started anew up to `max_restarts` times.
+    """What an agent runs: `world` ranks of `worker` on this node, started anew up to `max_restarts` times in a row.
+
+    `progress` says how far the run has come for good (the step of the newest checkpoint); when it has grown since the
+    failure before, the count of restarts begins again.
 
     `devices` has one name per rank (none given: all on the CPU). `paths` says where logs and causes of death go (None:
     standard error, and no causes). `on_event(kind, details)` gets the events; details always hold `attempt`. `on_idle`
@@ -55,6 +63,7 @@ class Job:
     paths: RunPaths | None = None
     devices: Sequence[str] = ()
     max_restarts: int = 0
+    progress: Callable[[], int] = _none
     on_event: Callable[[str, dict[str, Any]], None] = _no_event
     on_idle: Callable[[], None] = _nothing
     first_attempt: int = 1
@@ -92,17 +101,17 @@ def run(job: Job) -> int:
 
     DONE when all ranks are done; STOPPED when they stopped for a signal; otherwise the code of the first real cause
     (FAILED for a death by signal). A configuration error and an exhausted memory are never retried, nor is anything
-    once a stop was asked for. SIGTERM and SIGUSR1 are passed on to the workers, a first SIGINT as SIGTERM; a second
-    SIGINT, or `grace_s` gone by, kills them. Must be called from the main thread; signal handlers are as before when it
-    returns. However it ends, by an exception of a callback too, no worker is left.
+    once a stop was asked for. SIGTERM and SIGUSR1 are passed on to the workers, a first SIGINT and a SIGHUP that is not
+    ignored as SIGTERM; a second SIGINT, or `grace_s` gone by, kills them. Must be called from the main thread; signal
+    handlers are as before when it returns. However it ends, by an exception of a callback too, no worker is left.
 
     Raises:
         RunError: logs cannot be written.
         PhalanxError: a killed worker does not die.
     """
-    last = job.first_attempt + job.max_restarts
+    failures, reached = 0, job.progress()
     with _Signals() as signals:
-        for number in range(job.first_attempt, last + 1):
+        for number in itertools.count(job.first_attempt):
             attempt = _Attempt(job, number, signals)
             try:
                 attempt.start()
@@ -111,7 +120,11 @@ def run(job: Job) -> int:
                 attempt.kill()
             for late in signals.take():
                 job.on_event(Kind.SIGNALLED, {"attempt": number, "signal": late.name})
-            if code == ExitCode.DONE or code in NEVER_RETRIED or signals.asked or number == last:
+            if code == ExitCode.DONE or code in NEVER_RETRIED or signals.asked:
+                return code
+            before, reached = reached, max(reached, job.progress())
+            failures = 1 if reached > before else failures + 1
+            if failures > job.max_restarts:
                 return code
             job.on_event(Kind.RESTARTED, {"attempt": number + 1})
     raise AssertionError("unreachable")
@@ -128,7 +141,7 @@ class _Signals:
 
     def __enter__(self) -> "_Signals":
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, _noted) for number in STOP_SIGNALS}
+        self._old_handlers = {number: signal.signal(number, _noted) for number in heeded()}
         return self
 
     def __exit__(
@@ -271,14 +284,17 @@ class _Attempt:
     def _read_cause(self, rank: int) -> dict[str, Any] | None:
         if self.job.paths is None:
             return None
-        path = self.job.paths.cause(self.number, rank)
-        return json.loads(path.read_text()) if path.is_file() else None
+        try:
+            cause = json.loads(self.job.paths.cause(self.number, rank).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # there is none, or none that can be read: exit code and log still say something
+            return None
+        return cause if isinstance(cause, dict) and isinstance(cause.get("exit_code"), int) else None
 
     def _pass_on(self, number: signal.Signals) -> None:
         self.job.on_event(Kind.SIGNALLED, {"attempt": self.number, "signal": number.name})
         if self.deadline is None:
             self.deadline = time.monotonic() + self.job.grace_s
-        sent = signal.SIGTERM if number == signal.SIGINT else number
+        sent = signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number
         if sent in self.forwarded:
             return
         self.forwarded.add(sent)

@@ -17,8 +17,14 @@ from phalanx.cluster.causes import describe, signal_name
 from phalanx.errors import OutOfMemory, PhalanxError
 from phalanx.records import ExitCode
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
+
+
+def heeded() -> list[signal.Signals]:
+    """The stop signals that this process acts on: all, but for a SIGHUP that its starter wants ignored (nohup)."""
+    hung_up_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not hung_up_ignored]
 
 
 def thread_names() -> list[str]:
@@ -90,7 +96,7 @@ def _leave_parent(parent: int, keep: Collection[int], mask: Collection[int]) -> 
     die_with(parent)
     os.setpgid(0, 0)  # Ctrl-C at a terminal reaches the parent alone, which knows what to do about it
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, *STOP_SIGNALS):
+    for number in (signal.SIGCHLD, *heeded()):
         signal.signal(number, signal.SIG_DFL)
     _drop_descriptors(keep)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -46,10 +46,6 @@ class Mesh:
         """The least of each number over all ranks."""
         return self._reduce(values, dist.ReduceOp.MIN)
 
-    def all_agree(self, ok: bool) -> bool:
-        """Whether `ok` is true on every rank."""
-        return self.min([float(ok)])[0] == 1.0
-
     def blame(self, error: RuntimeError) -> RuntimeError | CollectiveError:
         """What to raise for `error`: if a collective failed, an error that names the ranks that were not in it.
 

@@ -139,7 +139,13 @@ class Loader:
 
     def _sample(self, window: int, position: int) -> Sample:
         start = window * self.seq_len
-        return Sample(self.token_file.slice(start, start + self.seq_len + 1), position)
+        tokens = self.token_file.slice(start, start + self.seq_len + 1)
+        if tokens.max() >= self.token_file.vocab_size:
+            raise DataError(
+                f"{self.token_file.folder} has a token beyond its vocabulary of {self.token_file.vocab_size} near "
+                f"number {start}, so the file is damaged; delete that folder and prepare the data again"
+            )
+        return Sample(tokens, position)
 
     def _cut(self, samples: list[Sample], shares: Sequence[int]) -> list[list[Sample]]:
         """Nearly equal contiguous micro-batches, the larger ones first; as many as the rank with most work needs."""

@@ -5,6 +5,7 @@ A token set is a folder of three files: `tokens.bin` (uint16 or uint32, little e
 EOS.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import DataError
+from phalanx.records import write_atomic
 
 FORMAT_VERSION = 1
 TOKENS = "tokens.bin"
 INDEX = "index.bin"
 MANIFEST = "manifest.json"
+VERIFIED = "verified.json"  # a mark: the contents were found whole
 CHECK_BYTES = 16 << 20  # how much of a file is read at a time to check it
 
 
@@ -87,6 +90,20 @@ class TokenFile:
             found, expected = _checksum(self.folder / name), self._manifest["crc32"][name]
             if found != expected:
                 raise DataError(_damaged(self.folder / name, f"its checksum is {found:08x}, not {expected:08x}"))
+
+    def verify_once(self) -> None:
+        """`verify`, unless these files, by size and time of change, have been verified before; raises DataError.
+
+        A mark beside them remembers it; where it cannot be written they are read whole each time.
+        """
+        now = [[status.st_size, status.st_mtime_ns] for status in (os.stat(self.folder / n) for n in (TOKENS, INDEX))]
+        mark = self.folder / VERIFIED
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(mark.read_text(encoding="utf-8")) == now:
+                return
+        self.verify()
+        with contextlib.suppress(OSError):
+            write_atomic(mark, json.dumps(now))
 
 
 class TokenWriter:

@@ -1,4 +1,4 @@
-"""The layers that models are made of: norm, rotary positions, and a cross entropy that never holds the full logits.
+"""The layers that models are made of: embedding, norm, rotary positions, attention, and a chunked cross entropy.
 
 No layer has a buffer: nothing can be lost or garbled when a model built on the meta device is filled.
 """
@@ -15,9 +15,45 @@ from phalanx.models.spec import ModelSpec, RopeScaling
 
 IGNORED = -100  # a label that counts for nothing
 _CHUNK_BYTES_CPU = 4 << 20  # a chunk's logits stay in the cache: measured fastest of 2 to 64 MiB
-_CHUNK_BYTES_ACCELERATOR = 512 << 20  # few large matrix products, since each one also reads and writes all of dW
+# On an accelerator each chunk also reads and writes all of dW in float32. Per element of dW that is 8 bytes, 2.4 ps at
+# 3.3 TB/s, against 6 FLOP for each token of the chunk, 10 ps for 1,000 tokens at 600 TFLOP/s: a quarter more for 1,000
+# tokens, 6 % for 4,096. So at least 4,096 tokens, unless their logits outgrow 2 GiB (4,096 x 128,256 x 4 bytes are
+# 2.1 GB, just inside). By arithmetic with the figures of an H100, not measured.
+_CHUNK_BYTES_ACCELERATOR = 512 << 20
+_CHUNK_TOKENS_ACCELERATOR = 4096
+_CHUNK_BYTES_MOST = 2 << 30
 
 ChunkFn = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+
+
+class _WideLookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows = weight.shape[0]
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        wide = torch.ops.aten.embedding_dense_backward(grads[0].float(), tokens, ctx.rows, -1, False)
+        return wide.to(grads[0].dtype), None
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding, except that on a CPU the gradient of a bfloat16 or float16 weight is summed in float32.
+
+    torch on a CPU adds up the rows of a token in the dtype of the weight: in bfloat16 a token seen 20,000 times stops
+    at 256 times its gradient. Its CUDA kernels sum in float32 throughout for more than 3,072 tokens, and below that
+    within each 32 of them, so at most 96 roundings; there a second copy of a large weight in float32 is not worth it.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """tokens (...) int64 -> (..., width) in the dtype of the weight."""
+        if self.weight.device.type == "cpu" and self.weight.dtype in (torch.bfloat16, torch.float16):
+            return _WideLookUp.apply(self.weight, input)
+        return super().forward(input)
 
 
 class RMSNorm(nn.Module):
@@ -72,6 +108,27 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cosines + wide.roll(x.shape[-1] // 2, -1) * signed_sines).to(x.dtype)
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of each position to itself and those before; q (B, heads, S, head_dim) -> the same shape.
+
+    k and v (B, kv_heads, S, head_dim): each of their heads serves heads / kv_heads neighbouring heads of q.
+    """
+    return _attend(q, k, v, repeat=_lacks_grouped_kernel(q.dtype, q.device))
+
+
+def _lacks_grouped_kernel(dtype: torch.dtype, device: torch.device) -> bool:
+    # On an accelerator torch's flash kernel takes no float32 and its memory-efficient one no grouped heads: together
+    # they would fall to the plain kernel, which holds S x S scores for each head.
+    return dtype == torch.float32 and device.type != "cpu"
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, repeat: bool) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    if repeat and groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
 def cross_entropy_sum_plain(hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
     """What `cross_entropy_sum` means, in one line of PyTorch that holds all the logits."""
     logits = hidden @ head_weight.T
@@ -83,7 +140,8 @@ def default_chunk(vocab_size: int, device: torch.device) -> int:
     """Tokens per chunk of `cross_entropy_sum`."""
     if device.type == "cpu":
         return max(128, _CHUNK_BYTES_CPU // (4 * vocab_size))
-    return max(1024, _CHUNK_BYTES_ACCELERATOR // (4 * vocab_size))
+    enough = min(_CHUNK_TOKENS_ACCELERATOR, _CHUNK_BYTES_MOST // (4 * vocab_size))
+    return max(1, enough, _CHUNK_BYTES_ACCELERATOR // (4 * vocab_size))
 
 
 def _chunk(hidden: Tensor, head_weight: Tensor, labels: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
@@ -104,6 +162,18 @@ def _chunk(hidden: Tensor, head_weight: Tensor, labels: Tensor, with_grad: bool)
         return loss, (log_p.exp() - hit.to(log_p.dtype)).to(hidden.dtype)
     grad = log_p.exp_().scatter_add_(1, targets, log_p.new_full(targets.shape, -1.0))
     return loss, grad.to(hidden.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b for a `total` at least as wide as `a` and `b`, the product not rounded where the device can."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+        return
+    try:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    except NotImplementedError:  # what torch raises for a device without such a kernel: a CPU, for one
+        # The product is summed in float32 and rounded once: 2^-9 of each chunk's part in bfloat16, however many chunks.
+        total += a @ b
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -128,10 +198,7 @@ class _CrossEntropySum(torch.autograd.Function):
             assert grad_logits is not None
             loss += part_loss
             torch.mm(grad_logits, head_weight, out=grad_hidden[start : start + chunk]).masked_fill_(ignored, 0.0)
-            if wide == hidden.dtype:
-                grad_weight.addmm_(grad_logits.T, part)
-            else:
-                grad_weight += grad_logits.T @ part
+            _add_product(grad_weight, grad_logits.T, part)
         ctx.save_for_backward(grad_hidden, grad_weight.to(head_weight.dtype))
         return loss
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.models.draws import Draws, key, normal
-from phalanx.models.layers import RMSNorm, apply_rope, cross_entropy_sum, rope_table
+from phalanx.models.layers import Embedding, RMSNorm, apply_rope, causal_attention, cross_entropy_sum, rope_table
 from phalanx.models.spec import ModelSpec
 
 # Our name -> the name in a Hugging Face folder; {i} is the layer.
@@ -37,7 +37,6 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
-        self.grouped = spec.kv_heads < spec.heads
         self.q = nn.Linear(spec.hidden, spec.heads * spec.head_dim, bias=False)
         self.k = nn.Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=False)
         self.v = nn.Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=False)
@@ -49,7 +48,7 @@ class Attention(nn.Module):
         q = apply_rope(self.q(x).unflatten(-1, (-1, self.head_dim)), cos, sin).transpose(1, 2)
         k = apply_rope(self.k(x).unflatten(-1, (-1, self.head_dim)), cos, sin).transpose(1, 2)
         v = self.v(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        mixed = causal_attention(q, k, v)
         return self.o(mixed.transpose(1, 2).flatten(2))
 
 
@@ -126,7 +125,7 @@ class Llama(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.embed = nn.Embedding(spec.vocab_size, spec.hidden)
+        self.embed = Embedding(spec.vocab_size, spec.hidden)
         self.layers = nn.ModuleList(Block(spec) for _ in range(spec.layers))
         self.head = Head(spec)
 

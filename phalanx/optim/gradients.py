@@ -32,10 +32,9 @@ class TotalWeight:
 
 def sum_of_squares(grads: Iterable[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Sum of squares of all elements, as one element of `dtype` on `device`."""
-    norms = torch._foreach_norm(
-        [grad for grad in grads if grad.numel()] or [torch.zeros(1, dtype=dtype, device=device)]
-    )
-    return torch.stack([norm.to(dtype) for norm in norms]).square_().sum()
+    some = [grad for grad in grads if grad.numel()] or [torch.zeros(1, dtype=dtype, device=device)]
+    # Asked for in `dtype`: the norm of a bfloat16 tensor is otherwise rounded to bfloat16, off by up to 0.4 %.
+    return torch.stack(torch._foreach_norm(some, 2, dtype)).square_().sum()
 
 
 def fold(

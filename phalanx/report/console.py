@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -25,6 +24,7 @@ from rich.text import Text
 
 from phalanx.records import Kind, RunPaths, read_lines
 from phalanx.report import words
+from phalanx.report.terminal import open_terminal
 
 STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
 RATE_STEPS = 20  # the shown rate is a median over these many steps, so that one slow step does not shake it
@@ -37,7 +37,8 @@ class Console:
 
     `total_steps` is where the bar ends, `description` the word at its left, `stream` a text stream (standard output if
     None). On a terminal there is a live bar; anywhere else a line at the first step, then about every ten seconds
-    (a minute on long runs) or every twentieth of the run, and every event. Close it, or use it as a context manager.
+    (a minute on long runs) or every twentieth of the run, and every event. A stream that takes nothing any more is
+    left alone. Close it, or use it as a context manager.
     """
 
     def __init__(self, total_steps: int, description: str = "training", stream: TextIO | None = None) -> None:
@@ -46,7 +47,7 @@ class Console:
         stream = sys.stdout if stream is None else stream
         terminal = stream.isatty()
         # Without a terminal no line is folded: a log is read with other widths than the one guessed here.
-        self.rich = RichConsole(file=stream, width=None if terminal else 400, highlight=False, emoji=False)
+        self.rich = open_terminal(stream, width=None if terminal else 400)
         self.step = 0
         self._pid = os.getpid()
         self._started = time.monotonic()

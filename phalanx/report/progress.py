@@ -3,8 +3,9 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from phalanx.report.terminal import open_terminal
 
 PHASES = {
     "tokenizer": "training the tokenizer",
@@ -17,7 +18,7 @@ PHASES = {
 @contextlib.contextmanager
 def phases() -> Iterator[Callable[[str, int, int], None]]:
     """A function `(phase, done, total)` that shows a bar per phase; without a terminal, a line when a phase begins."""
-    console = Console()
+    console = open_terminal()
     columns = (TextColumn("{task.description:24}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
     bars: dict[str, TaskID] = {}
     with Progress(

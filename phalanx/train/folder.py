@@ -80,7 +80,14 @@ def saved_config(paths: RunPaths) -> Config | None:
 
 def next_attempt(paths: RunPaths) -> int:
     """One more than the last attempt that left a trace."""
-    return 1 + max(_numbers(read_lines(paths.events), "attempt"), default=0)
+    traces = [*_numbers(read_lines(paths.events), "attempt"), *_numbers(read_lines(paths.metrics), "attempt")]
+    return 1 + max(traces, default=0)
+
+
+def last_devices(paths: RunPaths) -> tuple[Any, Any] | None:
+    """How many ranks the last start had and on what devices; None before the first."""
+    starts = [event for event in read_lines(paths.events) if event.get("kind") == Kind.RUN_STARTED]
+    return (starts[-1].get("world"), starts[-1].get("device_names")) if starts else None
 
 
 def finished_step(paths: RunPaths) -> int | None:

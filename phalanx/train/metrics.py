@@ -66,6 +66,7 @@ class _Measured:
     step_s: float
     data_s: float
     wait_s: float
+    comm_bytes: int
     memory_bytes: int
 
 
@@ -96,7 +97,7 @@ class Recorder:
         traffic = self._mesh.traffic.take()
         self.total_tokens += weight
         self._waiting = _Measured(
-            step, HostCopy(list(results)), weight, lr, now - self._mark, data_s, traffic.wait_s,
+            step, HostCopy(list(results)), weight, lr, now - self._mark, data_s, traffic.wait_s, traffic.payload_bytes,
             accelerator.peak_memory(self._mesh.device),
         )  # fmt: skip
         self._mark = now
@@ -129,6 +130,7 @@ class Recorder:
             step_s=step_s,
             tokens_per_s=tokens_per_s,
             wait_s=sum(waits_s) / self._mesh.world if on_host else None,
+            comm_bytes=done.comm_bytes,
             data_s=done.data_s,
             mfu=mfu,
             mfu_causal=mfu_causal,

@@ -93,18 +93,21 @@ def check_state(config: Config, spec: ModelSpec, device_name: str, *, world: int
 
 
 def state_bytes(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:
-    """Bytes one of `ranks` holds besides activations: masters, two moments, gradients, and what is gathered for use."""
+    """Bytes one of `ranks` holds besides activations: masters, moments, gradients, and what is gathered to be used."""
     shapes = parameter_shapes(spec)
     elements = sum(math.prod(shape) for shape in shapes.values())
     master = 8 if dtype == torch.float64 else 4
+    # The loss makes the head's gradient in the master's type before it is narrowed (layers.cross_entropy_sum).
+    head = spec.vocab_size * spec.hidden * (master + dtype.itemsize)
     if ranks == 1:
-        narrow = 2 * dtype.itemsize if dtype == torch.bfloat16 else master
-        return elements * (3 * master + narrow)
+        # Under bf16: the rounded copy, its gradient, and with several micro-batches their sum in fp32.
+        grads = 2 * dtype.itemsize + master if dtype == torch.bfloat16 else master
+        return elements * (3 * master + grads) + head
     block = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers.0."))
     ends = elements - block * spec.layers
     # Two blocks are whole at a time (one in use, one on its way) with one's gradients, and the ends with theirs.
     whole = 2 * block * (dtype.itemsize + master) + ends * (dtype.itemsize + master)
-    return elements * 4 * master // ranks + whole
+    return elements * 4 * master // ranks + whole + head
 
 
 def _peak(config: Config, spec: ModelSpec, device: torch.device, layers: int, batch: int) -> int:

@@ -3,6 +3,7 @@
 It reads files and computes, so a launcher calls it in a child process and takes the JSON-able answer.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ Chosen = list[tuple[str, Any, str]]  # key, value, reason
 
 
 def resolve_with_files(
-    recipe: str, device: str, world: int, local_world: int, progress: Progress | None
+    recipe: str, devices: Sequence[str], world: int, local_world: int, progress: Progress | None
 ) -> dict[str, Any]:
     """Resolve the remaining `auto`s of a configuration (as YAML text); everything a user can get wrong is found here.
 
-    Returns {"config": YAML, "chosen": [[key, value, reason]], "train", "held_out", "tokenizer": folders}.
+    `devices` has one of each model that this process's node has. Returns {"config": YAML, "chosen": [[key, value,
+    reason]], "train", "held_out", "tokenizer": folders}.
     """
     config = check(yaml.safe_load(recipe), "the configuration")
     chosen: Chosen = []
@@ -55,10 +57,15 @@ def resolve_with_files(
         config = update(config, {"model.vocab_size": prepared.vocab_size})
     spec = spec_of(config, hf_spec)
     _check_data(prepared, spec.vocab_size, config)
-    check_state(config, spec, device, world=world, local_world=local_world)
+    for device in devices:
+        check_state(config, spec, device, world=world, local_world=local_world)
     if config.train.micro_batch == "auto":
         most = max(balance.even(config.train.global_batch, world))
-        found = largest_micro_batch(config, spec, device, world=world, local_world=local_world, most=most)
+        answers = [
+            largest_micro_batch(config, spec, device, world=world, local_world=local_world, most=most)
+            for device in devices
+        ]
+        found = min(answers, key=lambda answer: answer.micro_batch)
         chosen.append(("train.micro_batch", found.micro_batch, found.reason()))
         config = update(config, {"train.micro_batch": found.micro_batch})
     return {
@@ -90,6 +97,8 @@ def _check_data(prepared: Prepared, vocab_size: int, config: Config) -> None:
     seq_len, batch = config.data.seq_len, config.train.global_batch
     Loader(TokenFile(prepared.train), seq_len, batch, seed=0, rank=0, micro_batch=1)
     held_out = TokenFile(prepared.held_out)
+    for token_set in (TokenFile(prepared.train), held_out):
+        token_set.verify_once()
     if config.train.eval_every and config.train.eval_sequences and held_out.tokens <= seq_len:
         raise DataError(
             f"train.eval_every asks for evaluations, but the held-out documents have only {held_out.tokens} tokens, "

@@ -14,16 +14,16 @@ import torch
 
 from phalanx import accelerator, balance
 from phalanx.checkpoint.disk import Saver
-from phalanx.checkpoint.read import newest_agreed
+from phalanx.checkpoint.read import find, newest_agreed
 from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.objects import JsonGroup
-from phalanx.errors import RunError
+from phalanx.errors import Diverged, RunError
 from phalanx.models.spec import ModelSpec, parameter_shapes
 from phalanx.optim.schedule import learning_rate
 from phalanx.parallel.apply import DTYPES
 from phalanx.parallel.materialize import materialise, nothing
-from phalanx.records import ExitCode, Kind, Placement, RunPaths
+from phalanx.records import ExitCode, Kind, Placement, RunPaths, StepRecord
 from phalanx.tasks.task import Batch
 from phalanx.train.build import Parts, build
 from phalanx.train.metrics import Recorder, speed_of
@@ -32,6 +32,9 @@ from phalanx.train.step import evaluate, run_micro_batches
 
 if TYPE_CHECKING:
     from phalanx.config import Config
+
+
+NOT_FINITE_STEPS = 20  # in a row: a single one is skipped and forgotten
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,19 @@ class Loop:
     records: Records
     saver: Saver
     stop: StopRequest
+    not_finite: int = 0  # steps in a row that were skipped because the gradient was not finite
 
     def restore(self) -> int:
         """Fill model and state from the newest good checkpoint, or with the starting weights; returns the step."""
         group = JsonGroup(self.mesh.control)
-        checkpoint = newest_agreed(self.job.paths.checkpoints, self.mesh.rank, group, None, self.records.event)
+        folder = self.job.paths.checkpoints
+        checkpoint = newest_agreed(folder, self.mesh.rank, group, None, self.records.event)
+        if checkpoint is None and group.broadcast_object(len(find(folder))):
+            # Beginning anew would write over what may only be unreadable for the moment.
+            raise RunError(
+                f"none of the checkpoints in {folder} can be used (their reasons are in {self.job.paths.events}); "
+                "restore one, or move that folder away to begin again"
+            )
         materialise(self.parts.model, self.parts.engine, nothing if checkpoint else self.parts.starting_weights)
         speed = speed_of(self.job.spec, self.job.config.data.seq_len, self.mesh, DTYPES[self.job.config.train.dtype])
         header = checkpoint.header if checkpoint else {"step": 0, "skipped": 0, "tokens": 0}
@@ -135,7 +146,7 @@ class Loop:
             asked = self.train_one(step)
             last = step == config.train.steps
             if asked or last or _due(step, config.checkpoint.every) or _due(step, config.train.eval_every):
-                self.records.step(self.recorder.flush())
+                self.note(self.recorder.flush())
                 if _due(step, config.train.eval_every) and not last:
                     self.evaluate(step)
                 if _due(step, config.checkpoint.every) and not (asked or last):
@@ -171,7 +182,7 @@ class Loop:
             nominal_weight=parts.nominal_weight,
         )
         # The device is busy with this step now: a good moment to read the results of the one before.
-        self.records.step(self.recorder.flush())
+        self.note(self.recorder.flush())
         asked = torch.tensor([float(self.stop.signal is not None)])
         agreeing = all_reduce(asked, self.mesh.control, Traffic())
         norm, skip, weight = parts.engine.finish_step(lr, config.optim.clip_norm)
@@ -179,6 +190,18 @@ class Loop:
         self.recorder.measured(step, (loss_sum, norm, skip), weight, lr, data_s)
         agreeing.wait()
         return (self.stop.signal or "another rank's signal") if asked.item() else None
+
+    def note(self, record: StepRecord | None) -> None:
+        """Write a step's record; give up when the gradient stays infinite, since then nothing is learnt any more."""
+        self.records.step(record)
+        if record is None:
+            return
+        self.not_finite = self.not_finite + 1 if record.skipped and record.tokens else 0
+        if self.not_finite >= NOT_FINITE_STEPS:
+            raise Diverged(
+                f"the gradient has not been finite since step {record.step - NOT_FINITE_STEPS + 1}; start a new run "
+                "with a lower optim.lr or a longer optim.warmup_steps, or look at the data of these steps"
+            )
 
     def to_batches(self, micro_batches: list[list[Any]]) -> list[Batch]:
         return [self.parts.task.collate(samples).to(self.mesh.device) for samples in micro_batches]

@@ -46,7 +46,7 @@ def cuts(placement: Placement, folder: str) -> list[int]:
     os.chdir(folder)
     fits = f"train.micro_batch={1 if placement.rank else 4}"
     config, _ = recipe.resolve(recipe.load(Path("recipe.yaml"), ["train.global_batch=8", fits]), device="cpu", world=2)
-    answer = resolve_with_files(recipe.to_yaml(config), "cpu", 2, 2, None)
+    answer = resolve_with_files(recipe.to_yaml(config), ["cpu"], 2, 2, None)
     config = recipe.check(recipe.parse_yaml(answer["config"], "the answer"), "the answer")
     with join(placement, 30) as mesh:
         parts = build(config, spec_from_run(config), mesh, Path(answer["train"]), Path(answer["held_out"]))

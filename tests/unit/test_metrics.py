@@ -27,7 +27,7 @@ def test_a_record_is_handed_out_once_and_late() -> None:
         assert recorder.flush() is None
     found = dataclasses.asdict(record)
     expected = {"step": 7, "attempt": 2, "loss": 3.0, "grad_norm": 2.5, "lr": 1e-3, "tokens": 10, "total_tokens": 1010,
-                "data_s": 0.25, "mfu": None, "mfu_causal": None, "skipped": False}  # fmt: skip
+                "comm_bytes": 0, "data_s": 0.25, "mfu": None, "mfu_causal": None, "skipped": False}  # fmt: skip
     assert found | expected == found
     assert record.tokens_per_s == pytest.approx(10 / record.step_s)
     assert record.memory_bytes > 1 << 20

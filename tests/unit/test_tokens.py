@@ -1,6 +1,7 @@
 """Indexed token files: what is written is read back, and what is damaged is named."""
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -125,3 +126,18 @@ def test_a_flipped_byte_is_found_by_verify(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f"{name}.*checksum"):
             file.verify()
         shutil.rmtree(tmp_path / "set")
+
+
+def test_contents_are_verified_once(tmp_path: Path) -> None:
+    file = write(tmp_path / "set", [[1, 2], [3]])
+    file.verify_once()
+    tokens = tmp_path / "set" / "tokens.bin"
+    status = tokens.stat()
+    spoiled = bytearray(tokens.read_bytes())
+    spoiled[0] ^= 1
+    tokens.write_bytes(spoiled)
+    os.utime(tokens, ns=(status.st_atime_ns, status.st_mtime_ns))
+    TokenFile(tmp_path / "set").verify_once()  # by size and time the file that was found whole
+    os.utime(tokens, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    with pytest.raises(DataError, match="checksum"):
+        TokenFile(tmp_path / "set").verify_once()

@@ -1,0 +1,90 @@
+"""Starts that must not go on: what is there would be lost, or what comes would be worth nothing."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from phalanx import recipe
+from phalanx.records import Kind, RunPaths, read_lines, read_steps
+from phalanx.train import folder
+from tests.dist.command import contents, phalanx, refused, write_place
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return write_place(tmp_path)
+
+
+RUN = ("train", "recipe.yaml", "--run-dir", "run")
+
+
+def test_checkpoints_that_cannot_be_used_are_not_written_over(here: Path) -> None:
+    assert phalanx(here, *RUN, "checkpoint.every=1")[0] == 0
+    paths = RunPaths(here / "run")
+    for manifest in paths.checkpoints.glob("*/manifest.json"):
+        manifest.write_text(manifest.read_text().replace('"version":1', '"version":2'))
+    before = contents(paths.checkpoints)
+    code, out, _ = phalanx(here, *RUN, "checkpoint.every=1", "train.steps=4")
+    assert code == 2
+    assert "none of the checkpoints in run/checkpoints can be used" in out
+    assert contents(paths.checkpoints) == before
+    assert len([e for e in read_lines(paths.events) if e["kind"] == Kind.CHECKPOINT_REFUSED]) == 2
+    assert [step["step"] for step in read_steps(paths.metrics)] == [1, 2]
+
+
+def test_attempts_go_on_counting_when_the_events_are_lost(here: Path) -> None:
+    assert phalanx(here, *RUN)[0] == 0
+    paths = RunPaths(here / "run")
+    paths.events.unlink()
+    assert folder.next_attempt(paths) == 2
+    assert phalanx(here, *RUN, "train.steps=4")[0] == 0
+    assert [(step["step"], step["attempt"]) for step in read_steps(paths.metrics)] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+
+
+def test_data_that_has_changed_is_refused(here: Path) -> None:
+    assert phalanx(here, *RUN)[0] == 0
+    source = here / "text.jsonl"
+    source.write_text(source.read_text() + json.dumps({"text": "one more document"}) + "\n")
+    before = contents(here / "run")
+    found = refused(here, *RUN, "train.steps=4")
+    assert re.match(r"the data of the run in run has changed since it began \((train|held_out)", found)
+    assert contents(here / "run") == before
+
+
+def test_token_files_that_rotted_are_refused(here: Path) -> None:
+    assert phalanx(here, *RUN)[0] == 0
+    (file,) = (here / "cache").glob("*/train/tokens.bin")
+    spoiled = bytearray(file.read_bytes())
+    spoiled[10] ^= 1
+    file.write_bytes(spoiled)
+    found = refused(here, "train", "recipe.yaml", "--run-dir", "other")
+    assert "tokens.bin cannot be used: its checksum is" in found
+    assert "delete" in found
+
+
+def test_a_run_that_has_run_away_gives_up(here: Path) -> None:
+    code, out, _ = phalanx(here, *RUN, "optim.lr=1e300", "train.steps=40", "train.eval_sequences=0")
+    assert code == 2
+    assert "the gradient has not been finite since step 2" in out
+    steps = read_steps(RunPaths(here / "run").metrics)
+    assert [step["skipped"] for step in steps] == [False] + [True] * 20
+    assert RunPaths(here / "run").report.exists()
+
+
+def test_other_devices_get_another_micro_batch(here: Path) -> None:
+    auto = (*RUN, "train.micro_batch=auto")
+    assert phalanx(here, *auto, "--ranks", "2")[0] == 0
+    assert phalanx(here, *auto, "train.steps=3")[0] == 0
+    assert phalanx(here, *auto, "train.steps=4")[0] == 0
+    chosen = [e["value"] for e in read_lines(RunPaths(here / "run").events) if e.get("key") == "train.micro_batch"]
+    assert chosen == [2, 4], "half of the batch on each of two ranks, then all of it, then no question any more"
+
+
+def test_a_device_without_bf16_computes_in_fp32() -> None:
+    config = recipe.check({"model": {"preset": "llama-3.2-1b"}}, "here")
+    old, reasons = recipe.resolve(config, device="gpu", world=1, bf16=False)
+    new, _ = recipe.resolve(config, device="gpu", world=1)
+    assert (old.train.dtype, new.train.dtype) == ("fp32", "bf16")
+    assert ("train.dtype", "fp32", "a device of kind gpu here has no bf16") in reasons
