@@ -13,6 +13,7 @@ import torch
 # sparsity. An A100 of either memory size has the same peak. The longest matching name wins.
 PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
     "V100": {torch.float16: 125e12, torch.float32: 15.7e12},
+    "V100-PCIE": {torch.float16: 112e12, torch.float32: 14e12},
     "T4": {torch.float16: 65e12, torch.float32: 8.1e12},
     "A10G": {torch.bfloat16: 70e12, torch.float16: 70e12, torch.float32: 35e12},
     "A40": {torch.bfloat16: 149.7e12, torch.float16: 149.7e12, torch.float32: 37.4e12},
@@ -24,6 +25,7 @@ PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
     "H100 PCIe": {torch.bfloat16: 756e12, torch.float16: 756e12, torch.float32: 51e12, torch.float64: 51e12},
     "H100": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12, torch.float64: 66.9e12},
     "H200": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12, torch.float64: 66.9e12},
+    "H200 NVL": {torch.bfloat16: 835e12, torch.float16: 835e12},
     "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 75e12, torch.float64: 37e12},
 }
 
@@ -69,17 +71,6 @@ def name(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
-def supports_bf16(device_name: str) -> bool:
-    """Whether a device computes in bf16 itself; an accelerator that only emulates it is slower than in fp32."""
-    device = torch.device(device_name)
-    if device.type == "cpu":
-        return True
-    try:
-        return bool(torch.get_device_module(device).is_bf16_supported(including_emulation=False))
-    except (AttributeError, TypeError):  # a kind of device that knows no such question
-        return True
-
-
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Dense peak in FLOP/s, or None when the device is not in the table.
 
@@ -91,23 +82,28 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     return PEAK_FLOPS[matching[-1]].get(dtype) if matching else None
 
 
-def supports_bf16(device: str) -> bool:
-    """Whether the device computes in bfloat16 itself; False where it would be emulated, or where nothing says so.
+def model_of(device_name: str) -> str:
+    """`name` of a device given by its own name, such as "cuda:0"."""
+    return name(torch.device(device_name))
 
-    On a CPU it is always True. On an accelerator this may initialise the driver.
+
+def supports_bf16(device: str) -> bool:
+    """Whether the device computes in bfloat16 itself; one that only emulates it is slower than in float32.
+
+    True for a CPU and for a kind of device that cannot be asked. Asking an accelerator initialises its driver.
     """
     chosen = torch.device(device)
     if chosen.type == "cpu":
         return True
-    with torch.accelerator.device_index(chosen.index or 0):  # the question is about the current device
+    with torch.accelerator.device_index(chosen.index or 0):  # the answer is about the current device
         return _says_bf16(torch.get_device_module(chosen))
 
 
 def _says_bf16(module: Any) -> bool:
     try:
         return bool(module.is_bf16_supported(including_emulation=False))
-    except AttributeError:  # a kind of device that is not asked this
-        return False
+    except AttributeError:  # a kind of device that knows no such question
+        return True
     except TypeError:  # a kind of device that emulates nothing
         return bool(module.is_bf16_supported())
 

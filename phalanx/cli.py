@@ -1,5 +1,6 @@
 """The command line. It hands work to the rest; torch is imported only by commands that need it."""
 
+import contextlib
 import json
 import os
 import sys
@@ -34,6 +35,13 @@ Overrides = Annotated[
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 
 
+def _run_dir(text: str) -> Path:
+    """An empty one, as of a shell's variable that was never set, would be the working folder."""
+    if not text:
+        raise ConfigError("--run-dir is empty, so there is no folder to put the run into; name one or leave it out")
+    return Path(text)
+
+
 @app.command()
 def train(
     recipe_path: RecipeFile,
@@ -43,7 +51,12 @@ def train(
         typer.Option(min=1, help="Local ranks. Default: one per accelerator; one on a machine without."),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Where everything of this run goes. Default: runs/ and the recipe's name.")
+        Path | None,
+        typer.Option(
+            parser=_run_dir,
+            metavar="PATH",
+            help="Where everything of this run goes. Default: runs/ and the recipe's name.",
+        ),
     ] = None,
 ) -> None:
     """Train a model; in a folder that holds the same run already, go on where it stopped.
@@ -167,8 +180,30 @@ def _options(
     """Options of every command."""
 
 
+def _open_closed_streams() -> None:
+    """Give standard streams that the caller closed (`>&-`) /dev/null; else the next file opened would become one."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it: the exit code has to do
+        typer.secho(f"error: {text}", err=True, fg=typer.colors.RED)
+
+
 def main() -> None:
     """The entry point: runs a command and turns its errors into a sentence and an exit code."""
+    _open_closed_streams()
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
@@ -176,12 +211,12 @@ def main() -> None:
     except PhalanxError as error:
         if debug:
             traceback.print_exc()
-        typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
+        _complain(str(error))
         sys.exit(error.exit_code)
     except Exception as error:
         if debug:
             traceback.print_exc()
         else:
             hint = "this is a fault of Phalanx; --debug shows where"
-            typer.secho(f"error: {type(error).__name__}: {error} ({hint})", err=True, fg=typer.colors.RED)
+            _complain(f"{type(error).__name__}: {error} ({hint})")
         sys.exit(ExitCode.FAILED)

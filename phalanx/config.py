@@ -191,7 +191,7 @@ class CheckpointSection(Section):
 class ResilienceSection(Section):
     """What happens when something breaks."""
 
-    max_restarts: CountOrZero = knob(3, "restarts after failures of one start, before giving up")
+    max_restarts: CountOrZero = knob(3, "restarts after failures without a new checkpoint in between, before giving up")
 
 
 class ReportSection(Section):

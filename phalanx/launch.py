@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console as Terminal
 
 from phalanx import recipe
 from phalanx.cluster import agent
 from phalanx.cluster.fork import fork_call
 from phalanx.cluster.placement import device_of, from_environment
+from phalanx.cluster.stopping import StopAsked, stoppable
 from phalanx.config import Config
 from phalanx.errors import PhalanxError
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, write_event
+from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines, write_event
+from phalanx.report.terminal import open_terminal
 
 # What a worker needs, imported once in the parent that forks the workers. Importing torch alone is not enough: the
 # first optimizer step would import torch._dynamo in each worker.
@@ -53,17 +54,27 @@ class Prepared:
 def train(wanted: Config, paths: RunPaths, ranks: int | None, environment: Mapping[str, str]) -> int:
     """Train `wanted` in a run folder: as local ranks, or as the rank that torchrun's or Slurm's variables describe.
 
-    Returns the exit code; raises PhalanxError for what a user can mend.
+    Returns the exit code, also of a stop signal that comes before there are ranks; raises PhalanxError for what a user
+    can mend.
     """
+    try:
+        return _train(wanted, paths, ranks, environment)
+    except StopAsked as asked:
+        open_terminal().print(f"stopped by {asked} before any step was done; the same command starts again")
+        return ExitCode.STOPPED
+
+
+def _train(wanted: Config, paths: RunPaths, ranks: int | None, environment: Mapping[str, str]) -> int:
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environment):
         # Read once, when torch is loaded. By default waiting OpenMP threads spin: on cores that others use too, a step
         # then takes up to 40 times as long (measured on two cores with one other process).
         os.environ["GOMP_SPINCOUNT"] = "20000"
-    terminal = Terminal()
+    terminal = open_terminal()
     if terminal.is_terminal:
         terminal.print("[dim]importing torch[/dim]", end="\r")
-    agent.preload(PRELOAD)
-    found = {row[0]: Device(*row) for row in fork_call(_devices, timeout_s=DEVICES_TIMEOUT_S)}
+    with stoppable():
+        agent.preload(PRELOAD)
+        found = {row[0]: Device(*row) for row in fork_call(_devices, timeout_s=DEVICES_TIMEOUT_S)}
     accelerators = [name for name in found if name != "cpu"]
     given = None if ranks is not None else from_environment(environment, accelerators)
     if given is not None:
@@ -73,12 +84,10 @@ def train(wanted: Config, paths: RunPaths, ranks: int | None, environment: Mappi
 
 
 def _devices() -> list[tuple[str, str, bool]]:
-    import torch
-
     from phalanx import accelerator
 
     names = ["cpu", *accelerator.found()]
-    return [(name, accelerator.name(torch.device(name)), accelerator.supports_bf16(name)) for name in names]
+    return [(name, accelerator.model_of(name), accelerator.supports_bf16(name)) for name in names]
 
 
 def _launch(wanted: Config, paths: RunPaths, devices: Sequence[Device]) -> int:
@@ -86,39 +95,38 @@ def _launch(wanted: Config, paths: RunPaths, devices: Sequence[Device]) -> int:
     from phalanx.report.console import Console, Follower
     from phalanx.train import folder
 
-    lock = folder.open_folder(paths)
-    try:
-        if (done := _finished(wanted, paths)) is not None:
-            return done
-        world = len(devices)
-        prepared = _prepare(wanted, paths, devices, world, world, writes=True)
-        if prepared.config.report.tensorboard:
-            agent.preload(["torch.utils.tensorboard"])
-        console = Console(prepared.config.train.steps, paths.root.name)
-        follower = Follower(paths, console)
-        write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **_facts(prepared, devices, world))
-        try:
-            code = agent.run(
-                agent.Job(
-                    world=world,
-                    worker=functools.partial(_worker, prepared.job),
-                    paths=paths,
-                    devices=[device.name for device in devices],
-                    max_restarts=prepared.config.resilience.max_restarts,
-                    on_event=lambda kind, details: _note(paths, console, kind, details),
-                    on_idle=follower.poll,
-                    first_attempt=prepared.attempt,
-                    grace_s=prepared.config.comm.timeout_s,
-                )
+    with contextlib.ExitStack() as held:
+        with stoppable():  # the agent has handlers of its own; these are for what comes before
+            held.enter_context(folder.opened(paths))
+            if (done := _finished(wanted, paths)) is not None:
+                return done
+            world = len(devices)
+            prepared = _prepare(wanted, paths, devices, world, world, writes=True)
+            if prepared.config.report.tensorboard:
+                agent.preload(["torch.utils.tensorboard"])
+            console = Console(prepared.config.train.steps, paths.root.resolve().name)
+            follower = Follower(paths, console)
+            write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **_facts(prepared, devices, world))
+            job = agent.Job(
+                world=world,
+                worker=functools.partial(_worker, prepared.job),
+                paths=paths,
+                devices=[device.name for device in devices],
+                max_restarts=prepared.config.resilience.max_restarts,
+                on_event=lambda kind, details: _note(paths, console, kind, details),
+                on_idle=follower.poll,
+                first_attempt=prepared.attempt,
+                grace_s=prepared.config.comm.timeout_s,
+                progress=lambda: _committed(paths),
             )
-        finally:
-            follower.poll()
-            console.close()
-        _close(paths, code)
+            try:
+                code = agent.run(job)
+            finally:
+                follower.poll()
+                console.close()
+        code, asked = _outcome(paths, code, prepared.attempt)
+        _close(paths, code, asked)
         return code
-    finally:
-        folder.remove_if_unused(paths)
-        os.close(lock)
 
 
 def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device) -> int:
@@ -130,14 +138,15 @@ def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device)
     first = placement.rank == 0
     with contextlib.ExitStack() as stack:
         if first:
-            stack.callback(os.close, folder.open_folder(paths))
+            stack.enter_context(folder.opened(paths))
         if (done := _finished(wanted, paths, show=first)) is not None:
             return done
-        prepared = _prepare(wanted, paths, [device], placement.world, placement.local_world, writes=first)
+        with stoppable():
+            prepared = _prepare(wanted, paths, [device], placement.world, placement.local_world, writes=first)
         sinks: list[Sink] = []
         if first:
             write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **_facts(prepared, [device], placement.world))
-            sinks = [Console(prepared.config.train.steps, paths.root.name)]
+            sinks = [Console(prepared.config.train.steps, paths.root.resolve().name)]
             if prepared.config.report.tensorboard:
                 sinks.append(TensorBoard(paths))
         code = int(trainer.run(prepared.job, placement, sinks, attempt=prepared.attempt if first else 0))
@@ -166,10 +175,9 @@ def _finished(wanted: Config, paths: RunPaths, show: bool = True) -> int | None:
     if step < recipe.continue_from(wanted, saved, paths.root).train.steps:
         return None
     if show:
-        Terminal().print(
-            f"this run is complete at step {step}; raise train.steps to go on, or choose another --run-dir"
-        )
-        Terminal().print(summary(paths))
+        terminal = open_terminal()
+        terminal.print(f"this run is complete at step {step}; raise train.steps to go on, or choose another --run-dir")
+        terminal.print(summary(paths))
     return ExitCode.DONE
 
 
@@ -238,18 +246,50 @@ def _note(paths: RunPaths, console: Any, kind: str, details: dict[str, Any]) -> 
         console.say(f"{paths.events} could not take this: {error.strerror}", kind=Kind.WARNING)
 
 
-def _close(paths: RunPaths, code: int) -> None:
+def _committed(paths: RunPaths) -> int:
+    """The step of the newest checkpoint; 0 where there is none."""
+    from phalanx.checkpoint.read import find
+
+    return max(find(paths.checkpoints), default=0)
+
+
+def _outcome(paths: RunPaths, code: int, first_attempt: int) -> tuple[int, bool]:
+    """The exit code of a start whose agent ended with `code`, and whether it had been asked to stop.
+
+    What was saved has not failed: ranks that are killed (a second Ctrl-C) while they leave have done their work.
+    """
+    kinds = [
+        event.get("kind")
+        for event in read_lines(paths.events)
+        if type(event.get("attempt")) is int and event["attempt"] >= first_attempt
+    ]
+    asked = Kind.SIGNALLED in kinds
+    if code == ExitCode.FAILED and asked and Kind.FINISHED in kinds:
+        return ExitCode.DONE, asked
+    if code == ExitCode.FAILED and asked and Kind.STOPPED in kinds:
+        return ExitCode.STOPPED, asked
+    return code, asked
+
+
+def _close(paths: RunPaths, code: int, asked: bool = False) -> None:
     """Write the report and say where everything is; a report that fails must not hide how the run ended."""
     from phalanx.report import html
     from phalanx.report.console import summary
 
-    terminal = Terminal()
+    terminal = open_terminal()
     try:
         html.write(paths)
     except (PhalanxError, OSError) as error:
         terminal.print(f"no report was written: {error}", style="yellow")
     if code in (ExitCode.DONE, ExitCode.STOPPED):
         terminal.print(summary(paths))
+    elif asked:
+        step = _committed(paths)
+        on = f"goes on from the checkpoint of step {step}" if step else "begins again, as there is no checkpoint"
+        terminal.print(
+            f"asked to stop, the run ended before it had saved (exit code {code}); the same command {on}",
+            style="yellow",
+        )
     else:
         terminal.print(
             f"the run failed (exit code {code}); the ranks' own words are in {paths.root / 'logs'}", style="red"

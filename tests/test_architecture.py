@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": PLAIN
     | {"accelerator", "models", "comm", "tasks", "data", "optim", "parallel", "checkpoint"},
     # level 4
-    "launch": PLAIN | {"accelerator", "cluster", "report", "data", "train"},
+    "launch": PLAIN | {"accelerator", "checkpoint", "cluster", "report", "data", "train"},
     "generation": PLAIN | {"train"},
     "cli": PLAIN | {"launch", "generation", "report", "data", "train"},
     "__main__": {"cli"},

@@ -30,6 +30,7 @@ IDLE_S = 0.1  # how often `on_idle` is called
 SETTLE_S = 0.2  # how long a worker that merely lost a peer waits for the one that caused it to be seen
 STACKS_S = 0.2  # what a hung worker gets to write its stacks down
 DEATH_S = 10.0  # what the kernel gets to tear a killed worker down
+CAUSE_FIELDS = {"exit_code", "type", "message", "reason", "step"}
 NEVER_RETRIED = (ExitCode.CONFIG, ExitCode.OUT_OF_MEMORY, ExitCode.STOPPED)
 
 
@@ -63,11 +64,11 @@ class Job:
     paths: RunPaths | None = None
     devices: Sequence[str] = ()
     max_restarts: int = 0
-    progress: Callable[[], int] = _none
     on_event: Callable[[str, dict[str, Any]], None] = _no_event
     on_idle: Callable[[], None] = _nothing
     first_attempt: int = 1
     grace_s: float = 60.0
+    progress: Callable[[], int] = _none
 
     def __post_init__(self) -> None:
         self.devices = list(self.devices) or ["cpu"] * self.world
@@ -288,7 +289,7 @@ class _Attempt:
             cause = json.loads(self.job.paths.cause(self.number, rank).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # there is none, or none that can be read: exit code and log still say something
             return None
-        return cause if isinstance(cause, dict) and isinstance(cause.get("exit_code"), int) else None
+        return cause if isinstance(cause, dict) and cause.keys() >= CAUSE_FIELDS else None
 
     def _pass_on(self, number: signal.Signals) -> None:
         self.job.on_event(Kind.SIGNALLED, {"attempt": self.number, "signal": number.name})

@@ -176,7 +176,7 @@ def _damaged(path: Path, what: str) -> str:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["format_version"]
         if version == FORMAT_VERSION:
             wanted = {"dtype": str, "tokens": int, "documents": int, "vocab_size": int, "eos_id": int, "key": str}
@@ -186,7 +186,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             return dict(manifest)
     except FileNotFoundError:
         raise DataError(f"{folder} is not a token set: it has no {MANIFEST}; prepare the data again") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(_damaged(path, f"it is not a manifest of a token set ({error!r})")) from None
     raise DataError(_damaged(path, f"its format version is {version}, this program reads {FORMAT_VERSION}"))
 

@@ -45,8 +45,8 @@ class Embedding(nn.Embedding):
     """nn.Embedding, except that on a CPU the gradient of a bfloat16 or float16 weight is summed in float32.
 
     torch on a CPU adds up the rows of a token in the dtype of the weight: in bfloat16 a token seen 20,000 times stops
-    at 256 times its gradient. Its CUDA kernels sum in float32 throughout for more than 3,072 tokens, and below that
-    within each 32 of them, so at most 96 roundings; there a second copy of a large weight in float32 is not worth it.
+    at 256 times its gradient. Its kernels for NVIDIA's devices sum in float32 throughout for more than 3,072 tokens,
+    and up to that within each 32 of them, so at most 96 roundings: not worth a copy of a large weight in float32.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -165,13 +165,10 @@ def _chunk(hidden: Tensor, head_weight: Tensor, labels: Tensor, with_grad: bool)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b for a `total` at least as wide as `a` and `b`, the product not rounded where the device can."""
+    """total += a @ b for a `total` at least as wide as `a` and `b`."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-        return
-    try:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    except NotImplementedError:  # what torch raises for a device without such a kernel: a CPU, for one
+    else:
         # The product is summed in float32 and rounded once: 2^-9 of each chunk's part in bfloat16, however many chunks.
         total += a @ b
 

@@ -1,7 +1,8 @@
 """What the records of a run tell: which steps count, what happened after which step, how the run stands."""
 
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ ALIVE_S = 60.0  # a run whose last line is younger than this is taken to be runn
 
 @dataclass
 class Run:
-    """The records of a run, sorted out: `kept` are the steps that count, in order; `lost` were walked again."""
+    """The records of a run, sorted out: `kept` are the steps that count, in order; `lost` were walked again.
+
+    Where the clock was set back between two attempts, the times of the later one are moved behind the earlier one's.
+    """
 
     name: str
     kept: list[Record]
@@ -31,6 +35,7 @@ class Run:
     versions: Record
     began: float  # seconds since the epoch, of the first line
     ended: float  # of the last line
+    last_line: float  # the same by the clock of that time, not moved
 
 
 def read_run(paths: RunPaths) -> Run:
@@ -41,7 +46,15 @@ def read_run(paths: RunPaths) -> Run:
             "name the folder of a run"
         )
     kept, lost = split_attempts(read_lines(paths.metrics))
-    events = sorted(read_lines(paths.events), key=lambda event: words.number(event, "time") or 0.0)
+    # By attempt and place in the file, not by time: a clock may be set back.
+    events = sorted(_with_attempts(read_lines(paths.events)), key=lambda event: event["attempt"])
+    raw = [
+        (_attempt(record), moment)
+        for record in [*kept, *lost, *events]
+        if (moment := words.number(record, "time")) is not None
+    ]
+    late = _moves(raw)
+    kept, lost, events = ([_moved(record, late) for record in records] for records in (kept, lost, events))
     times = [moment for record in [*kept, *lost, *events] if (moment := words.number(record, "time"))]
     config_text = paths.config.read_text(encoding="utf-8", errors="replace") if paths.config.exists() else ""
     return Run(
@@ -54,20 +67,59 @@ def read_run(paths: RunPaths) -> Run:
         versions=next(iter(_json_objects(paths.versions)), {}),
         began=min(times, default=0.0),
         ended=max(times, default=0.0),
+        last_line=max(raw, default=(0, 0.0))[1],
     )
+
+
+def _attempt(record: Record) -> int:
+    attempt = record.get("attempt")
+    return attempt if type(attempt) is int else 1
+
+
+def _with_attempts(events: Iterable[Record]) -> Iterator[Record]:
+    """Events in the order of the file; one that names no attempt belongs to the newest before it."""
+    newest = 1
+    for event in events:
+        if type(event.get("attempt")) is int:
+            newest = max(newest, event["attempt"])
+            yield event
+        else:
+            yield event | {"attempt": newest}
+
+
+def _moves(moments: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """By attempt, the seconds to add to its times so that it begins no earlier than the ones before it ended."""
+    by_attempt: dict[int, list[float]] = {}
+    for attempt, moment in moments:
+        by_attempt.setdefault(attempt, []).append(moment)
+    moves: dict[int, float] = {}
+    end = -math.inf
+    for attempt in sorted(by_attempt):
+        first, last = min(by_attempt[attempt]), max(by_attempt[attempt])
+        moves[attempt] = max(0.0, end - first)
+        end = max(end, last + moves[attempt])
+    return moves
+
+
+def _moved(record: Record, moves: dict[int, float]) -> Record:
+    moment, move = words.number(record, "time"), moves.get(_attempt(record), 0.0)
+    return record if moment is None or not move else record | {"time": moment + move}
 
 
 def after_steps(run: Run) -> list[tuple[Record, int | None]]:
     """Every event with the step that had been recorded last when it happened (None before the first)."""
-    timed = [(words.number(record, "time") or 0.0, record["step"]) for record in [*run.kept, *run.lost]]
-    timed.sort(key=lambda entry: entry[0])
+    timed = sorted((*_when(record), record["step"]) for record in [*run.kept, *run.lost])
     found: list[tuple[Record, int | None]] = []
     position = 0
     for event in run.events:
-        while position < len(timed) and timed[position][0] <= (words.number(event, "time") or 0.0):
+        while position < len(timed) and timed[position][:2] <= _when(event):
             position += 1
-        found.append((event, timed[position - 1][1] if position else None))
+        found.append((event, timed[position - 1][2] if position else None))
     return found
+
+
+def _when(record: Record) -> tuple[int, float]:
+    return _attempt(record), words.number(record, "time") or 0.0
 
 
 def deaths(run: Run) -> dict[int, tuple[Record, int | None]]:
@@ -96,7 +148,7 @@ def status(run: Run, now: float) -> tuple[str, str]:
                 return "died", "bad"
             case Kind.RUN_STARTED | Kind.ATTEMPT_STARTED | Kind.RESUMED | Kind.RESTARTED:
                 break
-    return ("running", "info") if now - run.ended < ALIVE_S else ("not finished", "quiet")
+    return ("running", "info") if now - run.last_line < ALIVE_S else ("not finished", "quiet")
 
 
 def smooth(values: Sequence[float | None]) -> list[float | None]:

@@ -95,15 +95,15 @@ def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 def _special_ids(tokenizer: Path) -> dict[str, int]:
     """Ids of the beginning and end of a text, as far as the run's tokenizer names them."""
     try:
-        config = json.loads((tokenizer / "tokenizer_config.json").read_text())
-        added = json.loads((tokenizer / "tokenizer.json").read_text())["added_tokens"]
-        tokens = {entry["content"]: entry["id"] for entry in added}
-    except (OSError, ValueError, KeyError):
+        config = json.loads((tokenizer / "tokenizer_config.json").read_text(encoding="utf-8"))
+        added = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+        tokens = {entry["content"]: int(entry["id"]) for entry in added}
+        named = {key: config.get(f"{key}_token") for key in ("bos", "eos")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     ids = {}
-    for key in ("bos", "eos"):
-        token = config.get(f"{key}_token")
+    for key, token in named.items():
         text = token.get("content") if isinstance(token, dict) else token
-        if text in tokens:
-            ids[key] = int(tokens[text])
+        if isinstance(text, str) and text in tokens:
+            ids[key] = tokens[text]
     return ids

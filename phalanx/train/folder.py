@@ -1,11 +1,12 @@
 """The run folder: one run at a time, one configuration for good."""
 
+import contextlib
 import fcntl
 import json
 import os
 import platform
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from phalanx.data.tokens import TokenFile
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, read_lines, write_atomic
 
+LOCK_TRIES = 100
 COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -29,18 +31,70 @@ COPIED = (
 )
 
 
-def open_folder(paths: RunPaths) -> int:
-    """Create the run folder if need be and lock it for this process; returns the lock's descriptor, which keeps it.
+@contextlib.contextmanager
+def opened(paths: RunPaths) -> Iterator[None]:
+    """Hold a run folder for this process. One that was made for a start that was then refused is taken away again.
 
     Raises RunError when the folder is in use or cannot be written.
     """
+    lock, created = open_folder(paths)
     try:
-        paths.root.mkdir(parents=True, exist_ok=True)
-        lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
+        yield
+    finally:
+        remove_if_unused(paths, created)
+        os.close(lock)
+
+
+def open_folder(paths: RunPaths) -> tuple[int, bool]:
+    """Create the run folder if need be and lock it for this process.
+
+    Returns the lock's descriptor, which keeps it, and whether the folder is new. Raises RunError when the folder is in
+    use or cannot be written.
+    """
+    created = False
+    for _ in range(LOCK_TRIES):
+        try:
+            created = _make(paths.root) or created
+            lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not paths.root.exists() and paths.root.parent.is_dir():
+                continue  # a start that was refused took its folder away
+            raise RunError(
+                f"the run folder {paths.root} cannot be written ({error.strerror}); choose another with --run-dir"
+            ) from None
+        _take(lock, paths)
+        if _is_at(lock, paths.lock):
+            break
+        os.close(lock)  # whoever held it before took the file away: another process may lock a new one
+    else:
         raise RunError(
-            f"the run folder {paths.root} cannot be written ({error.strerror}); choose another with --run-dir"
+            f"the lock {paths.lock} was taken away again and again by other starts; wait for them or choose another "
+            "--run-dir"
+        )
+    try:
+        os.truncate(lock, 0)
+        os.write(lock, f"{os.getpid()} on {platform.node()}\n".encode())
+    except OSError as error:
+        remove_if_unused(paths, created)
+        os.close(lock)
+        raise RunError(
+            f"the run folder {paths.root} cannot be written ({error.strerror}); free space or choose another --run-dir"
         ) from None
+    return lock, created
+
+
+def _make(folder: Path) -> bool:
+    """Make a folder with its parents; False where it exists."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return False
+    return True
+
+
+def _take(lock: int, paths: RunPaths) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -50,15 +104,14 @@ def open_folder(paths: RunPaths) -> int:
             f"the run folder {paths.root} is in use by process {holder}; wait for it, stop it, "
             "or choose another --run-dir"
         ) from None
+
+
+def _is_at(lock: int, path: Path) -> bool:
+    """Whether an open file is the one that a path leads to."""
     try:
-        os.truncate(lock, 0)
-        os.write(lock, f"{os.getpid()} on {platform.node()}\n".encode())
-    except OSError as error:
-        os.close(lock)
-        raise RunError(
-            f"the run folder {paths.root} cannot be written ({error.strerror}); free space or choose another --run-dir"
-        ) from None
-    return lock
+        return os.path.samestat(os.fstat(lock), os.stat(path))
+    except OSError:
+        return False
 
 
 def saved_config(paths: RunPaths) -> Config | None:
@@ -109,8 +162,13 @@ def check_data(paths: RunPaths, token_sets: dict[str, TokenFile], going_on: bool
         return
     try:
         then = json.loads(paths.data.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{paths.data} cannot be read ({error}); restore it or choose another --run-dir") from None
+    if not isinstance(then, dict) or any(not isinstance(then.get(name), dict) for name in now):
+        raise RunError(
+            f"{paths.data} does not say what the run is trained on, so nobody can tell whether the data has changed; "
+            "restore it or choose another --run-dir"
+        )
     changed = [name for name in now if then.get(name) != now[name]]
     if changed:
         raise RunError(
@@ -120,11 +178,16 @@ def check_data(paths: RunPaths, token_sets: dict[str, TokenFile], going_on: bool
         )
 
 
-def remove_if_unused(paths: RunPaths) -> None:
-    """Take away a run folder that holds nothing but its lock: the start was refused."""
-    if paths.root.is_dir() and [entry.name for entry in paths.root.iterdir()] == [paths.lock.name]:
-        paths.lock.unlink()
-        paths.root.rmdir()
+def remove_if_unused(paths: RunPaths, created: bool) -> None:
+    """Take the lock out of a run folder that holds nothing else, and the folder itself where this start `created` it.
+
+    For a start that was refused; only its holder may take a lock away. Never raises: the refusal has more to say.
+    """
+    with contextlib.suppress(OSError):
+        if os.listdir(paths.root) == [paths.lock.name]:
+            paths.lock.unlink()
+            if created:
+                paths.root.rmdir()
 
 
 def write_start(paths: RunPaths, config: Config, tokenizer: Path) -> None:

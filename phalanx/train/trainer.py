@@ -86,13 +86,16 @@ class StopRequest:
 
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[StopRequest]:
-    """Turn SIGTERM and SIGUSR1 into a request to finish the step, save and leave."""
+    """Turn SIGTERM, SIGUSR1 and a lost terminal into a request to finish the step, save and leave."""
     request = StopRequest()
 
     def note(number: int, frame: FrameType | None) -> None:
         request.signal = signal.Signals(number).name
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    heeded = [signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and so do we then
+        heeded.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield request
     finally:

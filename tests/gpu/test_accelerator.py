@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from phalanx import accelerator
+from phalanx.models import layers
 from phalanx.records import Placement, RunPaths, read_steps
 from phalanx.train import trainer
 from phalanx.train.metrics import HostCopy
@@ -42,6 +43,40 @@ def memory(placement: Placement) -> list[int]:
     del block
     accelerator.reset_peak_memory(device)
     return [free, peak, accelerator.peak_memory(device)]
+
+
+def narrow_head(placement: Placement) -> list[float]:
+    """Relative errors of the head's bfloat16 gradient in one chunk and in 64."""
+    device = torch.device(accelerator.found()[0])
+    accelerator.use(device, 1)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1024, 32, generator=generator).bfloat16()
+    weight = torch.randn(64, 32, generator=generator).bfloat16()
+    labels = torch.randint(0, 64, (1024,), generator=generator)
+    exact_weight = weight.double().requires_grad_()
+    layers.cross_entropy_sum_plain(hidden.double(), exact_weight, labels).backward()
+    exact, errors = exact_weight.grad, []
+    assert exact is not None
+    for chunk in (1024, 16):
+        moved = weight.to(device, copy=True).requires_grad_()
+        layers.cross_entropy_sum(hidden.to(device), moved, labels.to(device), chunk=chunk).backward()
+        assert moved.grad is not None
+        errors.append(float((moved.grad.cpu().double() - exact).norm() / exact.norm()))
+    return errors
+
+
+def attention_in_float32(placement: Placement) -> list[float]:
+    """Bytes that grouped attention over 8,192 positions takes, and its relative error against the CPU over 64."""
+    device = torch.device(accelerator.found()[0])
+    accelerator.use(device, 1)
+    q, kv = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
+    expected = layers.causal_attention(q, kv, kv)
+    found = layers.causal_attention(q.to(device), kv.to(device), kv.to(device)).cpu()
+    q, kv = (torch.randn(1, heads, 8192, 16, device=device) for heads in (4, 2))
+    accelerator.reset_peak_memory(device)
+    before = accelerator.peak_memory(device)
+    layers.causal_attention(q, kv, kv)
+    return [accelerator.peak_memory(device) - before, float((found - expected).norm() / expected.norm())]
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +127,18 @@ def test_recomputed_activations_change_nothing(tmp_path: Path, data: Path) -> No
 
 def test_a_host_copy_holds_the_values_of_its_moment() -> None:
     assert run_ranks(host_copy, 1) == [[0.0, 1.0, 2.0]]
+
+
+def test_bfloat16_chunks_of_the_head_are_summed_wide() -> None:
+    ((one, many),) = run_ranks(narrow_head, 1)
+    assert one < 1e-2
+    assert many < 1.1 * one
+
+
+def test_grouped_attention_in_float32_never_holds_all_scores() -> None:
+    ((taken, error),) = run_ranks(attention_in_float32, 1)
+    assert taken < 4 * 8192 * 8192 * 4 / 4, "the scores of all heads would take 1 GiB"
+    assert error < 1e-5
 
 
 def test_memory_is_counted_in_bytes() -> None:

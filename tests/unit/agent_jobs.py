@@ -135,6 +135,22 @@ def deaf(placement: Placement) -> int:
     return 0
 
 
+def fails_past_checkpoints(placement: Placement) -> int:
+    """Attempts 1, 2 and 4 come to a further checkpoint before they fail."""
+    steps = FOLDER / "steps"
+    steps.mkdir(exist_ok=True)
+    if placement.attempt in (1, 2, 4):
+        (steps / str(placement.attempt)).touch()
+    return 3
+
+
+def bad_cause(placement: Placement) -> int:
+    """Leaves a cause file that is none."""
+    text = ['["torn', "[1]", '{"exit_code": 11}'][placement.rank]
+    RunPaths(FOLDER / "run").cause(placement.attempt, placement.rank).write_text(text)
+    return 3
+
+
 def unprepared(placement: Placement) -> int:
     note(placement, "ready", os.getpid())
     time.sleep(60)
@@ -182,11 +198,16 @@ def main() -> None:
         print(json.dumps({"kind": kind, "time": time.monotonic(), **details}), flush=True)
 
     job = Job(
-        world=int(sys.argv[2]), worker=globals()[sys.argv[1]], paths=RunPaths(FOLDER / "run"), on_event=tell, **options
+        world=int(sys.argv[2]),
+        worker=globals()[sys.argv[1]],
+        paths=RunPaths(FOLDER / "run"),
+        on_event=tell,
+        progress=lambda: max((int(path.name) for path in FOLDER.glob("steps/*")), default=0),
+        **options,
     )
-    before = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (2, 10, 15)])
+    before = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (1, 2, 10, 15)])
     code = run(job)
-    after = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (2, 10, 15)])
+    after = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (1, 2, 10, 15)])
     assert before == after, "run() left descriptors or signal handlers behind"
     print(json.dumps({"code": code}))
 

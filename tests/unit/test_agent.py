@@ -121,6 +121,35 @@ def test_attempts_are_numbered_from_the_first(tmp_path: Path) -> None:
     assert [event["attempt"] for event in events if event["kind"] == "attempt_started"] == [5, 6, 7]
 
 
+@pytest.mark.parametrize(("restarts", "attempts"), [(0, 1), (1, 3), (2, 6)])
+def test_a_new_checkpoint_begins_the_count_of_restarts_anew(tmp_path: Path, restarts: int, attempts: int) -> None:
+    """The job comes further in attempts 1, 2 and 4, and never ends well."""
+    _, events = run_job("fails_past_checkpoints", 1, tmp_path, max_restarts=restarts)
+    assert kinds(events).count("attempt_started") == attempts
+
+
+def test_a_cause_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    code, events = run_job("bad_cause", 3, tmp_path)
+    assert code == 3
+    assert events[-1]["reason"] == "ended with exit code 3 and no exception; its log may say why"
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
+    try:
+        agent = start("stops_when_asked", 2, tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    pids = wait_for(tmp_path, "ready", 2)
+    for pid in (agent.pid, *pids):
+        os.kill(pid, signal.SIGHUP)
+    time.sleep(0.3)
+    assert agent.poll() is None
+    agent.terminate()
+    code, events = finish(agent)
+    assert (code, [event["signal"] for event in events if "signal" in event]) == (10, ["SIGTERM"])
+
+
 def test_a_mistake_of_the_user_is_one_sentence_in_the_log(tmp_path: Path) -> None:
     _, events = run_job("config_error", 1, tmp_path)
     assert log(tmp_path, 1, 0) == events[-1]["reason"] + "\n"
@@ -140,7 +169,10 @@ def test_peers_that_die_of_it_first_do_not_hide_the_cause(tmp_path: Path) -> Non
     assert (code, events[-1]["rank"], events[-1]["reason"]) == (1, 1, "ValueError: the real reason")
 
 
-@pytest.mark.parametrize(("sent", "received"), [("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGUSR1"), ("SIGINT", "SIGTERM")])
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGUSR1"), ("SIGINT", "SIGTERM"), ("SIGHUP", "SIGTERM")],
+)
 def test_a_stop_signal_is_passed_on_and_workers_stop_in_peace(tmp_path: Path, sent: str, received: str) -> None:
     agent = start("stops_when_asked", 3, tmp_path, max_restarts=3)
     wait_for(tmp_path, "ready", 3)

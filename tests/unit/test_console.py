@@ -150,6 +150,30 @@ def test_without_a_terminal_a_line_now_and_then_and_every_event() -> None:
     assert "held-out loss 2.0000, perplexity 7.4 after step 100" in text
 
 
+def test_a_reader_that_goes_away_silences_the_console_and_nothing_else() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as stream:
+        with Console(10, stream=stream) as console:
+            for number in range(1, 11):
+                console.on_step(step(number))
+            console.on_event(DIED)
+        print("what others write to it is lost as quietly", file=stream)
+        stream.flush()
+        assert os.readlink(f"/proc/self/fd/{writer}") == "/dev/null"
+
+
+def test_a_terminal_that_is_closed_silences_the_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("phalanx.report.console.REDRAW_S", 0.0)
+    main, child = pty.openpty()
+    with open(child, "w", encoding="utf-8") as stream, Console(10, stream=stream) as console:
+        console.on_step(step(1))
+        os.close(main)
+        console.on_step(step(2))
+        console.on_event(DIED)
+
+
 def test_a_stream_without_unicode_gets_ascii_marks() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")

@@ -12,6 +12,7 @@ CODES = {
     errors.DataError: ExitCode.CONFIG,
     errors.CheckpointError: ExitCode.FAILED,
     errors.RunError: ExitCode.CONFIG,
+    errors.Diverged: ExitCode.CONFIG,
     errors.CollectiveError: ExitCode.FAILED,
     errors.OutOfMemory: ExitCode.OUT_OF_MEMORY,
 }

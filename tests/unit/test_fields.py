@@ -61,7 +61,7 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
 
     run.mkdir()
     paths = RunPaths(run)
-    answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), "cpu", 1, 1, None)
+    answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
     config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
     run_folder.write_start(paths, config, Path(answer["tokenizer"]))
     job = Run(config, spec_from_run(config, paths), paths, Path(answer["train"]), Path(answer["held_out"]))
@@ -94,7 +94,7 @@ def look(placement: Placement, changes: dict[str, Any], folder: Path) -> Seen:
     from phalanx.train.resolve import resolve_with_files
     from phalanx.train.step import run_micro_batches
 
-    answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), "cpu", 1, 1, None)
+    answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
     config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
     with join(placement, config.comm.timeout_s) as mesh:
         parts = build(config, spec_from_run(config), mesh, Path(answer["train"]), Path(answer["held_out"]))

@@ -59,9 +59,13 @@ def test_sum_of_squares(values: list[list[float]]) -> None:
 
 
 def test_bf16_gradients_are_squared_and_summed_wide() -> None:
-    # In bf16 256 + 1 is 256: a sum of 4096 ones would stop growing.
-    ones = [torch.ones(4096, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)]
-    assert gradients.sum_of_squares(ones, torch.float32, CPU).item() == pytest.approx(4097, rel=1e-3)
+    # In bf16 256 + 1 is 256: a sum of 4097 ones would stop growing. And its root, 64.008, would be rounded to 64.
+    ones = [torch.ones(4097, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)]
+    assert gradients.sum_of_squares(ones, torch.float32, CPU).item() == pytest.approx(4098, rel=1e-6)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(n, generator=generator).bfloat16() for n in (3000, 700, 5)]
+    exact = sum(grad.double().square().sum().item() for grad in drawn)
+    assert gradients.sum_of_squares(drawn, torch.float32, CPU).item() == pytest.approx(exact, rel=1e-6)
 
 
 def test_backward_divides_by_the_nominal_weight_only() -> None:

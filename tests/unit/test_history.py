@@ -101,6 +101,33 @@ def test_events_know_the_step_they_came_after(tmp_path: Path) -> None:
     assert [step for _, step in history.after_steps(history.read_run(paths))] == [None, 1, 2]
 
 
+def test_a_clock_that_is_set_back_between_attempts_changes_no_order(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for number, moment in enumerate((5000.0, 5010.0, 1000.0, 1010.0)):
+        append_line(paths.metrics, {"step": number + 1, "attempt": 1 + number // 2, "time": moment})
+    for kind, attempt, moment in (
+        (Kind.WORKER_DIED, 1, 5011.0),
+        (Kind.RESUMED, 2, 999.0),
+        (Kind.FINISHED, 2, 1011.0),
+    ):
+        append_line(paths.events, {"kind": str(kind), "attempt": attempt, "time": moment})
+    run = history.read_run(paths)
+    assert [event["kind"] for event in run.events] == ["worker_died", "resumed", "finished"]
+    assert history.status(run, 9999.0) == ("finished", "good")
+    assert [step for _, step in history.after_steps(run)] == [2, 2, 4]
+    assert [record["time"] for record in run.kept] == [5000.0, 5010.0, 5012.0, 5022.0]
+    assert (run.began, run.ended, run.last_line) == (5000.0, 5023.0, 1011.0)
+
+
+def test_events_without_an_attempt_stay_where_they_are(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for record in ({"kind": "resumed", "attempt": 2}, {"kind": "warning"}, {"kind": "stopped", "attempt": "x"}):
+        append_line(paths.events, record)
+    run = history.read_run(paths)
+    assert [event["kind"] for event in run.events] == ["resumed", "warning", "stopped"]
+    assert history.status(run, 0.0)[0] == "stopped"
+
+
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"neither metrics\.jsonl nor events\.jsonl.*name the folder of a run"):
         history.read_run(RunPaths(tmp_path))

@@ -17,7 +17,8 @@ from phalanx.report.history import read_run
 def step(number: int, attempt: int = 1, **changes: Any) -> dict[str, Any]:
     record = StepRecord(
         step=number, attempt=attempt, loss=5.0 - number / 100, grad_norm=1.0, lr=1e-3, tokens=1000,
-        total_tokens=1000 * number, step_s=0.5, tokens_per_s=2000.0, wait_s=0.1, comm_bytes=0, data_s=0.05, mfu=None, mfu_causal=None,
+        total_tokens=1000 * number, step_s=0.5, tokens_per_s=2000.0, wait_s=0.1, comm_bytes=0, data_s=0.05,
+        mfu=None, mfu_causal=None,
         memory_bytes=2**30, time=1000.0 + number + 100 * (attempt - 1),
     )  # fmt: skip
     return {**asdict(record), **changes}

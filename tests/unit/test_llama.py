@@ -2,8 +2,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.models import layers
 from phalanx.models.draws import Draws
 from phalanx.models.layers import RMSNorm, apply_rope, cross_entropy_sum_plain, rope_table
 from phalanx.models.llama import HF_NAMES, Block, Llama, init_slice, initial, units
@@ -130,6 +132,61 @@ def test_attention_is_causal_and_shares_key_heads() -> None:
         scores = scores.masked_fill(torch.ones(10, 10).triu(1).bool(), float("-inf"))
         out[:, :, head] = scores.softmax(-1) @ v[:, :, head // 2]
     torch.testing.assert_close(got, block.attention.o(out.flatten(2)), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_a_token_seen_often_is_summed_wide(dtype: torch.dtype) -> None:
+    embed = build(SPEC, dtype).embed
+    tokens = torch.zeros(4, 5000, dtype=torch.int64)
+    tokens[:, ::7] = 95
+    grad = (torch.rand(4, 5000, 32, generator=torch.Generator().manual_seed(0)) - 0.1).to(dtype)
+    out = embed(tokens)
+    assert torch.equal(out, F.embedding(tokens, embed.weight))
+    out.backward(grad)
+    exact = torch.zeros(96, 32, dtype=torch.float64).index_add_(0, tokens.flatten(), grad.double().flatten(0, 1))
+    assert embed.weight.grad is not None
+    assert embed.weight.grad.dtype == dtype
+    torch.testing.assert_close(embed.weight.grad.double(), exact, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_embedding_is_torchs_own_in_wide_dtypes(dtype: torch.dtype) -> None:
+    embed = build(SPEC, dtype).embed
+    tokens, _ = batch()
+    plain = embed.weight.detach().clone().requires_grad_()
+    for out in (embed(tokens), F.embedding(tokens, plain)):
+        (out * torch.arange(32)).sin().sum().backward()
+    assert torch.equal(embed.weight.grad, plain.grad)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_repeated_key_heads_attend_as_shared_ones(kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    results = []
+    whole = [
+        torch.randn(2, heads, 10, 8, generator=generator, dtype=torch.float64) for heads in (4, kv_heads, kv_heads)
+    ]
+    for repeat in (False, True):
+        parts = [part.clone().requires_grad_() for part in whole]
+        out = layers._attend(*parts, repeat=repeat)
+        out.pow(2).sum().backward()
+        results.append([out.detach(), *(part.grad for part in parts)])
+    for shared, repeated in zip(*results, strict=True):
+        torch.testing.assert_close(shared, repeated, rtol=1e-12, atol=1e-12)
+
+
+def test_key_heads_are_repeated_for_float32_on_accelerators_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, asked = F.scaled_dot_product_attention, []
+
+    def watched(q, k, v, **options):  # type: ignore[no-untyped-def]
+        asked.append((k.shape[1], options["enable_gqa"]))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    for device, dtype in [("cpu", torch.float32), ("meta", torch.bfloat16), ("meta", torch.float32)]:
+        q, k = (torch.empty(1, heads, 6, 8, dtype=dtype, device=device) for heads in (4, 2))
+        assert layers.causal_attention(q, k, k).shape == q.shape
+    assert asked == [(2, True), (2, True), (4, False)]
 
 
 def test_rope_turns_by_relative_position() -> None:

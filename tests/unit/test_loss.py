@@ -113,6 +113,28 @@ def test_a_chunk_of_nothing_is_refused() -> None:
         cross_entropy_sum(hidden, weight, labels, chunk=0)
 
 
+@pytest.mark.parametrize(("vocab", "tokens"), [(1000, 134217), (32000, 4194), (128256, 4096), (262144, 2048)])
+def test_an_accelerators_chunk_is_worth_the_traffic_of_dw_within_2_gib(vocab: int, tokens: int) -> None:
+    chunk = default_chunk(vocab, torch.device("meta"))
+    assert chunk == tokens
+    assert 4 * vocab * chunk <= 2 << 30
+
+
+def test_the_product_is_added_to_a_wide_total_however_wide_it_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(20, 30, generator=generator), torch.randn(30, 10, generator=generator)
+    for dtype, wide, tolerance in [
+        (torch.float64, torch.float64, 1e-14),
+        (torch.float32, torch.float32, 1e-6),
+        (torch.bfloat16, torch.float32, 2**-8),  # at most one rounding of the product
+    ]:
+        total = torch.full((20, 10), 0.5, dtype=wide)
+        layers._add_product(total, a.to(dtype), b.to(dtype))
+        product = a.to(dtype).double() @ b.to(dtype).double()
+        assert total.dtype == wide
+        assert (total - 0.5 - product).abs().max() <= tolerance * product.abs().max()
+
+
 def test_chunks_never_hold_the_full_logits() -> None:
     assert default_chunk(4096, torch.device("cpu")) < 4096
     assert default_chunk(128256, torch.device("cpu")) == 128

@@ -1,0 +1,68 @@
+"""What is known of a device by its name, and what is asked of it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from phalanx import accelerator
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA B200", 2250),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA A10", None),
+        ("NVIDIA A40", 149.7),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", None),
+        ("NVIDIA L4", None),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla V100-PCIE-32GB", 112),
+        ("Tesla V100S-PCIE-32GB", None),
+        ("Tesla T4", 65),
+        ("NVIDIA T400", None),
+        ("NVIDIA T400 4GB", None),
+        ("cpu", None),
+    ],
+)
+def test_a_peak_is_of_exactly_the_named_device(name: str, tflops: float | None) -> None:
+    peak = accelerator.peak_flops(name, torch.float16)
+    assert peak == (None if tflops is None else pytest.approx(tflops * 1e12))
+
+
+def test_a_type_that_the_device_does_not_compute_in_has_no_peak() -> None:
+    assert accelerator.peak_flops("Tesla V100-SXM2-16GB", torch.bfloat16) is None
+    assert accelerator.peak_flops("NVIDIA H200", torch.bfloat16) == pytest.approx(989.4e12)
+
+
+def test_a_cpu_computes_in_bf16() -> None:
+    assert accelerator.supports_bf16("cpu")
+
+
+def test_a_device_is_asked_for_bf16_without_emulation() -> None:
+    emulating = SimpleNamespace(is_bf16_supported=lambda including_emulation=True: including_emulation)
+    plain = SimpleNamespace(is_bf16_supported=lambda: True)
+    assert not accelerator._says_bf16(emulating)
+    assert accelerator._says_bf16(plain)
+    assert accelerator._says_bf16(torch.mps), "it knows no such question"
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine")
+def test_this_machines_accelerators_answer() -> None:
+    assert all(isinstance(accelerator.supports_bf16(device), bool) for device in accelerator.found())

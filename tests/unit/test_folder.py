@@ -1,0 +1,117 @@
+"""The run folder: who holds it, what a refused start leaves, and what a damaged note of the data says."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phalanx.data.tokens import TokenFile, TokenWriter
+from phalanx.errors import RunError
+from phalanx.records import RunPaths
+from phalanx.train import folder
+
+
+def refuse(paths: RunPaths) -> None:
+    """A start that finds something wrong after it has taken the folder."""
+    with pytest.raises(RunError, match="the real reason"), folder.opened(paths):
+        raise RunError("the real reason")
+
+
+def test_a_refused_start_takes_its_folder_away(tmp_path: Path) -> None:
+    refuse(RunPaths(tmp_path / "runs" / "new"))
+    assert not (tmp_path / "runs" / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["empty", "link", "."])
+def test_a_refused_start_leaves_a_folder_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "link").symlink_to(empty)
+    monkeypatch.chdir(empty if name == "." else tmp_path)
+    refuse(RunPaths(Path(name)))
+    assert (tmp_path / "link").is_symlink()
+    assert list(empty.iterdir()) == []
+
+
+def test_what_a_start_has_written_stays(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    with folder.opened(paths):
+        paths.config.write_text("x")
+    assert sorted(os.listdir(paths.root)) == [".lock", "config.yaml"]
+
+
+def test_a_folder_that_vanished_meanwhile_is_no_error(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    with folder.opened(paths):
+        paths.lock.unlink()
+        paths.root.rmdir()
+    assert not paths.root.exists()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_lock_that_was_taken_away_while_waiting_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """Between opening and locking, its holder before removes the file, or all of the folder."""
+    paths, take, tries = RunPaths(tmp_path / "run"), folder._take, []
+
+    def late(lock: int, of: RunPaths) -> None:
+        if not tries:
+            paths.lock.unlink()
+            if whole:
+                paths.root.rmdir()
+        tries.append(lock)
+        take(lock, of)
+
+    monkeypatch.setattr(folder, "_take", late)
+    lock, created = folder.open_folder(paths)
+    assert created
+    assert len(tries) == 2
+    assert os.path.samestat(os.fstat(lock), os.stat(paths.lock))
+    with pytest.raises(RunError, match=f"in use by process {os.getpid()} on"):
+        folder.open_folder(paths)
+    os.close(lock)
+
+
+@pytest.mark.parametrize("place", ["file", "dangling", "file/inside"])
+def test_a_place_that_can_be_no_folder_is_a_sentence(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(RunError, match=r"cannot be written .* choose another with --run-dir"):
+        folder.open_folder(RunPaths(tmp_path / place))
+
+
+def test_a_lock_that_leads_nowhere_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / ".lock").symlink_to(tmp_path / "no" / "such")
+    with pytest.raises(RunError, match="cannot be written"):
+        folder.open_folder(RunPaths(tmp_path))
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> dict[str, TokenFile]:
+    writer = TokenWriter(tmp_path / "tokens", vocab_size=10, eos_id=0, key="k")
+    writer.append(np.array([1, 2, 3]))
+    writer.finish()
+    return {"train": TokenFile(tmp_path / "tokens")}
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "7", '"train"', '{"train": 3}', '{"train": []}', "{}", pytest.param("[" * 99999, id="deep")]
+)
+def test_a_note_of_the_data_that_is_none_is_a_sentence(tmp_path: Path, tokens: dict[str, TokenFile], text: str) -> None:
+    paths = RunPaths(tmp_path)
+    paths.data.write_text(text)
+    with pytest.raises(RunError, match="restore it or choose another --run-dir"):
+        folder.check_data(paths, tokens, going_on=True)
+
+
+def test_other_tokens_are_named(tmp_path: Path, tokens: dict[str, TokenFile]) -> None:
+    paths = RunPaths(tmp_path)
+    folder.check_data(paths, tokens, going_on=False)
+    folder.check_data(paths, tokens, going_on=True)
+    paths.data.write_text('{"train": {"tokens": 5, "crc32": null}}')
+    with pytest.raises(RunError, match="train tokens differ"):
+        folder.check_data(paths, tokens, going_on=True)

@@ -1,0 +1,122 @@
+"""A start that is disturbed from outside: its output goes away, its terminal hangs up, it is stopped early or twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.launch import _outcome
+from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps, write_event
+from tests.helpers import ROOT, wait_until
+
+RECIPE = """
+model: {hidden: 16, layers: 1, heads: 2, intermediate: 32}
+data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 8, held_out: 0.3, cache: cache}
+train: {steps: 3, global_batch: 3, micro_batch: 2, eval_sequences: 4}
+report: {tensorboard: false}
+"""
+TRAIN = "exec python -m phalanx train recipe.yaml --run-dir run --ranks 1"
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    lines = [json.dumps({"text": f"document {i} says hello " * (i % 5 + 3)}) for i in range(60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def start(folder: Path, command: str, **options: Any) -> subprocess.Popen[str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.Popen(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"},
+        text=True,
+        **options,
+    )
+
+
+def kinds(paths: RunPaths) -> list[str]:
+    return [event["kind"] for event in read_lines(paths.events)]
+
+
+@pytest.mark.parametrize(
+    "redirection",
+    [
+        "> >(exec sleep 0) 2>&1",  # a pipe whose reader has gone
+        ">&- 2>&- <&-",
+        "> /dev/full",
+    ],
+)
+def test_a_run_goes_on_without_its_output(here: Path, redirection: str) -> None:
+    with start(here, f"{TRAIN} {redirection}") as run:
+        assert run.wait(timeout=100) == ExitCode.DONE
+    paths = RunPaths(here / "run")
+    assert [step["step"] for step in read_steps(paths.metrics)] == [1, 2, 3]
+    assert Kind.FINISHED in kinds(paths)
+    assert paths.report.exists()
+
+
+def test_a_hang_up_saves_and_stops(here: Path) -> None:
+    paths = RunPaths(here / "run")
+    with start(here, f"{TRAIN} train.steps=1000000", stdout=subprocess.PIPE) as run:
+        wait_until(lambda: len(read_steps(paths.metrics)) > 2, timeout_s=100)
+        assert run.stdout is not None
+        run.stdout.close()  # the terminal takes nothing any more
+        run.send_signal(signal.SIGHUP)
+        assert run.wait(timeout=60) == ExitCode.STOPPED
+    (stopped,) = [event["step"] for event in read_lines(paths.events) if event["kind"] == Kind.STOPPED]
+    assert (paths.checkpoints / f"step-{stopped:08d}").is_dir()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_while_data_is_prepared_leaves_only_its_parts(here: Path, number: signal.Signals) -> None:
+    line = json.dumps({"text": "some words that are told apart only by their number " * 200}) + "\n"
+    with open(here / "text.jsonl", "w") as file:
+        file.writelines(line.replace("number", str(i)) for i in range(8000))
+    with start(here, TRAIN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
+        wait_until(lambda: any((here / "cache").glob("*.partial")), timeout_s=100)
+        assert (here / "run").is_dir()
+        run.send_signal(number)
+        out, _ = run.communicate(timeout=60)
+    assert run.returncode == ExitCode.STOPPED, out
+    assert f"stopped by {number.name} before any step was done" in out
+    assert "Traceback" not in out
+    assert not (here / "run").exists()
+
+
+def test_an_empty_run_dir_is_refused(here: Path) -> None:
+    with start(here, f"{TRAIN} --run-dir ''", stderr=subprocess.PIPE) as run:
+        _, err = run.communicate(timeout=60)
+    assert run.returncode == ExitCode.CONFIG
+    assert err.startswith("error: --run-dir is empty")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "code", "expected"),
+    [
+        ([Kind.SIGNALLED, Kind.STOPPED, Kind.SIGNALLED, Kind.WORKER_DIED], 1, (10, True)),
+        ([Kind.SIGNALLED, Kind.FINISHED, Kind.WORKER_DIED], 1, (0, True)),
+        ([Kind.SIGNALLED, Kind.SIGNALLED, Kind.WORKER_DIED], 1, (1, True)),
+        ([Kind.SIGNALLED, Kind.STOPPED, Kind.WORKER_DIED], 2, (2, True)),
+        ([Kind.FINISHED, Kind.WORKER_DIED], 1, (1, False)),
+        ([Kind.WORKER_DIED], 11, (11, False)),
+        ([Kind.FINISHED], 0, (0, False)),
+    ],
+)
+def test_what_was_saved_has_not_failed(
+    tmp_path: Path, written: list[Kind], code: int, expected: tuple[int, bool]
+) -> None:
+    paths = RunPaths(tmp_path)
+    for kind in (Kind.SIGNALLED, Kind.STOPPED):  # of a start before
+        write_event(paths.events, kind, 1)
+    for kind in written:
+        write_event(paths.events, kind, 2)
+    assert _outcome(paths, code, 2) == expected
