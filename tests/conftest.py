@@ -1,10 +1,17 @@
 """Fixtures of all tests."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.helpers import stop_zygote
+
+# On CI the same examples each time; elsewhere new ones, which is how they find what nobody thought of.
+settings.register_profile("ci", derandomize=True, print_blob=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session", autouse=True)
