@@ -8,14 +8,6 @@ from tests.numerics import runs
 
 
 @pytest.fixture(scope="session")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with token files to train and to evaluate on."""
-    folder = tmp_path_factory.mktemp("tokens")
-    runs.write_tokens(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def undisturbed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> runs.Outcome:
     """Two ranks, float64, 30 steps without an incident."""
     return runs.walk(2, tmp_path_factory.mktemp("undisturbed"), tokens)

@@ -76,24 +76,16 @@ def test_one_rank_alone_works_the_same_way() -> None:
     assert run_ranks("tests.dist.test_harness:add_ranks", 1, start=5.0) == [[5.0, 0, 1, 1]]
 
 
-def test_two_ranks_meet_and_add_in_under_a_second() -> None:
-    run_ranks(add_ranks, 2)
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        run_ranks(add_ranks, 2)
-        times.append(time.perf_counter() - begin)
-    print("2 ranks, all_reduce:", ", ".join(f"{t * 1000:.0f} ms" for t in sorted(times)))
-    assert sorted(times)[1] < 1.0
+def imported_by_a_step(placement: Placement) -> list[str]:
+    before = set(sys.modules)
+    with_loss(placement)
+    return sorted(name for name in set(sys.modules) - before if name.startswith(("torch.", "phalanx.")))
 
 
 def test_a_training_step_finds_everything_imported() -> None:
-    run_ranks(pid, 2)
-    begin = time.perf_counter()
-    run_ranks(with_loss, 2)
-    seconds = time.perf_counter() - begin
-    print(f"2 ranks, one step: {seconds * 1000:.0f} ms")
-    assert seconds < 1.5
+    """What a worker imports by itself it waits for, each time it is started: a second for torch._dynamo alone."""
+    late = run_ranks(imported_by_a_step, 2)
+    assert not [name for name in late[0] if name.startswith(("torch._dynamo", "torch.distributed", "phalanx."))], late
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,6 @@ from tests.numerics import runs
 
 
 @pytest.fixture(scope="session")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with token files to train and to evaluate on."""
-    folder = tmp_path_factory.mktemp("tokens")
-    runs.write_tokens(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> runs.Outcome:
     """One rank, float64, the whole batch at once, 30 steps."""
     return runs.walk(1, tmp_path_factory.mktemp("alone"), tokens)
