@@ -120,3 +120,10 @@ def test_runs_as_a_script_from_anywhere(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "llama-9" in done.stderr and "llama-3.2-1b" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_benchmark_needs_only_torch_and_transformers() -> None:
+    """On a GPU machine without a registry nothing else may be there; None makes an import fail."""
+    missing = ("pydantic", "plotly", "typer", "tensorboard", "psutil")
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import benchmarks.single_device"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], check=True, timeout=120)
