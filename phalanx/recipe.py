@@ -4,7 +4,9 @@ Inert: it starts nothing, imports no torch and touches no file but the recipe. A
 sentences that name the key and what would be legal.
 """
 
+import copy
 import difflib
+import re
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,10 +122,32 @@ def check(tree: dict[str, Any], where: str) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_list_of(where, _sentences(error.errors()))) from None
+        wrong = error.errors()
+        raise ConfigError(_list_of(where, [*_sentences(wrong), *_problems_of_the_rest(tree, wrong)])) from None
     if found := problems(config):
         raise ConfigError(_list_of(where, found))
     return config
+
+
+def _problems_of_the_rest(tree: dict[str, Any], wrong: Sequence[Any]) -> list[str]:
+    """Combinations that cannot work among the keys that are legal themselves, so that one look shows all mistakes."""
+    rest = copy.deepcopy(tree)
+    dropped = []
+    for key in {_key_of(error["loc"])[0] for error in wrong}:
+        section, _, leaf = key.partition(".")
+        parent = rest.get(section) if leaf else rest
+        if not isinstance(parent, dict) or (leaf or section) not in parent:
+            return []  # not a key of a section: no telling what the rest means
+        del parent[leaf or section]
+        dropped.append(key)
+    try:
+        config = Config.model_validate(rest)
+    except ValidationError:
+        return []
+    # A sentence about a dropped key speaks of its default, not of what was written; so does one about the key that a
+    # misspelt one was meant to be.
+    meant = re.findall(r"did you mean ([\w.]+)\?", " ".join(_sentences(wrong)))
+    return [sentence for sentence in problems(config) if not any(key in sentence for key in (*dropped, *meant))]
 
 
 # ------------------------------------------------------------------------------------------------- resolving and saving

@@ -53,12 +53,14 @@ def open_folder(paths: RunPaths) -> tuple[int, bool]:
     """
     created = False
     for _ in range(LOCK_TRIES):
+        made = False
         try:
             created = _make(paths.root) or created
+            made = True
             lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            if isinstance(error, FileNotFoundError) and not paths.root.exists() and paths.root.parent.is_dir():
-                continue  # a start that was refused took its folder away
+            if made and isinstance(error, FileNotFoundError) and not paths.root.exists():
+                continue  # a start that was refused took its folder away in between
             raise RunError(
                 f"the run folder {paths.root} cannot be written ({error.strerror}); choose another with --run-dir"
             ) from None
