@@ -202,10 +202,11 @@ def _prepare(
     attempt = folder.next_attempt(paths)
     if writes:
         token_sets = {name: TokenFile(Path(answer[name])) for name in ("train", "held_out")}
-        folder.check_data(paths, token_sets, going_on=saved is not None)
-        folder.write_start(paths, config, Path(answer["tokenizer"]))
-        for key, value, reason in [*chosen, *answer["chosen"]]:
-            write_event(paths.events, Kind.RESOLVED, attempt, key=key, value=value, reason=reason)
+        with folder.writing(paths):
+            folder.check_data(paths, token_sets, going_on=saved is not None)
+            folder.write_start(paths, config, Path(answer["tokenizer"]))
+            for key, value, reason in [*chosen, *answer["chosen"]]:
+                write_event(paths.events, Kind.RESOLVED, attempt, key=key, value=value, reason=reason)
     job = Run(config, spec_from_run(config, paths), paths, Path(answer["train"]), Path(answer["held_out"]))
     return Prepared(config, job, attempt)
 

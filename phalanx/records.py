@@ -16,6 +16,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# Files of a Hugging Face folder that make up its tokenizer: any of the first makes a folder one, the others say more
+# about it.
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
 
 class ExitCode(enum.IntEnum):
     """Exit codes of `phalanx` and of its workers."""

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": PLAIN,
     # level 1 with torch
     "accelerator": set(),
-    "models": {"models.spec", "errors"},
+    "models": {"models.spec", "errors", "records"},
     "comm": PLAIN | {"accelerator"},
     # level 2
     "tasks": {"models", "errors", "records", "balance"},

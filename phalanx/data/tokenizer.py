@@ -15,19 +15,10 @@ from numpy.typing import NDArray
 
 from phalanx.data.tokens import sync_folder, token_dtype, write_synced
 from phalanx.errors import ConfigError, DataError
+from phalanx.records import TOKENIZER_FILES, VOCABULARY_FILES
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257  # the 256 bytes and the end of text
-# Any of these makes a folder a tokenizer's; the others only say more about it.
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-DETAIL_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "generation_config.json",
-    "config.json",
-)
 SEGMENT_CHARS = 1 << 18  # longer documents are cut, so that all cores work on them and memory stays small
 ENCODE_CHARS = (
     1 << 23
@@ -102,7 +93,7 @@ def tokenizer_hash(folder: Path) -> str:
         )
         raise ConfigError(f'data.tokenizer is {folder}, which {found}; name a local Hugging Face folder, or "train"')
     digest = hashlib.sha256()
-    for name in (*VOCABULARY_FILES, *DETAIL_FILES):
+    for name in (*TOKENIZER_FILES, "config.json"):  # the last may name the end of a text
         path = folder / name
         if path.is_file():
             content = path.read_bytes()

@@ -17,22 +17,12 @@ from torch import Tensor
 from phalanx.errors import ConfigError
 from phalanx.models import llama
 from phalanx.models.spec import ModelSpec, RopeScaling, parameter_shapes, problems
+from phalanx.records import TOKENIZER_FILES
 
 # What a config.json calls its architecture -> what a ModelSpec does.
 ARCHITECTURES = {"LlamaForCausalLM": "llama"}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 MOST = 2**31 - 1  # of anything that a config counts
 _INDEX = "model.safetensors.index.json"
 # Config keys that would change the mathematics in a way that is not built here, and the values that do not.
@@ -450,7 +440,7 @@ def _write_weights(
 
 
 def _write_tokenizer(folder: Path, config: dict[str, Any], tokenizer_folder: Path | None) -> None:
-    for name in (*_TOKENIZER_FILES, "generation_config.json"):
+    for name in TOKENIZER_FILES:
         if tokenizer_folder is not None and (Path(tokenizer_folder) / name).is_file():
             shutil.copyfile(Path(tokenizer_folder) / name, folder / name)
     if not (folder / "generation_config.json").exists():

@@ -16,19 +16,9 @@ from phalanx import recipe
 from phalanx.config import Config
 from phalanx.data.tokens import TokenFile
 from phalanx.errors import RunError
-from phalanx.records import Kind, RunPaths, read_lines, write_atomic
+from phalanx.records import TOKENIZER_FILES, Kind, RunPaths, read_lines, write_atomic
 
 LOCK_TRIES = 100
-COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 @contextlib.contextmanager
@@ -43,6 +33,18 @@ def opened(paths: RunPaths) -> Iterator[None]:
     finally:
         remove_if_unused(paths, created)
         os.close(lock)
+
+
+@contextlib.contextmanager
+def writing(paths: RunPaths) -> Iterator[None]:
+    """Turn what a disk refuses into a RunError that names the run folder."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"the run folder {paths.root} cannot be written ({error.strerror or error}); free space there, change its "
+            "rights, or choose another with --run-dir"
+        ) from None
 
 
 def open_folder(paths: RunPaths) -> tuple[int, bool]:
@@ -74,14 +76,13 @@ def open_folder(paths: RunPaths) -> tuple[int, bool]:
             "--run-dir"
         )
     try:
-        os.truncate(lock, 0)
-        os.write(lock, f"{os.getpid()} on {platform.node()}\n".encode())
-    except OSError as error:
+        with writing(paths):
+            os.truncate(lock, 0)
+            os.write(lock, f"{os.getpid()} on {platform.node()}\n".encode())
+    except RunError:
         remove_if_unused(paths, created)
         os.close(lock)
-        raise RunError(
-            f"the run folder {paths.root} cannot be written ({error.strerror}); free space or choose another --run-dir"
-        ) from None
+        raise
     return lock, created
 
 
@@ -193,22 +194,17 @@ def remove_if_unused(paths: RunPaths, created: bool) -> None:
 
 
 def write_start(paths: RunPaths, config: Config, tokenizer: Path) -> None:
-    """Write what makes the run repeatable: configuration, versions, tokenizer. Raises RunError if that fails."""
-    try:
-        write_atomic(paths.config, recipe.to_yaml(config))
-        write_atomic(paths.versions, json.dumps(_versions(), indent=2) + "\n")
-        paths.tokenizer.mkdir(exist_ok=True)
-        for name in COPIED:
-            if (tokenizer / name).is_file():
-                shutil.copyfile(tokenizer / name, paths.tokenizer / name)
-        if config.model.from_hf:
-            # Atomic, as ranks that something else started may read it already.
-            original = Path(config.model.from_hf).expanduser() / "config.json"
-            write_atomic(paths.hf_config, original.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RunError(
-            f"the run folder {paths.root} cannot be written ({error}); free space or change its rights"
-        ) from None
+    """Write what makes the run repeatable: configuration, versions, tokenizer."""
+    write_atomic(paths.config, recipe.to_yaml(config))
+    write_atomic(paths.versions, json.dumps(_versions(), indent=2) + "\n")
+    paths.tokenizer.mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, paths.tokenizer / name)
+    if config.model.from_hf:
+        # Atomic, as ranks that something else started may read it already.
+        original = Path(config.model.from_hf).expanduser() / "config.json"
+        write_atomic(paths.hf_config, original.read_text(encoding="utf-8"))
 
 
 def _versions() -> dict[str, str]:

@@ -17,9 +17,9 @@ from phalanx.data.tokens import TokenFile
 from phalanx.errors import ConfigError, DataError
 from phalanx.models.hf import Weights, read_config, spec_from_config
 from phalanx.recipe import check, to_yaml, update
+from phalanx.records import VOCABULARY_FILES
 from phalanx.train.probe import check_state, largest_micro_batch
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 Chosen = list[tuple[str, Any, str]]  # key, value, reason
 
 
@@ -78,7 +78,7 @@ def resolve_with_files(
 
 
 def _tokenizer(from_hf: str | None) -> tuple[str, str, str]:
-    if from_hf and any((Path(from_hf).expanduser() / name).is_file() for name in TOKENIZER_FILES):
+    if from_hf and any((Path(from_hf).expanduser() / name).is_file() for name in VOCABULARY_FILES):
         return "data.tokenizer", from_hf, "model.from_hf has one"
     if from_hf:
         raise ConfigError(

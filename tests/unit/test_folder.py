@@ -115,3 +115,18 @@ def test_other_tokens_are_named(tmp_path: Path, tokens: dict[str, TokenFile]) ->
     paths.data.write_text('{"train": {"tokens": 5, "crc32": null}}')
     with pytest.raises(RunError, match="train tokens differ"):
         folder.check_data(paths, tokens, going_on=True)
+
+
+def test_every_file_of_a_tokenizer_goes_with_the_run(tmp_path: Path) -> None:
+    """A run and its export must not lose added tokens, a chat template or another kind of vocabulary."""
+    from phalanx import recipe
+    from phalanx.records import TOKENIZER_FILES
+
+    tokenizer, paths = tmp_path / "tokenizer", RunPaths(tmp_path / "run")
+    tokenizer.mkdir()
+    paths.root.mkdir()
+    for name in TOKENIZER_FILES:
+        (tokenizer / name).write_text(name)
+    folder.write_start(paths, recipe.check({"model": {"preset": "llama-3.2-1b"}}, "here"), tokenizer)
+    assert sorted(file.name for file in paths.tokenizer.iterdir()) == sorted(TOKENIZER_FILES)
+    assert {"added_tokens.json", "chat_template.json", "spiece.model", "vocab.txt"} <= set(TOKENIZER_FILES)
