@@ -35,6 +35,7 @@ class Case:
     dtype: str
     compile: bool
     device: torch.device
+    activations: str = "none"
 
     @property
     def tokens(self) -> int:
@@ -70,8 +71,10 @@ def settings(case: Case) -> Any:
     It stands in for phalanx.config.Config so that a machine without pydantic can run the benchmark.
     """
     return SimpleNamespace(
-        model=SimpleNamespace(from_hf=None),
-        data=SimpleNamespace(seq_len=case.seq_len),
+        model=SimpleNamespace(from_hf=None, code=None, lora=case.spec.lora),
+        data=SimpleNamespace(
+            seq_len=case.seq_len, format="text", isolate_documents=False, too_long="truncate"
+        ),
         train=SimpleNamespace(
             global_batch=case.global_batch,
             micro_batch=case.micro_batch,
@@ -79,13 +82,15 @@ def settings(case: Case) -> Any:
             dtype=case.dtype,
             compile=case.compile,
             eval_sequences=0,
+            profile=None,
+            memory_snapshot=0,
         ),
         optim=SimpleNamespace(
-            lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=DECAY, clip_norm=CLIP,
-            schedule="constant", warmup_steps=0, decay_steps=1, min_lr_ratio=1.0,
+            rule="adamw", options={}, lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
+            weight_decay=DECAY, clip_norm=CLIP, schedule="constant", warmup_steps=0, decay_steps=1, min_lr_ratio=1.0,
         ),
         parallel=SimpleNamespace(data="single"),
-        memory=SimpleNamespace(activations="none"),
+        memory=SimpleNamespace(activations=case.activations),
     )  # fmt: skip
 
 
@@ -124,6 +129,7 @@ def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
     from phalanx.checkpoint.disk import Saver
     from phalanx.comm.mesh import join
     from phalanx.comm.objects import JsonGroup
+    from phalanx.parallel.materialize import with_adapters
     from phalanx.train.build import build
     from phalanx.train.sinks import Records
     from phalanx.train.trainer import Loop, Run, StopRequest
@@ -136,9 +142,11 @@ def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
     peer = Phalanx(None, case.device)
     with join(placement, timeout_s=60.0) as mesh:
         records = Records(paths, 1, [peer], active=True)
-        parts = build(config, case.spec, mesh, tokens, tokens)
+        parts = build(config, case.spec, mesh, [(tokens, 1.0)], {})
+        if case.spec.lora is not None:  # beside weights that were drawn: here only speed and memory count
+            parts.starting_weights = with_adapters(parts.starting_weights, SEED, None)
         saver = Saver(paths.checkpoints, 0, JsonGroup(mesh.checkpoint), 1, records.event)
-        run = Run(config, case.spec, paths, tokens, tokens)
+        run = Run(config, case.spec, paths, [(tokens, 1.0)], {})
         peer.loop = Loop(run, placement, mesh, parts, records, saver, StopRequest())
         peer.loop.restore()
         try:
@@ -151,10 +159,11 @@ def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
 def batches_of(case: Case, tokens: Path) -> Callable[[int], tuple[Tensor, Tensor]]:
     """The trainer's own batches: a function of the step (the first is 0) to tokens and labels, on the host."""
     from phalanx.data.loader import Loader
+    from phalanx.data.packing import Form
     from phalanx.data.tokens import TokenFile
     from phalanx.tasks.language import LanguageModel
 
-    loader = Loader(TokenFile(tokens), case.seq_len, case.global_batch, SEED, 0, case.global_batch)
+    loader = Loader([(TokenFile(tokens), 1.0)], Form(case.seq_len), case.global_batch, SEED, 0, case.global_batch)
     task = LanguageModel(case.seq_len)
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -247,10 +256,15 @@ class Plain:
 
 
 def drive_trainer(
-    case: Case, batches: Sequence[Any], folder: Path, block: int, turn: Callable[[], bool]
+    case: Case,
+    batches: Sequence[Any],
+    folder: Path,
+    block: int,
+    turn: Callable[[], bool],
+    model: nn.Module | None = None,
 ) -> list[float]:
     """Train by transformers.Trainer over `batches`; after every `block` of its steps call `turn`, which says whether
-    to go on. Returns its losses.
+    to go on. Returns its losses. `model` is trained instead of transformers' own of the case.
 
     It holds the reins because its loop cannot be entered step by step; between two turns only its own work is done.
     Its settings are the fastest that train the same: fused AdamW, no logging, no saving, batches ready in memory.
@@ -284,8 +298,8 @@ def drive_trainer(
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=len(batches),
-        per_device_train_batch_size=case.global_batch,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=case.micro_batch,
+        gradient_accumulation_steps=case.global_batch // case.micro_batch,
         learning_rate=LR,
         adam_beta1=BETAS[0],
         adam_beta2=BETAS[1],
@@ -308,9 +322,8 @@ def drive_trainer(
     # On a machine of several accelerators Trainer would spread itself over all of them.
     assert arguments.n_gpu >= 0  # reading it makes it final
     arguments._n_gpu = min(1, arguments._n_gpu)
-    trainer = Trainer(
-        model=transformers_model(case.spec, case.device), args=arguments, train_dataset=samples, callbacks=[Turns()]
-    )  # fmt: skip
+    chosen = transformers_model(case.spec, case.device) if model is None else model
+    trainer = Trainer(model=chosen, args=arguments, train_dataset=samples, callbacks=[Turns()])
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     return [float(loss) for loss in losses]

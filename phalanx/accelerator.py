@@ -99,6 +99,13 @@ def supports_bf16(device: str) -> bool:
         return _says_bf16(torch.get_device_module(chosen))
 
 
+def best_dtype(device: torch.device) -> torch.dtype:
+    """The fastest type that is good enough to train in: bfloat16, else float16, on a CPU float32."""
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if supports_bf16(str(device)) else torch.float16
+
+
 def _says_bf16(module: Any) -> bool:
     try:
         return bool(module.is_bf16_supported(including_emulation=False))
@@ -144,6 +151,26 @@ def memory_total(device: torch.device, local_world: int) -> int:
     import psutil
 
     return (psutil.virtual_memory().total + psutil.swap_memory().total) // local_world
+
+
+def start_memory_history(device: torch.device) -> bool:
+    """Have the device's allocator note all that it gives out and takes back, with stacks; False where it cannot."""
+    try:
+        torch.get_device_module(device).memory._record_memory_history(max_entries=1_000_000)
+    except AttributeError:  # a kind of device without
+        return False
+    return True
+
+
+def save_memory_history(device: torch.device, path: Path) -> bool:
+    """Write what was noted as the file that pytorch.org/memory_viz reads, and stop noting; False where there is none."""
+    try:
+        memory = torch.get_device_module(device).memory
+        memory._dump_snapshot(str(path))
+        memory._record_memory_history(enabled=None)
+    except AttributeError:
+        return False
+    return True
 
 
 def is_out_of_memory(error: BaseException) -> bool:

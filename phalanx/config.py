@@ -12,38 +12,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from phalanx import balance, rules
 from phalanx.errors import ConfigError
 from phalanx.models import spec as shapes
-from phalanx.models.spec import MOST_LAYERS, PRESETS, ModelSpec, RopeScaling
+from phalanx.models.spec import MOST_LAYERS, PRESETS, LoraSpec, ModelSpec, RopeScaling
+from phalanx.values import Auto, Count, CountOrZero, Fraction, Positive, Steps, Text, as_list, as_sources, no_bool
 
-Auto = Literal["auto"]
-
-
-def _no_bool(value: Any) -> Any:
-    # Pydantic would read YAML's `true` as the number 1; in a recipe that is a slip of the pen.
-    if isinstance(value, bool):
-        raise ValueError("is a number, not true or false")
-    return value
-
-
-def _plain(value: str) -> str:
-    # YAML can spell both as an escape; no file name and no text of a corpus holds them.
-    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError("holds a character that is not text; remove it")
-    return value
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-Text = Annotated[str, AfterValidator(_plain)]
-Count = Annotated[int, Field(ge=1, le=2**53), BeforeValidator(_no_bool)]
-CountOrZero = Annotated[int, Field(ge=0, le=2**53), BeforeValidator(_no_bool)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_no_bool)]
-Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_no_bool)]
+LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 
 
 def knob(default: Any, doc: str, *, trajectory: bool = False) -> Any:
@@ -58,14 +35,44 @@ class Section(BaseModel):
 
 
 class RopeScalingSection(Section):
-    """The `llama3` rule that stretches rotary frequencies beyond the context they were trained for."""
+    """Rotary frequencies stretched beyond the context they were trained for, as transformers does it."""
 
+    rule: Literal["linear", "dynamic", "yarn", "llama3"] = knob(
+        "llama3", "which frequencies are stretched; dynamic: none up to model.max_seq_len", trajectory=True
+    )
     factor: Positive = knob(8.0, "how many times longer the context becomes", trajectory=True)
     low_freq_factor: Positive = knob(
-        1.0, "wavelengths above original_max_seq_len / this are stretched", trajectory=True
+        1.0, "llama3: wavelengths above original_max_seq_len / this are stretched", trajectory=True
     )
-    high_freq_factor: Positive = knob(4.0, "wavelengths below original_max_seq_len / this are kept", trajectory=True)
-    original_max_seq_len: Count = knob(8192, "the context length before stretching, tokens", trajectory=True)
+    high_freq_factor: Positive = knob(
+        4.0, "llama3: wavelengths below original_max_seq_len / this are kept", trajectory=True
+    )
+    original_max_seq_len: Count = knob(
+        8192, "llama3 and yarn: the context length before stretching, tokens", trajectory=True
+    )
+    beta_fast: Positive = knob(
+        32.0, "yarn: waves that turn more often than this in original_max_seq_len are kept", trajectory=True
+    )
+    beta_slow: Positive = knob(1.0, "yarn: waves that turn less often than this are stretched", trajectory=True)
+    attention_factor: Positive | None = knob(
+        None, "yarn: scale of cosines and sines; default: 0.1 ln(factor) + 1", trajectory=True
+    )
+
+
+class LoraSection(Section):
+    """Low-rank adapters: each chosen matrix W becomes W + alpha / rank * B A, and only A and B are trained."""
+
+    adapter: Text | None = knob(None, "a PEFT adapter folder to start from; default: A drawn, B zero", trajectory=True)
+    rank: Count | Auto = knob("auto", "rows of A, columns of B; auto: the adapter's, else 16", trajectory=True)
+    alpha: Positive | Auto = knob(
+        "auto", "the product is scaled by alpha / rank; auto: the adapter's, else twice the rank", trajectory=True
+    )
+    dropout: Fraction = knob(0.0, "probability of zeroing an input element of A", trajectory=True)
+    targets: Annotated[list[LoraTarget], Field(min_length=1), BeforeValidator(as_list)] | Auto = knob(
+        "auto",
+        "which matrices of each block get an adapter: q, k, v, o, gate, up, down; auto: the adapter's, else all",
+        trajectory=True,
+    )
 
 
 class ModelSection(Section):
@@ -74,12 +81,20 @@ class ModelSection(Section):
     preset: Text | None = knob(
         None, "a published shape, such as llama-3.2-1b; see `phalanx config presets`", trajectory=True
     )
-    from_hf: Text | None = knob(None, "a local Hugging Face folder: its shapes and its weights", trajectory=True)
+    from_hf: Text | None = knob(None, "a Hugging Face folder: its shapes and its weights", trajectory=True)
+    architecture: Literal["llama", "mistral", "qwen2", "qwen3"] | None = knob(
+        None,
+        "qwen2 adds biases to q, k and v, qwen3 norms to q and k; default: the preset's, else llama",
+        trajectory=True,
+    )
+    code: Text | None = knob(
+        None, "a Python file whose class Model is trained instead of the built-in", trajectory=True
+    )
     vocab_size: Count | Auto = knob(
         "auto", "rows of the embedding; auto: the preset's, else the tokenizer's", trajectory=True
     )
     hidden: Count | None = knob(None, "width of the residual stream", trajectory=True)
-    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS), BeforeValidator(_no_bool)] | None = knob(
+    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS), BeforeValidator(no_bool)] | None = knob(
         None, "number of blocks", trajectory=True
     )
     heads: Count | None = knob(None, "attention heads", trajectory=True)
@@ -87,6 +102,9 @@ class ModelSection(Section):
     head_dim: Count | None = knob(None, "width of one head; default: hidden / heads", trajectory=True)
     intermediate: Count | None = knob(
         None, "width of the feed-forward layer; default: 8/3 hidden, up to a multiple of 64", trajectory=True
+    )
+    sliding_window: Count | None = knob(
+        None, "tokens back that a position attends to, itself included (not for llama); default: all", trajectory=True
     )
     max_seq_len: Count | None = knob(
         None, "longest sequence the model is declared for, tokens; default: data.seq_len", trajectory=True
@@ -99,24 +117,58 @@ class ModelSection(Section):
     tie_embeddings: bool | None = knob(None, "the head shares the embedding's weights; default: false", trajectory=True)
     init_std: Positive | None = knob(None, "standard deviation of initial weights; default: 0.02", trajectory=True)
     dropout: Fraction = knob(0.0, "probability of zeroing a residual branch's output element", trajectory=True)
+    lora: LoraSection | None = knob(None, "train small adapters beside frozen weights", trajectory=True)
+
+
+class SourceSection(Section):
+    """One source of a mixture."""
+
+    path: Annotated[list[Text], Field(min_length=1), BeforeValidator(as_list)] = knob(
+        ..., "files, folders, globs, URLs or hub: ids, as in data.source", trajectory=True
+    )
+    weight: Positive = knob(1.0, "its share of the sequences, relative to the other sources' weights", trajectory=True)
 
 
 class DataSection(Section):
     """What it is trained on."""
 
-    source: Annotated[list[Text], Field(min_length=1), BeforeValidator(_as_list)] = knob(
-        ["stdlib"], "files or globs of text or JSONL; stdlib: this Python's own library", trajectory=True
+    source: Annotated[list[Text | SourceSection], Field(min_length=1), BeforeValidator(as_sources)] = knob(
+        ["stdlib"],
+        "files, folders, globs, URLs or hub: ids; stdlib: this Python's own library; with path: and weight: a mixture",
+        trajectory=True,
+    )
+    validation: dict[Text, Annotated[list[Text], Field(min_length=1), BeforeValidator(as_list)]] = knob(
+        {}, "further sets to evaluate on, by name; all of their documents are held out", trajectory=True
+    )
+    format: Literal["text", "chat", "prompt"] = knob(
+        "text", "text: running text; chat: conversations; prompt: prompts and completions", trajectory=True
     )
     tokenizer: Text = knob(
         "auto", "a tokenizer folder; train: byte-level BPE on the source; auto: from_hf's, else train", trajectory=True
     )
-    tokenizer_vocab: Annotated[int, Field(ge=257, le=2**20), BeforeValidator(_no_bool)] = knob(
+    tokenizer_vocab: Annotated[int, Field(ge=257, le=2**20), BeforeValidator(no_bool)] = knob(
         4096, "vocabulary of a trained tokenizer, tokens", trajectory=True
     )
-    text_key: Text = knob("text", "the key of a JSONL line that holds the text", trajectory=True)
+    text_key: Text = knob("text", "the key of a JSONL line or Parquet row that holds the text", trajectory=True)
+    messages_key: Text = knob("messages", "the key that holds the messages of a conversation", trajectory=True)
+    prompt_key: Text = knob("prompt", "the key that holds a prompt", trajectory=True)
+    completion_key: Text = knob("completion", "the key that holds its completion", trajectory=True)
+    chat_template: Text | None = knob(
+        None, "a Jinja file, or chatml, to use instead of the tokenizer's", trajectory=True
+    )
+    loss_on: Literal["assistant", "all"] = knob(
+        "assistant", "chat and prompt: which tokens are learnt, the answers or everything", trajectory=True
+    )
+    too_long: Literal["truncate", "drop"] = knob(
+        "truncate", "chat and prompt: what happens to a document longer than seq_len", trajectory=True
+    )
+    isolate_documents: bool = knob(
+        False, "text: no attention across documents, as chat and prompt always have it", trajectory=True
+    )
     held_out: Fraction = knob(0.02, "share of documents kept for evaluation, chosen by their hash", trajectory=True)
     seq_len: Count = knob(512, "tokens of one sequence", trajectory=True)
-    cache: Text = knob("~/.cache/phalanx", "folder for token files; safe to delete")
+    cache: Text = knob("~/.cache/phalanx", "folder or URL for token files; safe to delete")
+    workers: Count | Auto = knob("auto", "processes that tokenise; auto: one per core")
 
 
 class TrainSection(Section):
@@ -126,35 +178,59 @@ class TrainSection(Section):
     global_batch: Count = knob(32, "sequences of one step, on any cluster", trajectory=True)
     micro_batch: Count | Auto = knob("auto", "sequences of one forward pass on one rank; auto: the most that fits")
     seed: CountOrZero = knob(0, "initial weights, data order and dropout", trajectory=True)
-    dtype: Literal["auto", "bf16", "fp32", "fp64"] = knob(
+    dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64", "mixed"] = knob(
         "auto",
-        "compute type; master weights stay fp32 under bf16; auto: bf16 on accelerators, fp32 on CPU",
+        "compute type; master weights stay fp32 under bf16 and fp16; mixed: the best that each device has; "
+        "auto: bf16 on accelerators that have it, else fp16, fp32 on CPU, mixed where devices differ",
         trajectory=True,
     )
+    loss_scale: Annotated[float, Field(ge=0.001, le=1e30), BeforeValidator(no_bool)] = knob(
+        65536.0, "fp16: first factor of the loss; halved when a gradient overflows", trajectory=True
+    )
+    loss_scale_steps: Count = knob(2000, "fp16: steps without overflow after which it doubles", trajectory=True)
     compile: bool | Auto = knob("auto", "torch.compile each block; auto: on accelerators")
     eval_every: CountOrZero = knob(0, "steps between evaluations on held-out data; 0: only at the end")
-    eval_sequences: CountOrZero = knob(64, "held-out sequences of one evaluation; 0: none at all")
+    eval_sequences: CountOrZero = knob(64, "held-out sequences of one evaluation of each set; 0: none at all")
+    profile: Steps | None = knob(None, "first-last steps to trace with torch.profiler, such as 10-12")
+    memory_snapshot: CountOrZero = knob(0, "step whose allocations are recorded in a memory snapshot; 0: none")
 
 
 class OptimSection(Section):
-    """AdamW and its learning rate."""
+    """The update rule and its learning rate."""
 
+    rule: Text = knob(
+        "adamw",
+        "adamw, adamw8bit (moments in 8 bits), or an element-wise class of torch.optim, such as sgd or adadelta",
+        trajectory=True,
+    )
+    options: dict[Text, bool | int | float] = knob(
+        {}, "further arguments of that class, such as momentum", trajectory=True
+    )
     lr: Positive = knob(3e-4, "peak learning rate", trajectory=True)
     beta1: Fraction = knob(0.9, "decay of the gradient's mean", trajectory=True)
     beta2: Fraction = knob(0.95, "decay of the gradient's square", trajectory=True)
     eps: Positive = knob(1e-8, "added to the root of the squared gradient", trajectory=True)
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_no_bool)] = knob(
-        0.1, "decoupled decay of matrices; norms and other vectors are not decayed", trajectory=True
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(no_bool)] | Auto = knob(
+        "auto",
+        "decay of matrices, not of norms and other vectors; auto: 0.1 for adamw and adamw8bit, 0 for other rules",
+        trajectory=True,
     )
     clip_norm: Positive | None = knob(1.0, "largest norm of the whole gradient; null: no clipping", trajectory=True)
-    schedule: Literal["cosine", "linear", "constant"] = knob(
-        "cosine", "shape of the decay after warm-up", trajectory=True
+    schedule: Literal["cosine", "linear", "constant", "polynomial", "wsd"] = knob(
+        "cosine", "decay after warm-up; wsd: warm-up, stable, decay at the end", trajectory=True
+    )
+    power: Positive = knob(2.0, "exponent of the polynomial schedule", trajectory=True)
+    decay_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), BeforeValidator(no_bool)] = knob(
+        0.2, "wsd: the last share of decay_steps, in which the learning rate falls", trajectory=True
+    )
+    decay_shape: Literal["linear", "sqrt", "cosine"] = knob(
+        "linear", "wsd: how it falls; sqrt: as 1 - sqrt(share done)", trajectory=True
     )
     warmup_steps: CountOrZero = knob(0, "steps of linear warm-up", trajectory=True)
     decay_steps: Count | Auto = knob(
         "auto", "step at which the decay ends; auto: train.steps at the start", trajectory=True
     )
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_no_bool)] = knob(
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(no_bool)] = knob(
         0.1, "learning rate at the end of the decay, as a share of lr", trajectory=True
     )
 
@@ -170,13 +246,17 @@ class ParallelSection(Section):
 class MemorySection(Section):
     """Memory for time."""
 
-    activations: Literal["none", "full"] = knob("none", "full: keep only each block's input and recompute the rest")
+    activations: Literal["none", "selective", "full"] = knob(
+        "none",
+        "what is computed again in the backward pass; full: all but each block's input; selective: all but the results "
+        "of attention and of matrix products",
+    )
 
 
 class CommSection(Section):
     """Collectives."""
 
-    timeout_s: Annotated[float, Field(gt=0, le=604800), BeforeValidator(_no_bool)] = knob(
+    timeout_s: Annotated[float, Field(gt=0, le=604800), BeforeValidator(no_bool)] = knob(
         600.0, "seconds after which a collective that does not end is an error; a week at most"
     )
 
@@ -192,12 +272,16 @@ class ResilienceSection(Section):
     """What happens when something breaks."""
 
     max_restarts: CountOrZero = knob(3, "restarts after failures without a new checkpoint in between, before giving up")
+    storage_timeout_s: Annotated[float, Field(gt=0, le=604800), BeforeValidator(no_bool)] = knob(
+        300.0, "seconds for which an operation of a remote store that fails or stalls is tried again"
+    )
 
 
 class ReportSection(Section):
     """What is shown."""
 
     tensorboard: bool = knob(True, "write TensorBoard event files")
+    wandb: Text | None = knob(None, "Weights & Biases project to log to; needs the wandb package")
 
 
 class Config(Section):
@@ -216,8 +300,8 @@ class Config(Section):
 
 
 SHAPE_FIELDS = (
-    "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_seq_len",
-    "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "init_std",
+    "architecture", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "sliding_window",
+    "max_seq_len", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "init_std",
 )  # fmt: skip
 
 
@@ -259,7 +343,15 @@ def _shape(config: Config, hf_spec: ModelSpec | None, vocab_size: int = 0) -> Mo
         given["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
     if model.vocab_size != "auto":
         given["vocab_size"] = model.vocab_size
-    return replace(spec, **given, dropout=model.dropout)
+    return replace(spec, **given, dropout=model.dropout, lora=_lora(model.lora))
+
+
+def _lora(section: LoraSection | None) -> LoraSpec | None:
+    """The adapters that are asked for; None also as long as an `auto` of theirs is not resolved."""
+    if section is None or section.rank == "auto" or section.alpha == "auto" or section.targets == "auto":
+        return None
+    ordered = tuple(name for name in shapes.LORA_TARGETS if name in section.targets)
+    return LoraSpec(rank=section.rank, alpha=section.alpha, targets=ordered, dropout=section.dropout)
 
 
 def _shape_problems(config: Config, spec: ModelSpec) -> list[str]:
@@ -300,15 +392,62 @@ def problems(config: Config) -> list[str]:
         found.append(_unknown_preset(model.preset))
     elif model.preset:
         found += _shape_problems(config, _shape(config, None))
+    if model.lora is not None and not model.from_hf:
+        why = "model.lora trains adapters beside frozen weights, and weights that were only drawn are worth no adapter"
+        found.append(f"{why}; set model.from_hf to the folder of a trained model, or remove model.lora")
     if train.micro_batch != "auto" and train.micro_batch > train.global_batch:
         found.append(
             f"train.micro_batch {train.micro_batch} is larger than train.global_batch {train.global_batch}; lower it"
         )
-    if optim.decay_steps != "auto" and optim.warmup_steps > optim.decay_steps:
-        found.append(f"optim.warmup_steps {optim.warmup_steps} exceeds optim.decay_steps {optim.decay_steps}; lower it")
-    if data.held_out == 0 and train.eval_sequences > 0 and train.eval_every > 0:
+    changed = {key for key, info in type(optim).model_fields.items() if getattr(optim, key) != info.default}
+    found += rules.problems(optim.model_dump(), changed)
+    if data.held_out == 0 and not data.validation and train.eval_sequences > 0 and train.eval_every > 0:
         found.append("train.eval_every asks for evaluations but data.held_out is 0; set data.held_out or eval_every=0")
+    if "held_out" in data.validation:
+        found.append("data.validation names a set held_out, as what data.held_out keeps back is called; rename it")
+    found += _mixture_problems(data.source)
+    if not data.cache:
+        found.append("data.cache is empty, so token files would lie all over the working folder; name a folder or URL")
+    if data.format == "text":
+        unread = {"chat_template": None, "loss_on": "assistant", "too_long": "truncate"}
+        for name in [name for name, default in unread.items() if getattr(data, name) != default]:
+            found.append(f"data.{name} is for conversations and prompts, but data.format is text; remove it")
+    return found + _inside_problems(train)
+
+
+def _inside_problems(train: TrainSection) -> list[str]:
+    """What is wrong with the steps that are to be looked into."""
+    found = []
+    snapshot = train.memory_snapshot
+    if snapshot > train.steps:
+        found.append(f"train.memory_snapshot {snapshot} comes after the last step {train.steps}; lower it")
+    if train.profile is not None:
+        first, last = (int(part) for part in train.profile.split("-"))
+        if first > last:
+            found.append(f"train.profile {train.profile} ends before it begins; write the first step first")
+        elif last > train.steps:
+            found.append(f"train.profile {train.profile} goes beyond the last step {train.steps}; lower it")
+        elif first <= snapshot <= last:
+            found.append(
+                f"train.memory_snapshot {snapshot} lies within train.profile {train.profile}, and both trace; choose a "
+                "step outside"
+            )
     return found
+
+
+def _mixture_problems(sources: list[str | SourceSection]) -> list[str]:
+    weights = [source.weight if isinstance(source, SourceSection) else 1.0 for source in sources]
+    if not any(isinstance(source, SourceSection) for source in sources):
+        return []
+    least = sum(weights) / balance.MIXTURE_BLOCK
+    # Raising it raises the sum, too, and what is rounded must be rounded up.
+    enough = sum(weight for weight in weights if weight >= least) / max(1, balance.MIXTURE_BLOCK - len(weights)) * 1.01
+    return [
+        f"data.source gives {', '.join(source.path)} the weight {source.weight:g}, less than one sequence in "
+        f"{balance.MIXTURE_BLOCK}; raise it to {enough:.3g} or more, or remove that source"
+        for source in sources
+        if isinstance(source, SourceSection) and source.weight < least
+    ]
 
 
 def leaves(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -45,6 +45,12 @@ class CollectiveError(PhalanxError):
     exit_code = ExitCode.FAILED
 
 
+class StorageError(PhalanxError, OSError):
+    """A remote store has failed or stalled for too long. Worth another attempt; an OSError, as of a disk that fails."""
+
+    exit_code = ExitCode.FAILED
+
+
 class OutOfMemory(PhalanxError):
     """A device ran out of memory; not retried unchanged."""
 

@@ -11,12 +11,13 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from phalanx.config import Config, get, leaves, problems, section_of
+from phalanx import rules
+from phalanx.config import Config, LoraTarget, get, leaves, problems, section_of
 from phalanx.errors import ConfigError
 
 
@@ -133,7 +134,7 @@ def _problems_of_the_rest(tree: dict[str, Any], wrong: Sequence[Any]) -> list[st
     """Combinations that cannot work among the keys that are legal themselves, so that one look shows all mistakes."""
     rest = copy.deepcopy(tree)
     dropped = []
-    for key in {_key_of(error["loc"])[0] for error in wrong}:
+    for key in {".".join(_key_of(error["loc"])[0].split(".")[:2]) for error in wrong}:
         section, _, leaf = key.partition(".")
         parent = rest.get(section) if leaf else rest
         if not isinstance(parent, dict) or (leaf or section) not in parent:
@@ -157,31 +158,47 @@ def update(config: Config, values: dict[str, Any]) -> Config:
     """A copy of `config` with dotted keys replaced, checked again."""
     tree = config.model_dump(mode="json")
     for key, value in values.items():
-        section, _, leaf = key.partition(".")
-        tree[section][leaf] = value
+        *sections, leaf = key.split(".")
+        node = tree
+        for section in sections:
+            node = node[section]
+        node[leaf] = value
     return check(tree, "the resolved configuration")
 
 
-def resolve(config: Config, *, device: str, world: int, bf16: bool = True) -> tuple[Config, list[tuple[str, Any, str]]]:
+def resolve(
+    config: Config, *, device: str, world: int, bf16: bool = True, differ: bool = False
+) -> tuple[Config, list[tuple[str, Any, str]]]:
     """Give every `auto` that needs no measurement its value. Returns the config and (key, value, reason) of each.
 
-    `device` is the kind of device, "cpu" or an accelerator's; `bf16` whether it computes in that type.
+    `device` is the kind of device, "cpu" or an accelerator's; `bf16` whether all of them compute in that type, and
+    `differ` whether some do and some do not.
     `train.micro_batch`, `model.vocab_size` and `data.tokenizer` need a device or files, and are left to
     `train/resolve.py`.
     """
     on_cpu = device == "cpu"
     chosen: list[tuple[str, Any, str]] = []
-    if config.train.dtype == "auto":
+    if config.train.dtype == "auto" and differ:
+        chosen.append(("train.dtype", "mixed", "some of the devices have bf16 and some have not"))
+    elif config.train.dtype == "auto":
         why = f"the device is {device}" if on_cpu or bf16 else f"a device of kind {device} here has no bf16"
-        chosen.append(("train.dtype", "bf16" if bf16 and not on_cpu else "fp32", why))
+        chosen.append(("train.dtype", "fp32" if on_cpu else "bf16" if bf16 else "fp16", why))
     if config.train.compile == "auto":
         why = "compiling costs more than it saves on CPU" if on_cpu else f"the device is {device}"
         chosen.append(("train.compile", not on_cpu, why))
     if config.optim.decay_steps == "auto" and config.train.steps:  # with no steps yet, the next start decides
-        steps = max(config.train.steps, 1)
-        chosen.append(
-            ("optim.decay_steps", max(steps, config.optim.warmup_steps), "train.steps at the start of the run")
-        )
+        steps = rules.default_decay_steps(config.optim.model_dump(), max(config.train.steps, 1))
+        chosen.append(("optim.decay_steps", steps, "train.steps at the start of the run"))
+    if config.optim.weight_decay == "auto":
+        decay = rules.default_weight_decay(config.optim.rule)
+        chosen.append(("optim.weight_decay", decay, f"the update rule is {config.optim.rule}"))
+    lora = config.model.lora
+    if lora is not None and lora.adapter is None:  # that of an adapter is read from its files
+        rank = 16 if lora.rank == "auto" else lora.rank
+        fresh = {"rank": rank, "alpha": 2.0 * rank, "targets": list(get_args(LoraTarget))}
+        for name, fitting in fresh.items():
+            if getattr(lora, name) == "auto":
+                chosen.append((f"model.lora.{name}", fitting, "no adapter was named"))
     if config.parallel.data == "auto":
         value = "single" if world == 1 else "fsdp2"
         chosen.append(("parallel.data", value, f"{world} rank{'s' if world > 1 else ''}"))
@@ -195,7 +212,7 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, default_flow_style=False)
 
 
-def continue_from(wanted: Config, saved: Config, folder: Path, same_devices: bool = True) -> Config:
+def continue_from(wanted: Config, saved: Config, folder: Path | str, same_devices: bool = True) -> Config:
     """The configuration for going on in `folder`: `wanted`, with each `auto` as it was resolved when the run began.
 
     What was resolved for the devices is resolved anew when they are not the `same_devices` any more. Raises ConfigError
@@ -258,6 +275,7 @@ _EXPECTED = {
     "string_type": "text (quotes make it so)",
     "string_unicode": "text without broken characters",
     "list_type": "text or a list of texts",
+    "dict_type": "a mapping of names to values",
     "finite_number": "a finite number",
     "too_short": "a list that is not empty",
     "int_parsing_size": "a smaller whole number",
@@ -297,12 +315,14 @@ def _key_of(loc: Sequence[int | str]) -> tuple[str, str]:
     """
     path: list[str] = []
     section: type[BaseModel] | None = Config
+    named = False  # whether the key before is a mapping of names
     for part in loc:
-        if section is None:
+        if section is None and not named:
             break
         path.append(_cut(str(part)) or "''")
-        info = section.model_fields.get(str(part))
+        info = section.model_fields.get(str(part)) if section else None
         section = section_of(info.annotation) if info else None
+        named = info is not None and get_origin(info.annotation) is dict
     return ".".join(path), path[-1] if path else ""
 
 

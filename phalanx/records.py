@@ -30,6 +30,10 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
+BASE_WEIGHTS = "base weights"  # in data.json, what a run's adapters belong to
+MANIFEST = "manifest.json"  # of a checkpoint
+HELD_OUT = "held_out"  # the set to evaluate on that was kept back of the training documents
+
 
 class ExitCode(enum.IntEnum):
     """Exit codes of `phalanx` and of its workers."""
@@ -51,7 +55,7 @@ class Kind(enum.StrEnum):
     CHECKPOINT_SAVED = "checkpoint_saved"  # step, bytes, seconds
     CHECKPOINT_FAILED = "checkpoint_failed"  # step, reason
     CHECKPOINT_REFUSED = "checkpoint_refused"  # step, reason
-    EVALUATED = "evaluated"  # step, loss, tokens
+    EVALUATED = "evaluated"  # step, set, loss, tokens, seconds
     STEP_SKIPPED = "step_skipped"  # step, reason
     WORKER_DIED = "worker_died"  # rank, pid, signal or exit_code, reason
     RESTARTED = "restarted"  # attempt
@@ -59,6 +63,8 @@ class Kind(enum.StrEnum):
     STOPPED = "stopped"  # step
     FINISHED = "finished"  # step, seconds
     EXPORTED = "exported"  # folder
+    PROFILED = "profiled"  # first, last, phases, operators, folder
+    MEMORY_RECORDED = "memory_recorded"  # step, peak_bytes, phases, folder
     WARNING = "warning"  # message
 
 
@@ -107,14 +113,51 @@ class StepRecord:
     mfu_causal: float | None  # the same with only the causal half of attention counted
     memory_bytes: int  # peak on the worst rank
     skipped: bool = False  # the update was not applied
+    loss_scale: float | None = None  # what the loss was multiplied by; None where nothing computes in float16
     time: float = field(default_factory=time.time)  # seconds since the epoch
 
 
 @dataclass(frozen=True)
+class Url:
+    """A folder or file at a URL, named as a Path names one; `timeout_s` is for how long its store is tried."""
+
+    text: str
+    timeout_s: float
+
+    def __truediv__(self, name: str) -> "Url":
+        return Url(f"{self.text.rstrip('/')}/{name}", self.timeout_s)
+
+    @property
+    def name(self) -> str:
+        return self.text.rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> "Url":
+        return Url(self.text.rstrip("/").rpartition("/")[0], self.timeout_s)
+
+    def __str__(self) -> str:
+        """Without a user, password or query, as this is shown and recorded."""
+        scheme, _, rest = self.text.partition("?")[0].partition("://")
+        host, slash, path = rest.partition("/")
+        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+@dataclass(frozen=True)
 class RunPaths:
-    """File names of a run folder."""
+    """File names of a run folder. Of one at a `url`, `root` is a local copy of its records; checkpoints have none."""
 
     root: Path
+    url: Url | None = None
+
+    @property
+    def shown(self) -> str:
+        """Where a user finds the run."""
+        return str(self.root if self.url is None else self.url)
+
+    @property
+    def name(self) -> str:
+        """What the run is called: the last part of where it is."""
+        return self.root.resolve().name if self.url is None else self.url.name
 
     @property
     def config(self) -> Path:
@@ -137,7 +180,12 @@ class RunPaths:
         return self.root / "report.html"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> Path | Url:
+        return (self.root if self.url is None else self.url) / "checkpoints"
+
+    @property
+    def has_checkpoints(self) -> Path:
+        """Exists where there are checkpoints: their folder, or an empty one as a sign that the URL has some."""
         return self.root / "checkpoints"
 
     @property
@@ -155,8 +203,29 @@ class RunPaths:
         return self.root / "tokenizer" / "config.json"
 
     @property
+    def model_code(self) -> Path:
+        """The copy of the file that `model.code` names."""
+        return self.root / "model.py"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """The id under which Weights & Biases knows this run."""
+        return self.root / "wandb.json"
+
+    @property
+    def inside(self) -> Path:
+        """Traces and memory snapshots."""
+        return self.root / "profile"
+
+    def trace(self, rank: int, first: int, last: int) -> Path:
+        return self.inside / f"rank-{rank:05d}-steps-{first}-{last}.json.gz"
+
+    def memory(self, rank: int, step: int, suffix: str) -> Path:
+        return self.inside / f"memory-rank-{rank:05d}-step-{step}.{suffix}"
 
     @property
     def lock(self) -> Path:

@@ -3,11 +3,15 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from tests.helpers import stop_zygote
+
+if TYPE_CHECKING:
+    from tests.stores import Faults, S3Server
 
 # On CI the same examples each time; elsewhere new ones, which is how they find what nobody thought of.
 settings.register_profile("ci", derandomize=True, print_blob=True)
@@ -30,3 +34,35 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokens")
     runs.write_tokens(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[S3Server]":
+    """A real S3 server on loopback."""
+    from tests.stores import S3Server
+
+    server = S3Server(tmp_path_factory.mktemp("s3") / "log")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def bucket(s3_server: "S3Server", monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A URL of its own for each test, on the S3 server to which this process's environment leads."""
+    from phalanx import storage
+    from tests.stores import BUCKET
+
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    storage._made.cache_clear()  # a driver made before would not know of it
+    return f"s3://{BUCKET}/{abs(hash(request.node.nodeid)):x}"
+
+
+@pytest.fixture
+def faults() -> "Faults":
+    """What goes wrong in `faulty://`: nothing yet."""
+    from phalanx import storage
+    from tests.stores import register
+
+    storage._made.cache_clear()
+    return register()

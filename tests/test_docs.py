@@ -35,7 +35,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 NAMES = {page: page.relative_to(ROOT).as_posix() for page in PAGES}
 BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
 # Options of other programs that the pages speak of.
-FOREIGN_FLAGS = {"--debug", "--signal", "--max-restarts", "--ntasks", "--gpus"}
+FOREIGN_FLAGS = {"--debug", "--signal", "--max-restarts", "--ntasks", "--gpus", "--apply", "--limit", "--output"}
 FORBIDDEN = re.compile(r"https?://|/work/|/root/|/home/|pypi|index-url|github\.com|huggingface\.co|\bTODO\b", re.I)
 # What makes a documented command small; a page's own key=value comes later and wins.
 SMALL_MODEL = ["model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1"]
@@ -207,7 +207,7 @@ def values_of(schema: dict[str, Any]) -> str:
     limits = [(word, schema[name]) for names, word in words.items() for name in names if name in schema]
     shown = [f"{word} {limit}" for word, limit in limits if limit != 2**53]  # that one only keeps numbers exact
     names = {"integer": "whole number", "number": "number", "string": "text", "array": "text or a list of texts"}
-    names |= {"boolean": "`true`, `false`", "null": "`null`"}
+    names |= {"boolean": "`true`, `false`", "null": "`null`", "object": "a mapping"}
     return " ".join([names[schema["type"]], *shown])
 
 
@@ -243,7 +243,7 @@ def test_the_tables_of_records_are_complete() -> None:
     paths = RunPaths(Path("run"))
     files = [getattr(paths, name) for name, value in vars(RunPaths).items() if isinstance(value, property)]
     files += [paths.log(1, 0), paths.cause(1, 0)]
-    tops = {file.relative_to(paths.root).parts[0] for file in files}
+    tops = {file.relative_to(paths.root).parts[0] for file in files if isinstance(file, Path)}
     assert {name.rstrip("/") for name in first_column(section(page, "The run folder"))} >= tops
 
 

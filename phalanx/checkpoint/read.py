@@ -1,34 +1,39 @@
 """The reading half of checkpoints: find the newest valid one and read any range of any parameter from its pieces.
 
-A checkpoint is a folder `step-00000050/` of safetensors files and a `manifest.json`, which is written last. A piece is
+A checkpoint is a folder `step-00000050/`, local or at a URL, of safetensors files and a `manifest.json`, which is
+written last. A piece is
 a run of elements [start, stop) of one row-major flattened parameter (`kind` "param") or of a state that has its shape
 ("exp_avg", ...), so a checkpoint written by any number of ranks is read on any other number by coordinates alone.
 Nothing is unpickled.
 """
 
+import contextlib
 import hashlib
 import json
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from phalanx.errors import CheckpointError
-from phalanx.records import Kind
+from phalanx import storage
+from phalanx.checkpoint.files import LocalFiles, RemoteFiles
+from phalanx.errors import CheckpointError, StorageError
+from phalanx.records import MANIFEST, Kind, Url
 
 FORMAT = "phalanx-pieces"
 VERSION = 1
-MANIFEST = "manifest.json"
-CHUNK_BYTES = 8 << 20  # large enough that zlib and the kernel work without the interpreter lock nearly all the time
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 Parameters = dict[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype such as "float32"
+
+
+Place = TypeVar("Place", Path, Url, Path | Url)
 
 
 class Group(Protocol):
@@ -57,7 +62,7 @@ class Alone:
         return obj
 
 
-def step_folder(folder: Path, step: int) -> Path:
+def step_folder(folder: Place, step: int) -> Place:
     """The folder of one step's checkpoint inside the folder of all checkpoints."""
     return folder / f"step-{step:08d}"
 
@@ -97,8 +102,9 @@ class Checkpoint:
     the file and its problem.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | Url) -> None:
         self.path = path
+        self._source = RemoteFiles(path) if isinstance(path, Url) else LocalFiles(path)
         manifest = self._parse()
         try:
             self.header: dict[str, Any] = dict(manifest["header"])
@@ -115,9 +121,11 @@ class Checkpoint:
                     self._pieces[name, kind].append((start, stop, file))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._refuse(MANIFEST, f"does not have the fields of version {VERSION} ({error!r})") from error
-        self._open: dict[str, Any] = {}
         for file, entry in self.files.items():
-            self._check_size(file, entry["bytes"])
+            with self._reading(file, "is missing"):
+                size = self._source.size(file)
+            if size != entry["bytes"]:
+                raise self._refuse(file, f"has {size} bytes where {entry['bytes']} were written")
 
     def kinds(self, name: str) -> list[str]:
         """The kinds of state that are stored for a parameter, sorted."""
@@ -130,13 +138,9 @@ class Checkpoint:
         """
         for file in sorted(self.files)[rank::world]:
             crc = 0
-            try:
-                with open(self.path / file, "rb", buffering=0) as source:
-                    buffer = memoryview(bytearray(min(CHUNK_BYTES, self.files[file]["bytes"] + 1)))
-                    while count := source.readinto(buffer):
-                        crc = zlib.crc32(buffer[:count], crc)
-            except OSError as error:
-                raise self._refuse(file, f"cannot be read ({error.strerror})") from error
+            with self._reading(file):
+                for part in self._source.stream(file):
+                    crc = zlib.crc32(part, crc)
             if f"{crc:08x}" != self.files[file]["crc32"]:
                 raise self._refuse(file, f"has CRC-32 {crc:08x} where {self.files[file]['crc32']} was written")
 
@@ -159,28 +163,30 @@ class Checkpoint:
             # Of all pieces that hold this element the one that reaches farthest, so that replicas are read once.
             low, high, file = max((piece for piece in pieces if piece[0] <= at), key=lambda piece: piece[1])
             end = min(high, stop)
-            try:
-                values = self._handle(file).get_slice(tensor_name(name, kind, low, high))[at - low : end - low]
-            except (OSError, SafetensorError) as error:
-                raise self._refuse(file, f"cannot be read ({error})") from error
+            with self._reading(file):
+                values = self._source.values(file, tensor_name(name, kind, low, high), at - low, end - low)
             with torch.no_grad():  # `out` may be a view of a parameter that wants gradients
                 out[at - start : end - start].copy_(values)
             at = end
 
     def close(self) -> None:
         """Let go of the open files; a later `read` opens them again."""
-        self._open.clear()
+        self._source.close()
 
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            self._open[file] = safe_open(str(self.path / file), framework="pt")
-        return self._open[file]
+    @contextlib.contextmanager
+    def _reading(self, file: str, problem: str = "cannot be read") -> Iterator[None]:
+        """Turn what reading a file raises into a CheckpointError. A store that does not answer says nothing about the
+        checkpoint: that error stays what it is."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except (OSError, SafetensorError) as error:
+            raise self._refuse(file, f"{problem} ({getattr(error, 'strerror', None) or error})") from error
 
     def _parse(self) -> dict[str, Any]:
-        try:
-            raw = (self.path / MANIFEST).read_bytes()
-        except OSError as error:
-            raise self._refuse(MANIFEST, f"cannot be read ({error.strerror})") from error
+        with self._reading(MANIFEST):
+            raw = self._source.whole(MANIFEST)
         try:
             manifest = json.loads(raw.decode("ascii"))
         except (ValueError, RecursionError) as error:
@@ -192,14 +198,6 @@ class Checkpoint:
             raise self._refuse(MANIFEST, "does not match its own checksum")
         return manifest
 
-    def _check_size(self, file: str, expected: int) -> None:
-        try:
-            size = (self.path / file).stat().st_size
-        except OSError as error:
-            raise self._refuse(file, f"is missing ({error.strerror})") from error
-        if size != expected:
-            raise self._refuse(file, f"has {size} bytes where {expected} were written")
-
     def _refuse(self, file: str, problem: str) -> CheckpointError:
         return CheckpointError(
             f"checkpoint {self.path} cannot be used because its file {file} {problem}; put an intact copy of the file"
@@ -207,8 +205,13 @@ class Checkpoint:
         )
 
 
-def find(folder: Path) -> list[int]:
-    """Steps that have a checkpoint folder, valid or not, newest first; empty where the folder does not exist."""
+def find(folder: Path | Url) -> list[int]:
+    """Steps that have a checkpoint, valid or not, newest first: a folder of their name, or at a URL one that holds a
+    manifest. Empty where `folder` does not exist."""
+    if isinstance(folder, Url):
+        files = storage.listing(folder.text, recursive=True, timeout_s=folder.timeout_s)
+        found = (re.search(rf"/step-(\d{{8,}})/{re.escape(MANIFEST)}$", entry.url) for entry in files)
+        return sorted((int(match[1]) for match in found if match), reverse=True)
     if not folder.is_dir():
         return []
     matches = (re.fullmatch(r"step-(\d{8,})", entry.name) for entry in folder.iterdir())
@@ -216,7 +219,7 @@ def find(folder: Path) -> list[int]:
 
 
 def examine(
-    path: Path, rank: int = 0, world: int = 1, check: Callable[[Checkpoint], bool] | None = None
+    path: Path | Url, rank: int = 0, world: int = 1, check: Callable[[Checkpoint], bool] | None = None
 ) -> tuple[Checkpoint | None, str | None]:
     """Open a checkpoint, verify this rank's part of the files, then ask `check` (False or CheckpointError: refused).
 
@@ -239,7 +242,7 @@ def agree(group: Group, reason: str | None) -> str | None:
 
 
 def newest_agreed(
-    folder: Path, rank: int, group: Group, check: Callable[[Checkpoint], bool] | None, on_event: OnEvent
+    folder: Path | Url, rank: int, group: Group, check: Callable[[Checkpoint], bool] | None, on_event: OnEvent
 ) -> Checkpoint | None:
     """The newest checkpoint that every rank finds valid.
 
@@ -259,6 +262,17 @@ def newest_agreed(
     return None
 
 
-def newest_valid(folder: Path, check: Callable[[Checkpoint], bool] | None, on_event: OnEvent) -> Checkpoint | None:
+def newest_valid(
+    folder: Path | Url, check: Callable[[Checkpoint], bool] | None, on_event: OnEvent
+) -> Checkpoint | None:
     """`newest_agreed` for one process: from newest to oldest, reads files completely, reports what it refuses."""
     return newest_agreed(folder, 0, Alone(), check, on_event)
+
+
+def is_whole(path: Path | Url) -> bool:
+    """Whether a checkpoint's manifest is valid and its files have the right sizes; contents are not read."""
+    try:
+        Checkpoint(path)
+    except CheckpointError:
+        return False
+    return True

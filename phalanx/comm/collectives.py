@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from phalanx.phases import phase
+
 # torch 2.13 renamed them.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -32,13 +34,14 @@ class Traffic:
 class Pending:
     """A collective under way; `wait` holds the host until the result may be used by work queued after it."""
 
-    def __init__(self, work: dist.Work | None, traffic: Traffic) -> None:
-        self._work, self._traffic = work, traffic
+    def __init__(self, work: dist.Work | None, traffic: Traffic, name: str) -> None:
+        self._work, self._traffic, self._name = work, traffic, name
 
     def wait(self) -> None:
         if self._work is not None:
             start = time.perf_counter()
-            self._work.wait()
+            with phase(self._name):
+                self._work.wait()
             self._traffic.wait_s += time.perf_counter() - start
             self._work = None
 
@@ -51,22 +54,25 @@ def all_reduce(
 ) -> Pending:
     """Start reducing `tensor` in place over `group`."""
     start = _begin(traffic, tensor)
-    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-    return _issued(work, traffic, start)
+    with phase("reduce"):
+        work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    return _issued(work, traffic, start, "reduce")
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, traffic: Traffic) -> Pending:
     """Start gathering equal shards: `output` holds `shard` of every rank, in order of rank."""
     start = _begin(traffic, output, shard)
-    work = _ALL_GATHER(output, shard, group=group, async_op=True)
-    return _issued(work, traffic, start)
+    with phase("gather"):
+        work = _ALL_GATHER(output, shard, group=group, async_op=True)
+    return _issued(work, traffic, start, "gather")
 
 
 def reduce_scatter(shard: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, traffic: Traffic) -> Pending:
     """Start summing `tensor` over ranks; `shard` receives this rank's equal part of the sum."""
     start = _begin(traffic, tensor, shard)
-    work = _REDUCE_SCATTER(shard, tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
-    return _issued(work, traffic, start)
+    with phase("reduce"):
+        work = _REDUCE_SCATTER(shard, tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    return _issued(work, traffic, start, "reduce")
 
 
 def _begin(traffic: Traffic, *tensors: torch.Tensor) -> float:
@@ -77,6 +83,6 @@ def _begin(traffic: Traffic, *tensors: torch.Tensor) -> float:
     return time.perf_counter()
 
 
-def _issued(work: dist.Work | None, traffic: Traffic, start: float) -> Pending:
+def _issued(work: dist.Work | None, traffic: Traffic, start: float, name: str) -> Pending:
     traffic.wait_s += time.perf_counter() - start
-    return Pending(work, traffic)
+    return Pending(work, traffic, name)

@@ -76,8 +76,9 @@ class Mesh:
 
 
 @contextlib.contextmanager
-def join(placement: Placement, timeout_s: float) -> Iterator[Mesh]:
-    """Meet the other ranks, make the groups, and leave them on exit.
+def join(placement: Placement, timeout_s: float, storage_s: float = 0.0) -> Iterator[Mesh]:
+    """Meet the other ranks, make the groups, and leave them on exit. `storage_s`: how much longer the group for saves
+    waits, for a rank whose remote store is still being tried.
 
     Raises CollectiveError naming the missing ranks when they do not arrive within `timeout_s`.
     """
@@ -100,7 +101,7 @@ def join(placement: Placement, timeout_s: float) -> Iterator[Mesh]:
             device=device,
             shard=DeviceMesh(device.type, torch.arange(placement.world), mesh_dim_names=("shard",)),
             control=dist.new_group(backend="gloo", timeout=timeout),
-            checkpoint=dist.new_group(backend="gloo", timeout=timeout),
+            checkpoint=dist.new_group(backend="gloo", timeout=timeout + datetime.timedelta(seconds=storage_s)),
             traffic=Traffic(),
             store=store,
             timeout_s=timeout_s,

@@ -1,79 +1,99 @@
 """Sources to token sets, once: cached by what defines the result, taken up where a killed run left off.
 
-Work goes to `<cache>/<key>.partial/`, in parts of a few megabytes of text; a part is an `.npz` and then, when that is
-safe on the disk, a `.json` with the place in the sources where the next part begins. Complete parts are merged into
-`out/`, and that folder is renamed to `<cache>/<key>/`.
+Each source of a mixture and each validation set is a result of its own, so that another one costs only itself. Its
+chunks are encoded side by side into pieces in `<cache>/<key>.partial/` and then joined in order.
 """
 
-import fcntl
+import functools
 import hashlib
 import itertools
 import json
 import os
 import shutil
-import time
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from phalanx import storage
+from phalanx.data import conversations, workers
+from phalanx.data.cache import Cache, describe, prune
+from phalanx.data.encode import SIDES, Task, encode_chunk, make_encoder
+from phalanx.data.reading import (
+    CHUNK_BYTES,
+    MANY_CHUNKS,
+    MOST_CHUNK_BYTES,
+    Chunk,
+    Meter,
+    lines_before,
+    plan,
+    records,
+)
 from phalanx.data.sources import (
-    START,
-    Cursor,
+    LINES,
+    TALKS,
+    TOKENS,
+    Format,
+    Record,
     SourceFile,
-    bytes_before,
-    documents,
+    check_format,
     is_held_out,
     list_files,
+    record_digest,
+    shown,
     text_digest,
 )
 from phalanx.data.tokenizer import (
+    ENCODE_CHARS,
     Tokenizer,
     check_vocab,
-    encode_documents,
     load_tokenizer,
     tokenizer_hash,
     train_tokenizer,
 )
-from phalanx.data.tokens import FORMAT_VERSION, TokenFile, TokenWriter, sync_folder, write_synced
-from phalanx.errors import ConfigError, DataError
+from phalanx.data.tokens import FORMAT_VERSION, TokenFile, TokenWriter
+from phalanx.errors import ConfigError, DataError, StorageError
+from phalanx.records import HELD_OUT
+
+if TYPE_CHECKING:
+    from phalanx.config import DataSection
 
 TRAIN = "train"  # the value of `tokenizer` that asks for a new one
-PART_CHARS = 8 << 20  # text of one part: a kill costs the tokenizing of it, about a second
 SAMPLE_BYTES = 8 << 20  # text that a tokenizer is trained on at most; more changes few merges
 SAMPLE_CHARS = 1 << 16  # the sample is drawn in chunks of this length, so that one huge document is no exception
-LOCK_TIMEOUT_S = 3600.0
-LOCK_POLL_S = 0.1
+SAMPLE_READ = 64  # times its size is read of a source to draw the sample
+SMALL_BYTES = 2 << 20  # less than that is encoded before other processes have started
+JOIN_TOKENS = 8 << 20
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Where prepared data lies. `train` and `held_out` are folders for TokenFile; `held_out` may hold no document."""
+    """Where prepared data lies, all of it made with one tokenizer.
 
-    folder: Path
+    `train`: folders for TokenFile with their weights in the mixture, one of weight 1.0 where there is none. `held_out`:
+    the sets to evaluate on by name; "held_out" is what was kept back of the training documents, and may be empty.
+    """
+
     tokenizer_folder: Path
-    train: Path
-    held_out: Path
     vocab_size: int
     eos_id: int
+    train: list[tuple[Path, float]]
+    held_out: dict[str, Path]
 
 
 @dataclass(frozen=True)
-class Job:
-    """What defines the result of one preparation."""
+class Wanted:
+    """One token set, or the two sides of one: `key` is what its sources were set under."""
 
+    key: str
     files: list[SourceFile]
-    tokenizer: str
-    tokenizer_vocab: int
-    text_key: str
-    held_out_fraction: float
+    held_out: float
 
     @property
     def total_bytes(self) -> int:
@@ -81,222 +101,346 @@ class Job:
 
 
 def prepare(
-    sources: list[str],
-    tokenizer: str,
-    tokenizer_vocab: int,
-    text_key: str,
-    held_out_fraction: float,
-    cache: Path,
+    data: "DataSection",
     progress: Progress | None = None,
-    lock_timeout_s: float = LOCK_TIMEOUT_S,
+    lock_timeout_s: float = storage.LOCK_TIMEOUT_S,
+    storage_timeout_s: float = storage.TIMEOUT_S,
 ) -> Prepared:
-    """Return the token sets of `sources`, preparing them unless the cache has them.
+    """Return the token sets that `data` asks for, preparing those that the cache does not have.
 
-    `tokenizer` is "train" (a byte-level BPE with `tokenizer_vocab` entries, trained on training documents only) or a
-    local Hugging Face folder. `progress(phase, done, total)` is called for the phases "tokenizer" and "tokens" (bytes
-    of source) and "files" (parts). Any number of processes may ask for the same data at once: one works, the others
-    wait up to `lock_timeout_s`.
+    `data.tokenizer` is "train" (a byte-level BPE with `tokenizer_vocab` entries, trained on training documents only) or
+    a local Hugging Face folder, never "auto". `progress(phase, done, total)` is called for the phases "tokenizer" and
+    "tokens" (bytes of source) and "files" (pieces). Any number of processes may ask for the same data at once: one
+    works, the others wait up to `lock_timeout_s`.
 
     Raises DataError for sources that are missing, empty or malformed (file and line named) and for a cache that cannot
-    be written; ConfigError for a tokenizer or fraction that cannot be.
+    be written; ConfigError for a tokenizer, template or fraction that cannot be; StorageError for a store that fails.
     """
-    if not 0.0 <= held_out_fraction < 1.0:
+    assert data.tokenizer != "auto"
+    if not 0.0 <= data.held_out < 1.0:
         raise ConfigError(
-            f"data.held_out is {held_out_fraction}, which leaves nothing to train on; set it to 0 or more and below 1"
+            f"data.held_out is {data.held_out}, which leaves nothing to train on; set it to 0 or more and below 1"
         )
-    if tokenizer == TRAIN:
-        check_vocab(tokenizer_vocab)
-    else:
-        tokenizer = os.path.abspath(os.path.expanduser(tokenizer))
-    job = Job(list_files(sources), tokenizer, tokenizer_vocab, text_key, held_out_fraction)
-    key = cache_key(job)
-    folder = cache.expanduser().absolute() / key
-    if not _complete(folder):
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(folder.with_name(f"{key}.lock"), lock_timeout_s):
-                if not _complete(folder):  # whoever held the lock before may have made it
-                    _build(job, key, folder, progress or _silent)
-        except OSError as error:
-            raise DataError(
-                f"the data cache {cache} cannot be written ({error.strerror or error}); free space there or name "
-                f"another folder"
-            ) from error
-    return _open(folder, job)
+    progress = progress or _silent
+    format = format_of(data, storage_timeout_s)
+    train = [
+        (Wanted("data.source", list_files(paths, "data.source", storage_timeout_s), data.held_out), weight)
+        for paths, weight in mixture(data.source)
+    ]
+    validation = {
+        name: Wanted(f"data.validation.{name}", list_files(paths, f"data.validation.{name}", storage_timeout_s), 1.0)
+        for name, paths in data.validation.items()
+    }
+    everything = [*(wanted for wanted, _ in train), *validation.values()]
+    for wanted in everything:
+        check_format(wanted.files, data.format)
+    cache = Cache(
+        storage.local_cache(data.cache).absolute(),
+        data.cache if storage.is_url(data.cache) else None,
+        lock_timeout_s,
+        storage_timeout_s,
+    )
+    count = data.workers if data.workers != "auto" else len(os.sched_getaffinity(0))
+    try:
+        prune(cache.folder)
+        folder, named = _tokenizer(data, train, format, cache, progress)
+        keys = {id(wanted): _key(wanted, tokenizer_hash(folder), format) for wanted in everything}
+        missing = [wanted for wanted in everything if not cache.has(keys[id(wanted)])]
+        tokens = _sum_of_all("tokens", progress, sum(wanted.total_bytes for wanted in missing))
+        made: dict[int, Path] = {}
+        for wanted in everything:
+            work = Work(wanted, keys[id(wanted)], folder, named, format, count, tokens, progress)
+            made[id(wanted)] = cache.obtain(work.key, functools.partial(_build, work))
+        sides = [made[id(wanted)] / HELD_OUT for wanted, _ in train]
+        held_out = sides[0] if len(sides) == 1 else _joined(sides, [keys[id(w)] for w, _ in train], named, cache)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise DataError(
+            f"the data cache {shown(data.cache)} cannot be written ({error.strerror or error}); free space there or "
+            f"name another folder"
+        ) from error
+    return _opened(
+        folder,
+        [(made[id(wanted)] / TRAIN, weight) for wanted, weight in train],
+        {HELD_OUT: held_out} | {name: made[id(wanted)] / HELD_OUT for name, wanted in validation.items()},
+    )
 
 
-def cache_key(job: Job) -> str:
-    """The name of a preparation's result: a hash of everything that could change a token of it.
+def mixture(source: Iterable[Any]) -> list[tuple[list[str], float]]:
+    """The sources that are prepared each by itself, and their weights: one, unless an entry has a weight of its own."""
+    entries = list(source)
+    if all(isinstance(entry, str) for entry in entries):
+        return [(entries, 1.0)]
+    return [([entry], 1.0) if isinstance(entry, str) else (list(entry.path), entry.weight) for entry in entries]
 
-    Raises ConfigError when the tokenizer's folder holds no tokenizer.
-    """
-    if job.tokenizer == TRAIN:
-        tokenizer = ["train", job.tokenizer_vocab, SAMPLE_BYTES, SAMPLE_CHARS, version("tokenizers")]
-    else:
-        tokenizer = ["folder", tokenizer_hash(Path(job.tokenizer))]
-    files = [[str(file.path), file.size_bytes, file.mtime_ns, file.lenient] for file in job.files]
-    parts = [FORMAT_VERSION, files, tokenizer, job.text_key, job.held_out_fraction]
+
+def format_of(data: "DataSection", storage_timeout_s: float = storage.TIMEOUT_S) -> Format:
+    """How the documents of a recipe are read."""
+    return Format(
+        data.format,
+        data.text_key,
+        data.messages_key,
+        data.prompt_key,
+        data.completion_key,
+        data.chat_template,
+        data.loss_on,
+        storage_timeout_s,
+    )
+
+
+def _key(wanted: Wanted, tokenizer: str, format: Format) -> str:
+    """The name of a result: a hash of everything that could change a token of it."""
+    parts = [FORMAT_VERSION, _identity(wanted.files), tokenizer, _reading(format), wanted.held_out]
+    return _hash(parts)
+
+
+def _hash(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _build(job: Job, key: str, folder: Path, progress: Progress) -> None:
-    partial = folder.with_name(f"{key}.partial")
-    partial.mkdir(exist_ok=True)
-    trained = partial / "tokenizer"
-    if job.tokenizer == TRAIN and not trained.exists():
-        train_tokenizer(_tokenizer_sample(job, progress), job.tokenizer_vocab, trained)
-    tokenizer = load_tokenizer(trained if job.tokenizer == TRAIN else Path(job.tokenizer))
-    parts = _write_parts(job, tokenizer, partial, progress)
-    out = partial / "out"
-    if out.exists():  # a run was killed while it merged
-        shutil.rmtree(out)
-    out.mkdir()
-    if job.tokenizer == TRAIN:
-        shutil.copytree(trained, out / "tokenizer")
-    _merge(parts, tokenizer, key, out, progress)
-    sync_folder(out)
-    if folder.exists():  # somebody deleted a part of it
-        shutil.rmtree(folder)
-    os.rename(out, folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(partial)
+def _identity(files: list[SourceFile]) -> list[Any]:
+    return [
+        [file.path, file.kind, file.size_bytes, file.version, file.lenient]
+        + ([conversations.VERSION] if file.kind == TALKS else [])
+        for file in files
+    ]
 
 
-def _tokenizer_sample(job: Job, progress: Progress) -> Iterator[str]:
-    """Chunks of training documents, all of them or a sample of about SAMPLE_BYTES chosen by hash."""
-    share = min(1.0, SAMPLE_BYTES / job.total_bytes)
-    reported = 0
-    for document in documents(job.files, job.text_key):
-        digest = text_digest(document.text)
-        if is_held_out(digest, job.held_out_fraction):
-            continue
-        for start in range(0, len(document.text), SAMPLE_CHARS):
-            chosen = hashlib.sha256(digest + start.to_bytes(8, "big")).digest()
-            if is_held_out(chosen, share):
-                yield document.text[start : start + SAMPLE_CHARS]
-        done = bytes_before(job.files, document.after)
-        if done - reported >= PART_CHARS // 8:
-            progress("tokenizer", done, job.total_bytes)
-            reported = done
-    progress("tokenizer", job.total_bytes, job.total_bytes)
+def _reading(format: Format) -> list[Any]:
+    if format.format == "text":
+        return [format.format, *format.columns()]
+    from phalanx.data.chat import template_text
+
+    return [format.format, *format.columns(), format.loss_on, template_text(format.chat_template)]
 
 
-def _write_parts(job: Job, tokenizer: Tokenizer, partial: Path, progress: Progress) -> list[Path]:
-    """Tokenize what no finished part holds yet; returns the `.npz` files of all parts in order."""
-    parts, start = _finished_parts(partial)
-    progress("tokens", bytes_before(job.files, start), job.total_bytes)
-    for train, held_out, cursor in _batches(job, start):
-        tokens, lengths = encode_documents(tokenizer, train + held_out)
-        split = int(lengths[: len(train)].sum())
-        path = partial / f"part-{len(parts):06d}.npz"
-        temporary = path.with_suffix(".writing")
-        with open(temporary, "wb") as file:
-            np.savez(
-                file,
-                train=tokens[:split],
-                train_lengths=lengths[: len(train)],
-                held_out=tokens[split:],
-                held_out_lengths=lengths[len(train) :],
+# ----------------------------------------------------------------------------------------------------------- tokenizer
+
+
+def _tokenizer(
+    data: "DataSection", train: list[tuple[Wanted, float]], format: Format, cache: Cache, progress: Progress
+) -> tuple[Path, str]:
+    """The folder of the tokenizer, and its name as a result beside it would write it."""
+    if data.tokenizer != TRAIN:
+        folder = os.path.abspath(os.path.expanduser(data.tokenizer))
+        return Path(folder), folder
+    check_vocab(data.tokenizer_vocab)
+    for wanted, _ in train:
+        if ids := next((file for file in wanted.files if file.kind == TOKENS), None):
+            raise ConfigError(
+                f"{shown(ids.path)} holds token ids, so no tokenizer can be trained on it; set data.tokenizer to the "
+                f"folder of the one that made them"
             )
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
-        _write_json(path.with_suffix(".json"), {"after": list(cursor)})
-        parts.append(path)
-        progress("tokens", bytes_before(job.files, cursor), job.total_bytes)
-    progress("tokens", job.total_bytes, job.total_bytes)
-    return parts
+    # The size of chunks matters where only some of them are read.
+    sample = [SAMPLE_BYTES, SAMPLE_CHARS, SAMPLE_READ, CHUNK_BYTES, MOST_CHUNK_BYTES, MANY_CHUNKS]
+    parts = [version("tokenizers"), data.tokenizer_vocab, data.held_out, sample]
+    total = sum(weight for _, weight in train)
+    sources = [[_identity(wanted.files), weight / total] for wanted, weight in train]
+    name = f"tokenizer-{_hash([*parts, sources, _reading(format)])}"
+
+    def make(partial: Path, out: Path) -> None:
+        trained = partial / "tokenizer"
+        if not trained.exists():
+            texts = tokenizer_sample([(w.files, weight) for w, weight in train], format, data.held_out, progress)
+            train_tokenizer(texts, data.tokenizer_vocab, trained)
+        shutil.copytree(trained, out, dirs_exist_ok=True)
+        describe(out, {"trained_on": [_named(wanted.files) for wanted, _ in train]})
+
+    return cache.obtain(name, make), f"../{name}"
 
 
-def _finished_parts(partial: Path) -> tuple[list[Path], Cursor]:
-    parts: list[Path] = []
-    cursor = START
-    for number in itertools.count():
-        path = partial / f"part-{number:06d}.npz"
-        note = path.with_suffix(".json")
-        if not (path.is_file() and note.is_file()):
-            return parts, cursor
-        parts.append(path)
-        cursor = Cursor(*json.loads(note.read_text())["after"])
-    raise AssertionError("counting has no end")
+def tokenizer_sample(
+    sources: list[tuple[list[SourceFile], float]], format: Format, held_out: float, progress: Progress
+) -> Iterator[str]:
+    """Text of training documents, all of it or a sample of about SAMPLE_BYTES chosen by hash, to which each source of a
+    mixture gives its weight's part."""
+    weights = sum(weight for _, weight in sources)
+    drawn = []
+    for files, weight in sources:
+        target = SAMPLE_BYTES * weight / weights
+        chunks = _drawn(plan(files, format), int(SAMPLE_READ * target))
+        size = sum(chunk.size_bytes for chunk in chunks)
+        drawn.append((chunks, min(1.0, target / max(1, size)), size))
+    total, done = sum(size for _, _, size in drawn), 0
+    for chunks, share, _ in drawn:
+        for chunk in chunks:
+            progress("tokenizer", done, total)
+            for text in _texts(chunk, format, held_out):
+                digest = text_digest(text)
+                for start in range(0, len(text), SAMPLE_CHARS):
+                    if is_held_out(hashlib.sha256(digest + start.to_bytes(8, "big")).digest(), share):
+                        yield text[start : start + SAMPLE_CHARS]
+            done += chunk.size_bytes
+    progress("tokenizer", total, total)
 
 
-def _batches(job: Job, start: Cursor) -> Iterator[tuple[list[str], list[str], Cursor]]:
-    """(training texts, held-out texts, cursor behind them) of about PART_CHARS each."""
-    train: list[str] = []
-    held_out: list[str] = []
-    chars = 0
-    cursor = start
-    for document in documents(job.files, job.text_key, start):
-        side = held_out if is_held_out(text_digest(document.text), job.held_out_fraction) else train
-        side.append(document.text)
-        cursor = document.after
-        chars += len(document.text)
-        if chars >= PART_CHARS:
-            yield train, held_out, cursor
-            train, held_out, chars = [], [], 0
-    if chars:
-        yield train, held_out, cursor
+def _drawn(chunks: list[Chunk], limit_bytes: int) -> list[Chunk]:
+    """As many chunks, chosen by hash, as hold that much; in their order."""
+    if sum(chunk.size_bytes for chunk in chunks) <= limit_bytes:
+        return chunks
+    shuffled = sorted(range(len(chunks)), key=lambda number: hashlib.sha256(b"%d" % number).digest())
+    sizes = itertools.accumulate(chunks[number].size_bytes for number in shuffled)
+    enough = next(count for count, size in enumerate(sizes, 1) if size >= limit_bytes)
+    return [chunks[number] for number in sorted(shuffled[:enough])]
 
 
-def _merge(parts: list[Path], tokenizer: Tokenizer, key: str, out: Path, progress: Progress) -> None:
-    writers = {
-        name: TokenWriter(out / name, tokenizer.vocab_size, tokenizer.eos_id, key) for name in ("train", "held_out")
-    }
-    documents_of = dict.fromkeys(writers, 0)
-    for number, path in enumerate(parts):
+def _texts(chunk: Chunk, format: Format, held_out: float) -> Iterator[str]:
+    """The texts of a chunk's training documents; of conversations and prompts, each string under their keys."""
+    try:
+        for record in records(chunk, format, Meter()):
+            if not is_held_out(record_digest(record, format.columns()), held_out):
+                yield from [record.text] if record.text is not None else _strings(record, format)
+    except DataError:
+        if chunk.kind == LINES and chunk.start:  # see encode_chunk
+            for record in records(chunk, format, Meter(), lines_before(chunk, format) + 1):
+                record_digest(record, format.columns())
+        raise
+
+
+def _strings(record: Record, format: Format) -> list[str]:
+    def inside(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            for one in value.values() if isinstance(value, dict) else value:
+                yield from inside(one)
+
+    assert record.fields is not None
+    return [text for key in format.columns() for text in inside(record.fields[key])]
+
+
+# -------------------------------------------------------------------------------------------------------------- one set
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one set needs to be made. `tokens(count)` is told the bytes of source that are done."""
+
+    wanted: Wanted
+    key: str
+    tokenizer_folder: Path
+    tokenizer_name: str
+    format: Format
+    processes: int
+    tokens: Callable[[int], None]
+    progress: Progress
+
+
+def _build(work: Work, partial: Path, out: Path) -> None:
+    tokenizer = load_tokenizer(work.tokenizer_folder)
+    pieces = _encode(work, partial)
+    _merge(work, pieces, tokenizer, out)
+    describe(
+        out,
+        {
+            "sources": _named(work.wanted.files),
+            "tokenizer": work.tokenizer_name,
+            "format": asdict(work.format),
+            "held_out": work.wanted.held_out,
+        },
+    )
+
+
+def _named(files: list[SourceFile], most: int = 20) -> list[str]:
+    more = [f"and {len(files) - most} more"] if len(files) > most else []
+    return [*(shown(file.path) for file in files[:most]), *more]
+
+
+def _encode(work: Work, partial: Path) -> list[Path]:
+    """Encode the chunks that are not done yet; returns the pieces of all in order."""
+    chunks = plan(work.wanted.files, work.format)
+    tasks = [
+        Task(f"chunk-{number:06d}", str(partial), str(work.tokenizer_folder), work.format, work.wanted.held_out, chunk)
+        for number, chunk in enumerate(chunks)
+    ]
+    pending = [task for task in tasks if _done(partial, task) is None]
+    pending_bytes = sum(task.chunk.size_bytes for task in pending)
+    work.tokens(work.wanted.total_bytes - pending_bytes)
+    if len(pending) > 1 and pending_bytes > SMALL_BYTES:
+        workers.run(pending, work.processes, partial, work.tokens)
+    elif pending:  # one core after another is enough, or the library's own threads share the text
+        encoder = make_encoder(work.tokenizer_folder, work.format, ENCODE_CHARS)
+        for task in pending:
+            encode_chunk(task, encoder, work.tokens)
+    return [partial / f"{task.name}-{piece:04d}.npz" for task in tasks for piece in range(_done(partial, task) or 0)]
+
+
+def _done(partial: Path, task: Task) -> int | None:
+    """The number of pieces of a chunk; None unless all are there. What another cut of the sources left is removed."""
+    note = partial / f"{task.name}.json"
+    if note.is_file():
+        content = json.loads(note.read_text())
+        if content["chunk"] == asdict(task.chunk):
+            return int(content["pieces"])
+        for stale in partial.glob(f"{task.name}*"):
+            stale.unlink()
+    return None
+
+
+def _merge(work: Work, pieces: list[Path], tokenizer: Tokenizer, out: Path) -> None:
+    sides = SIDES if work.wanted.held_out < 1.0 else (HELD_OUT,)
+    writers = {name: TokenWriter(out / name, tokenizer.vocab_size, tokenizer.eos_id, work.key) for name in sides}
+    documents_of = dict.fromkeys(SIDES, 0)
+    for number, path in enumerate(pieces):
         try:
-            with np.load(path) as arrays:
+            with np.load(path, allow_pickle=False) as arrays:
                 for name, writer in writers.items():
                     lengths = arrays[f"{name}_lengths"]
-                    writer.extend(arrays[name], lengths)
+                    mask = arrays[f"{name}_mask"] if f"{name}_mask" in arrays.files else None
+                    writer.extend(arrays[name], lengths, mask)
                     documents_of[name] += len(lengths)
         except (zipfile.BadZipFile, ValueError, KeyError) as error:
             raise DataError(f"{path} is damaged ({error}); delete {path.parent} and prepare the data again") from None
-        progress("files", number + 1, len(parts))
-    if not documents_of["train"]:
+        work.progress("files", number + 1, len(pieces))
+    if not documents_of[sides[0]]:
+        what = "train" if sides[0] == TRAIN else "evaluate"
+        remedy = "add documents or lower data.held_out" if sides[0] == TRAIN else "add documents"
+        first = shown(work.wanted.files[0].path)
         raise DataError(
-            f"data.source leaves no document to train on ({documents_of['held_out']} held out); "
-            f"add documents or lower data.held_out"
+            f"{work.wanted.key} ({first}) leaves no document to {what} on ({documents_of[HELD_OUT]} held out); {remedy}"
         )
     for writer in writers.values():
         writer.finish()
 
 
-def _complete(folder: Path) -> bool:
-    return (folder / "train").is_dir() and (folder / "held_out").is_dir()
+def _joined(sides: list[Path], keys: list[str], tokenizer_name: str, cache: Cache) -> Path:
+    """What all sources of a mixture keep back, as one set."""
+    key = _hash([FORMAT_VERSION, "joined", keys])
+
+    def make(_: Path, out: Path) -> None:
+        first = TokenFile(sides[0])
+        writer = TokenWriter(out / HELD_OUT, first.vocab_size, first.eos_id, key)
+        for side in map(TokenFile, sides):
+            start = 0
+            while start < side.documents:
+                offset = int(side.index[start])
+                stop = int(np.searchsorted(side.index, offset + JOIN_TOKENS, side="right")) - 1
+                stop = min(max(stop, start + 1), side.documents)
+                end = int(side.index[stop])
+                mask = side.mask(offset, end) if side.masked else None
+                writer.extend(side.slice(offset, end), np.diff(side.index[start : stop + 1]), mask)
+                start = stop
+        writer.finish()
+        describe(out, {"sources": [side.parent.name for side in sides], "tokenizer": tokenizer_name})
+
+    return cache.obtain(key, make) / HELD_OUT
 
 
-def _open(folder: Path, job: Job) -> Prepared:
-    tokenizer_folder = folder / "tokenizer" if job.tokenizer == TRAIN else Path(job.tokenizer)
-    train = TokenFile(folder / "train")  # both are opened here: a damaged cache is named before anything starts
-    TokenFile(folder / "held_out")
-    return Prepared(folder, tokenizer_folder, folder / "train", folder / "held_out", train.vocab_size, train.eos_id)
+def _opened(tokenizer: Path, train: list[tuple[Path, float]], held_out: dict[str, Path]) -> Prepared:
+    files = [TokenFile(folder) for folder in [*(folder for folder, _ in train), *held_out.values()]]
+    return Prepared(tokenizer, files[0].vocab_size, files[0].eos_id, train, held_out)
 
 
-@contextmanager
-def _locked(path: Path, timeout_s: float) -> Iterator[None]:
-    """Hold an exclusive lock, which the kernel lets go when its holder dies."""
-    deadline = time.monotonic() + timeout_s
-    with open(path, "a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise DataError(
-                        f"another process has held {path} for {timeout_s:.0f} s while it prepares the same data; wait "
-                        f"for it or end it, then start again"
-                    ) from None
-            time.sleep(LOCK_POLL_S)
-        yield
+def _sum_of_all(phase: str, progress: Progress, total: int) -> Callable[[int], None]:
+    done = 0
 
+    def tell(count: int) -> None:
+        nonlocal done
+        done = min(done + count, total)
+        progress(phase, done, total)
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.writing")
-    write_synced(temporary, json.dumps(content).encode())
-    os.rename(temporary, path)
+    return tell
 
 
 def _silent(phase: str, done: int, total: int) -> None:

@@ -85,13 +85,21 @@ def check_vocab(vocab_size: int) -> None:
         )
 
 
+def default_tokenizer(from_hf: str | None) -> tuple[str, str]:
+    """What `data.tokenizer: auto` stands for, and why. Raises ConfigError where the model's folder has none."""
+    if not from_hf:
+        return "train", "no tokenizer was named"
+    if any((Path(from_hf).expanduser() / name).is_file() for name in VOCABULARY_FILES):
+        return from_hf, "model.from_hf has one"
+    raise ConfigError(
+        f"model.from_hf {from_hf} has no tokenizer, and one trained anew would not match its weights; "
+        "set data.tokenizer to the folder of its tokenizer"
+    )
+
+
 def tokenizer_hash(folder: Path) -> str:
     """The sha256 of a tokenizer's files and their names; ConfigError for a folder without a tokenizer."""
-    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
-        found = (
-            "does not exist" if not folder.is_dir() else f"holds no tokenizer (none of {', '.join(VOCABULARY_FILES)})"
-        )
-        raise ConfigError(f'data.tokenizer is {folder}, which {found}; name a local Hugging Face folder, or "train"')
+    _check_folder(folder)
     digest = hashlib.sha256()
     for name in (*TOKENIZER_FILES, "config.json"):  # the last may name the end of a text
         path = folder / name
@@ -99,6 +107,14 @@ def tokenizer_hash(folder: Path) -> str:
             content = path.read_bytes()
             digest.update(f"{name}:{len(content)}:".encode() + content)
     return digest.hexdigest()
+
+
+def _check_folder(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
+        found = (
+            "does not exist" if not folder.is_dir() else f"holds no tokenizer (none of {', '.join(VOCABULARY_FILES)})"
+        )
+        raise ConfigError(f'data.tokenizer is {folder}, which {found}; name a local Hugging Face folder, or "train"')
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -114,6 +130,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise ConfigError(f"{folder / 'tokenizer.json'} cannot be read ({error}); restore the file") from None
     else:
+        _check_folder(folder)  # else the library would look for it on the hub
         backend = _converted(folder)
     # A folder saved for fine-tuning may say how to cut and pad its inputs; a token file wants neither.
     backend.no_truncation()
@@ -129,8 +146,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(backend, vocab_size, eos_id)
 
 
-def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def encode_documents(
+    tokenizer: Tokenizer, texts: list[str], group_chars: int | None = None
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Encode documents: their ids behind one another, each document followed by EOS; and their lengths with EOS.
+
+    `group_chars`: text handed to the library at once, ENCODE_CHARS if None.
 
     No special token is added by the tokenizer itself. The ids have the token set's type (uint16 or uint32).
     """
@@ -138,7 +159,7 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> tuple[NDArray[An
     cuts = [segments(tokenizer, text) for text in texts]
     ids: list[NDArray[Any]] = []
     counts: list[NDArray[np.int64]] = []
-    for group in _groups(itertools.chain.from_iterable(cuts)):
+    for group in _groups(itertools.chain.from_iterable(cuts), group_chars or ENCODE_CHARS):
         # The fast variant leaves out character offsets, which nobody reads here.
         encodings = tokenizer.backend.encode_batch_fast(group, add_special_tokens=False)
         sizes = np.fromiter(map(len, encodings), np.int64, len(encodings))
@@ -185,13 +206,13 @@ def _place_to_cut(tokenizer: Tokenizer, text: str, start: int) -> int | None:
     return None
 
 
-def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
+def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
     group: list[str] = []
     chars = 0
     for text in texts:
         group.append(text)
         chars += len(text)
-        if chars >= ENCODE_CHARS:
+        if chars >= size:
             yield group
             group, chars = [], 0
     if group:

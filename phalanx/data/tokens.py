@@ -2,7 +2,7 @@
 
 A token set is a folder of three files: `tokens.bin` (uint16 or uint32, little endian), `index.bin` (int64, documents +
 1 offsets into the tokens, the first 0 and the last the number of tokens) and `manifest.json`. Each document ends with
-EOS.
+EOS. A set of which not every token is learnt has a fourth, `mask.bin`: a byte for each token, 1 where it is learnt.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import os
 import shutil
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from phalanx.records import write_atomic
 FORMAT_VERSION = 1
 TOKENS = "tokens.bin"
 INDEX = "index.bin"
+MASK = "mask.bin"
 MANIFEST = "manifest.json"
 VERIFIED = "verified.json"  # a mark: the contents were found whole
 CHECK_BYTES = 16 << 20  # how much of a file is read at a time to check it
@@ -53,7 +54,8 @@ class TokenFile:
     """A token set opened for reading; the tokens stay on disk (memory-mapped) until they are sliced.
 
     Attributes: `folder`, `tokens` and `documents` (counts), `vocab_size`, `eos_id`, `key` (what it was prepared from),
-    `checksum` of the contents as written.
+    `checksum` of the contents as written, `masked` (whether some tokens are not learnt), `index` (int64, documents + 1:
+    where documents begin and the last ends).
     Raises DataError when a file is missing, unreadable or of another size than the manifest says; contents are checked
     by `verify`, which reads everything.
     """
@@ -66,10 +68,13 @@ class TokenFile:
         self.vocab_size: int = self._manifest["vocab_size"]
         self.eos_id: int = self._manifest["eos_id"]
         self.key: str = self._manifest["key"]
-        self.checksum = "".join(f"{self._manifest['crc32'][name]:08x}" for name in (TOKENS, INDEX))
+        self.masked = MASK in self._manifest["crc32"]
+        self._files = (TOKENS, INDEX, MASK) if self.masked else (TOKENS, INDEX)
+        self.checksum = "".join(f"{self._manifest['crc32'][name]:08x}" for name in self._files)
         self._data = _map(folder / TOKENS, np.dtype(self._manifest["dtype"]), self.tokens)
-        self._index = _map(folder / INDEX, np.dtype("<i8"), self.documents + 1)
-        if self._index[0] != 0 or self._index[-1] != self.tokens:
+        self.index = _map(folder / INDEX, np.dtype("<i8"), self.documents + 1)
+        self._mask = _map(folder / MASK, np.dtype("u1"), self.tokens) if self.masked else None
+        if self.index[0] != 0 or self.index[-1] != self.tokens:
             raise DataError(
                 _damaged(folder / INDEX, f"its offsets do not end at the {self.tokens} tokens of the manifest")
             )
@@ -79,14 +84,26 @@ class TokenFile:
         assert 0 <= start <= stop <= self.tokens, f"tokens [{start}, {stop}) of {self.tokens}"
         return self._data[start:stop].astype(np.int64)
 
+    def mask(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Which of the tokens [start, stop) are learnt, as a new array of shape (stop - start,); all without a mask."""
+        assert 0 <= start <= stop <= self.tokens, f"tokens [{start}, {stop}) of {self.tokens}"
+        if self._mask is None:
+            return np.ones(stop - start, np.bool_)
+        return self._mask[start:stop].astype(np.bool_)
+
+    def gather(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The tokens at these places of the file, and which of them are learnt; new arrays of the same shape."""
+        learnt = np.ones(places.shape, np.bool_) if self._mask is None else self._mask[places].astype(np.bool_)
+        return self._data[places].astype(np.int64), learnt
+
     def document(self, number: int) -> NDArray[np.int64]:
         """The tokens of one document, its EOS included."""
         assert 0 <= number < self.documents, f"document {number} of {self.documents}"
-        return self.slice(int(self._index[number]), int(self._index[number + 1]))
+        return self.slice(int(self.index[number]), int(self.index[number + 1]))
 
     def verify(self) -> None:
-        """Read both files whole and compare their checksums with the manifest; raises DataError."""
-        for name in (TOKENS, INDEX):
+        """Read all files whole and compare their checksums with the manifest; raises DataError."""
+        for name in self._files:
             found, expected = _checksum(self.folder / name), self._manifest["crc32"][name]
             if found != expected:
                 raise DataError(_damaged(self.folder / name, f"its checksum is {found:08x}, not {expected:08x}"))
@@ -96,7 +113,7 @@ class TokenFile:
 
         A mark beside them remembers it; where it cannot be written they are read whole each time.
         """
-        now = [[status.st_size, status.st_mtime_ns] for status in (os.stat(self.folder / n) for n in (TOKENS, INDEX))]
+        now = [[status.st_size, status.st_mtime_ns] for status in (os.stat(self.folder / n) for n in self._files)]
         mark = self.folder / VERIFIED
         with contextlib.suppress(OSError, ValueError):
             if json.loads(mark.read_text(encoding="utf-8")) == now:
@@ -109,7 +126,8 @@ class TokenFile:
 class TokenWriter:
     """Writes a token set; `finish` renames the complete folder into place, and before it `folder` does not exist.
 
-    What a killed writer left under the temporary name is removed by the next one.
+    What a killed writer left under the temporary name is removed by the next one. Whether the set has a mask is what
+    the first documents say; a set without any document has none.
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_id: int, key: str) -> None:
@@ -121,7 +139,8 @@ class TokenWriter:
         self._manifest: dict[str, Any] = {"vocab_size": vocab_size, "eos_id": eos_id, "key": key}
         self._ends: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
         self._tokens = 0
-        self._crc = 0
+        self._crc = self._mask_crc = 0
+        self._masks: BinaryIO | None = None
         if self._temporary.exists():
             shutil.rmtree(self._temporary)
         self._temporary.mkdir(parents=True)
@@ -132,8 +151,11 @@ class TokenWriter:
         tokens = np.append(document, self._manifest["eos_id"])
         self.extend(tokens, np.array([len(tokens)], np.int64))
 
-    def extend(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
-        """Add documents that lie behind one another in `tokens`, each ending with EOS; `lengths` count it."""
+    def extend(self, tokens: NDArray[Any], lengths: NDArray[np.int64], mask: NDArray[np.bool_] | None = None) -> None:
+        """Add documents that lie behind one another in `tokens`, each ending with EOS; `lengths` count it.
+
+        `mask` says for each token whether it is learnt; a set has it for all of its documents or for none.
+        """
         ends = np.cumsum(lengths, dtype=np.int64)
         if not len(ends):
             return
@@ -142,6 +164,14 @@ class TokenWriter:
         assert (tokens[ends - 1] == self._manifest["eos_id"]).all(), "a document without EOS"
         assert tokens.min() >= 0, "a token outside the vocabulary"
         assert tokens.max() < self._manifest["vocab_size"], "a token outside the vocabulary"
+        if not self._tokens and mask is not None:
+            self._masks = open(self._temporary / MASK, "wb")  # noqa: SIM115  closed by finish
+        assert (self._masks is None) == (mask is None), "a mask for some documents and none for others"
+        if self._masks is not None and mask is not None:
+            assert len(mask) == len(tokens), "a mask of another length than its tokens"
+            learnt = np.ascontiguousarray(mask, np.bool_).data.cast("B")
+            self._masks.write(learnt)
+            self._mask_crc = zlib.crc32(learnt, self._mask_crc)
         data = np.ascontiguousarray(tokens, self.dtype).data.cast("B")
         self._file.write(data)
         self._crc = zlib.crc32(data, self._crc)
@@ -150,9 +180,11 @@ class TokenWriter:
 
     def finish(self) -> None:
         """Write index and manifest, bring everything to the disk and give the folder its name."""
-        with self._file as file:
-            file.flush()
-            os.fsync(file.fileno())
+        for stream in (self._file, self._masks):
+            if stream is not None:
+                with stream as file:
+                    file.flush()
+                    os.fsync(file.fileno())
         index = np.concatenate(self._ends).astype("<i8").tobytes()
         manifest = {
             "format_version": FORMAT_VERSION,
@@ -160,7 +192,7 @@ class TokenWriter:
             "tokens": self._tokens,
             "documents": len(index) // 8 - 1,
             **self._manifest,
-            "crc32": {TOKENS: self._crc, INDEX: zlib.crc32(index)},
+            "crc32": {TOKENS: self._crc, INDEX: zlib.crc32(index)} | ({MASK: self._mask_crc} if self._masks else {}),
         }
         for name, content in ((INDEX, index), (MANIFEST, json.dumps(manifest, indent=1).encode())):
             write_synced(self._temporary / name, content)
@@ -181,7 +213,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         if version == FORMAT_VERSION:
             wanted = {"dtype": str, "tokens": int, "documents": int, "vocab_size": int, "eos_id": int, "key": str}
             wrong = [name for name, kind in wanted.items() if type(manifest[name]) is not kind]
-            if wrong or manifest["dtype"] not in ("<u2", "<u4") or set(manifest["crc32"]) != {TOKENS, INDEX}:
+            if wrong or manifest["dtype"] not in ("<u2", "<u4") or set(manifest["crc32"]) - {MASK} != {TOKENS, INDEX}:
                 raise DataError(_damaged(path, "its fields are not those of a token set"))
             return dict(manifest)
     except FileNotFoundError:
@@ -201,7 +233,8 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         raise DataError(_damaged(path, f"it has {found_bytes} bytes, its manifest says {expected_bytes}"))
     if count == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
-    return np.memmap(path, dtype, mode="r", shape=(count,))
+    # A plain view: every slice of a memmap object costs some microseconds more.
+    return np.asarray(np.memmap(path, dtype, mode="r", shape=(count,)))
 
 
 def _checksum(path: Path) -> int:

@@ -68,6 +68,15 @@ def _normal_block(key: int, first: int, count: int, device: torch.device) -> Ten
     return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=1).flatten()
 
 
+def uniform(key: int, start: int, stop: int, *, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """Draws from [0, 1) for elements [start, stop) of a flat parameter: a 1-D tensor of `stop - start` elements.
+
+    Element i depends on (key, i) only; it is a multiple of 2^-24, which every dtype from float32 on holds exactly.
+    """
+    counters = torch.arange(start, stop, device=device)
+    return _shift_right(bits(key, counters), 40).to(dtype).mul_(2.0**-24)
+
+
 def keep(key: int | Tensor, samples: Tensor, positions: Tensor, width: int, p: float) -> Tensor:
     """Which elements survive a dropout of probability `p`: bool (B, S, width) for samples (B,) and positions (S,).
 

@@ -1,49 +1,68 @@
-"""Hugging Face folders in and out: config.json, and safetensors read by byte range and written shard by shard."""
+"""config.json of Hugging Face folders, in and out, and what our parameters are called there."""
 
 import json
 import math
-import os
 import re
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.models import llama
-from phalanx.models.spec import ModelSpec, RopeScaling, parameter_shapes, problems
-from phalanx.records import TOKENIZER_FILES
+from phalanx.models.llama import Llama
+from phalanx.models.spec import MOST_LAYERS, ROPE_RULES, ModelSpec, RopeScaling, problems
 
-# What a config.json calls its architecture -> what a ModelSpec does.
-ARCHITECTURES = {"LlamaForCausalLM": "llama"}
+# What a config.json calls its architecture -> what a ModelSpec does, which is also its model_type.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 MOST = 2**31 - 1  # of anything that a config counts
-_INDEX = "model.safetensors.index.json"
+# The key by which a config.json with an architecture of a user's own says which of ours it is built on.
+BASE_KEY = "phalanx_architecture"
+# What transformers takes for a key that is not there, where that differs from Llama's.
+_QWEN: dict[str, Any] = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+}
 # Config keys that would change the mathematics in a way that is not built here, and the values that do not.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "hidden_act": ("silu", None),
+    "attention_dropout": (0, 0.0, None),
+    "is_causal": (True, None),
+    "use_bidirectional_attention": (False, None),
     "quantization_config": (None,),
     "partial_rotary_factor": (1, 1.0, None),
 }
+_KINDS = {"full_attention": False, "sliding_attention": True}  # transformers' words for a layer, and if it has a window
 
 
-def hf_name(name: str) -> str:
-    """The Hugging Face name of our parameter `name`."""
+def hf_name(name: str, model_class: type[Llama] = Llama) -> str:
+    """The Hugging Face name of our parameter `name`. Raises ConfigError where a class of one's own says none."""
     found = re.fullmatch(r"(layers\.)(\d+)(\..+)", name)
-    if found is None:
-        return llama.HF_NAMES[name]
-    return llama.HF_NAMES[f"layers.{{i}}{found[3]}"].replace("{i}", found[2])
+    pattern = name if found is None else f"layers.{{i}}{found[3]}"
+    if pattern not in model_class.hf_names:
+        raise ConfigError(
+            f"the class {model_class.__name__} of model.code says no Hugging Face name for its parameter {name}, so no "
+            f"export could name it; add {pattern!r} to its hf_names"
+        )
+    return model_class.hf_names[pattern].replace("{i}", found[2] if found else "")
 
 
-# ---------------------------------------------------------------------------------------------------- config.json
+# -------------------------------------------------------------------------------------------------------- reading
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -62,48 +81,70 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def spec_from_config(config: dict[str, Any], where: str) -> ModelSpec:
+def spec_from_config(config: dict[str, Any], where: str, model_class: type[Llama] = Llama) -> ModelSpec:
     """The ModelSpec of a config.json's content, in the form of transformers 4 or 5; `where` names it in errors.
 
-    Raises ConfigError for an architecture or a feature that is not supported, or for an impossible shape.
+    A class of one's own reads its own architecture too, with its own keys. Raises ConfigError for an architecture or a
+    feature that is not supported, or for an impossible shape.
     """
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        architectures = ["LlamaForCausalLM" if config.get("model_type") == "llama" else str(config.get("model_type"))]
-    if not isinstance(architectures[0], str) or architectures[0] not in ARCHITECTURES:
-        raise ConfigError(
-            f"{where} has the architecture {architectures[0]}, which cannot be trained here; use a folder of a "
-            f"supported one: {', '.join(ARCHITECTURES)}."
-        )
+    architecture = _architecture(config, where, model_class)
     for name, accepted in _UNSUPPORTED.items():
-        if config.get(name) not in accepted:
+        ours = name in model_class.hf_config or (architecture == "qwen2" and name == "attention_bias")  # has it always
+        if config.get(name) not in accepted and not ours:
             raise ConfigError(
                 f"{where} sets {name}: {json.dumps(config[name])}, which is not supported and would change the model's "
                 f"output; use a model with {name}: {json.dumps(accepted[0])}."
             )
+    config = _DEFAULTS[architecture] | config
     hidden = _count(config, "hidden_size", where)
     heads = _count(config, "num_attention_heads", where)
+    layers = _count(config, "num_hidden_layers", where)
     theta, scaling = _rope(config, where)
+    window, full = _window(config, architecture, layers, where)
     spec = ModelSpec(
-        architecture=ARCHITECTURES[architectures[0]],
+        architecture=architecture,
         vocab_size=_count(config, "vocab_size", where),
         hidden=hidden,
-        layers=_count(config, "num_hidden_layers", where),
+        layers=layers,
         heads=heads,
         kv_heads=_count(config, "num_key_value_heads", where, heads),
         head_dim=_count(config, "head_dim", where, hidden // max(1, heads)),
         intermediate=_count(config, "intermediate_size", where),
         max_seq_len=_count(config, "max_position_embeddings", where, 2048),
+        sliding_window=window,
+        full_attention_layers=full,
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=_number(config, "rms_norm_eps", where, 1e-6),
-        tie_embeddings=_flag(config, "tie_word_embeddings", where),
+        tie_embeddings=_flag(config, "tie_word_embeddings", where, False),
         init_std=_number(config, "initializer_range", where, 0.02),
     )
     found = problems(spec)
     if found:
         raise ConfigError(f"{where} describes an impossible model: {' '.join(found)}")
     return spec
+
+
+def _architecture(config: dict[str, Any], where: str, model_class: type[Llama]) -> str:
+    named = config.get("architectures")
+    if not isinstance(named, list) or not named:
+        kind = config.get("model_type")
+        named = [next((theirs for theirs, ours in ARCHITECTURES.items() if ours == kind), str(kind))]
+    own = model_class.hf_config.get("architectures")
+    if own is not None and named == own:
+        base = config.get(BASE_KEY, "llama")
+        if base in ARCHITECTURES.values():
+            return str(base)
+        raise ConfigError(
+            f"{where} sets {BASE_KEY}: {json.dumps(base)}, which is not known; set it to one of: "
+            f"{', '.join(ARCHITECTURES.values())}."
+        )
+    if not isinstance(named[0], str) or named[0] not in ARCHITECTURES:
+        raise ConfigError(
+            f"{where} has the architecture {named[0]}, which cannot be trained here; use a folder of a "
+            f"supported one: {', '.join([*(own or []), *ARCHITECTURES])}."
+        )
+    return ARCHITECTURES[named[0]]
 
 
 def _number(config: dict[str, Any], name: str, where: str, default: float | None = None) -> float:
@@ -122,11 +163,48 @@ def _count(config: dict[str, Any], name: str, where: str, default: int | None = 
     return int(value)
 
 
-def _flag(config: dict[str, Any], name: str, where: str) -> bool:
-    value = config.get(name, False)
+def _flag(config: dict[str, Any], name: str, where: str, default: bool) -> bool:
+    value = config.get(name)
+    value = default if value is None else value
     if not isinstance(value, bool):
         raise ConfigError(f"{where} sets {json.dumps(value)} as {name}, which is neither true nor false; choose one.")
     return value
+
+
+def _window(config: dict[str, Any], architecture: str, layers: int, where: str) -> tuple[int | None, tuple[int, ...]]:
+    """The width of the sliding window and the layers that do without, as each of transformers' models reads them."""
+    if architecture == "llama" or config.get("sliding_window") is None:
+        window = None
+    elif architecture == "mistral" or _flag(config, "use_sliding_window", where, False):
+        window = _count(config, "sliding_window", where)
+    else:
+        window = None
+    slides = [window is not None] * layers if layers <= MOST_LAYERS else []
+    if window is not None and architecture != "mistral":
+        first = _count(config, "max_window_layers", where)
+        slides = [layer >= first for layer in range(len(slides))]
+    kinds = config.get("layer_types")
+    if kinds is not None and architecture != "llama":
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
+            raise ConfigError(
+                f"{where} sets layer_types to {_brief(kinds)}, which is no list of {layers} of {', '.join(_KINDS)}; "
+                "give each layer one of them."
+            )
+        told = [_KINDS[kind] for kind in kinds]
+        if told != slides and (architecture == "mistral" or window is None):
+            raise ConfigError(
+                f"{where} sets layer_types to {_brief(kinds)}, which its other keys about the sliding window "
+                f"contradict for a {architecture} model; take layer_types out."
+            )
+        slides = told
+    if window is None or not any(slides):
+        return None, ()
+    return window, tuple(layer for layer, windowed in enumerate(slides) if not windowed)
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
@@ -136,21 +214,51 @@ def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None
         raise ConfigError(
             f"{where} sets rope_scaling to {json.dumps(rule)}, which is no JSON object; give null or a rule."
         )
+    if any(isinstance(value, dict) for value in rule.values()):
+        raise ConfigError(
+            f"{where} gives each kind of layer rotary positions of its own, which is not supported and would change "
+            "the model's output; use a model with one rule for all."
+        )
+    if rule.get("partial_rotary_factor") not in _UNSUPPORTED["partial_rotary_factor"]:
+        raise ConfigError(
+            f"{where} sets partial_rotary_factor: {json.dumps(rule['partial_rotary_factor'])}, which is not supported "
+            "and would change the model's output; use a model that turns all channels."
+        )
     theta = _number(rule, "rope_theta", where, _number(config, "rope_theta", where, 10000.0))
     kind = str(rule.get("rope_type") or rule.get("type") or "default")
     if kind == "default":
         return theta, None
-    if kind != "llama3":
+    if kind not in ROPE_RULES:
         raise ConfigError(
             f"{where} scales rotary positions by the rule {kind!r}, which is not supported and would change the "
-            "model's output; use a model with one of the supported rules: default, llama3."
+            f"model's output; use a model with one of the supported rules: default, {', '.join(ROPE_RULES)}."
         )
-    return theta, RopeScaling(
-        factor=_number(rule, "factor", where),
-        low_freq_factor=_number(rule, "low_freq_factor", where),
-        high_freq_factor=_number(rule, "high_freq_factor", where),
-        original_max_seq_len=_count(rule, "original_max_position_embeddings", where),
+    if kind in ("linear", "dynamic"):
+        return theta, RopeScaling(rule=kind, factor=_number(rule, "factor", where))
+    longest = _count(config, "max_position_embeddings", where, 2048)
+    original = _count(config, "original_max_position_embeddings", where, 0) or _count(
+        rule, "original_max_position_embeddings", where, longest
     )
+    if kind == "llama3":
+        return theta, RopeScaling(
+            factor=_number(rule, "factor", where),
+            low_freq_factor=_number(rule, "low_freq_factor", where),
+            high_freq_factor=_number(rule, "high_freq_factor", where),
+            original_max_seq_len=original,
+        )
+    extras = ("attention_factor", "mscale", "mscale_all_dim")
+    return theta, RopeScaling(
+        rule=kind,
+        factor=_number(rule, "factor", where, longest / max(1, original)),
+        original_max_seq_len=original,
+        beta_fast=_number(rule, "beta_fast", where, 32.0) or 32.0,  # transformers takes 0 for nothing
+        beta_slow=_number(rule, "beta_slow", where, 1.0) or 1.0,
+        truncate=_flag(rule, "truncate", where, True),
+        **{name: _number(rule, name, where) for name in extras if rule.get(name) is not None},
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- writing
 
 
 def config_from_spec(
@@ -159,26 +267,21 @@ def config_from_spec(
     original: dict[str, Any] | None = None,
     bos_id: int | None = None,
     eos_id: int | list[int] | None = None,
+    model_class: type[Llama] = Llama,
 ) -> dict[str, Any]:
     """The config.json of a model, readable by transformers 4.4x and 5.
 
-    Keys of `original` that do not describe the shape are kept; token ids that are None are taken from `original`.
+    Keys of `original` that do not describe the shape are kept; token ids that are None are taken from `original`. A
+    class of one's own adds its `hf_config`.
     """
     original = original or {}
-    rule: dict[str, Any] = {"rope_type": "default"}
-    if spec.rope_scaling is not None:
-        rule = {
-            "rope_type": "llama3",
-            "factor": spec.rope_scaling.factor,
-            "low_freq_factor": spec.rope_scaling.low_freq_factor,
-            "high_freq_factor": spec.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": spec.rope_scaling.original_max_seq_len,
-        }
+    rule = _rope_rule(spec.rope_scaling)
     dtype_name = _dtype_name(dtype)
+    own = model_class.hf_config
     return {
         **original,
         "architectures": [next(theirs for theirs, ours in ARCHITECTURES.items() if ours == spec.architecture)],
-        "model_type": "llama",
+        "model_type": spec.architecture,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden,
         "num_hidden_layers": spec.layers,
@@ -191,8 +294,7 @@ def config_from_spec(
         "tie_word_embeddings": spec.tie_embeddings,
         "initializer_range": spec.init_std,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **_architecture_keys(spec),
         # transformers 4 reads the first two keys, 5 the third; both agree.
         "rope_theta": spec.rope_theta,
         "rope_scaling": None if spec.rope_scaling is None else rule,
@@ -202,7 +304,42 @@ def config_from_spec(
         "eos_token_id": original.get("eos_token_id") if eos_id is None else eos_id,
         "torch_dtype": dtype_name,
         "dtype": dtype_name,
+        **({BASE_KEY: spec.architecture} if "architectures" in own else {}),
+        **own,
     }
+
+
+def _architecture_keys(spec: ModelSpec) -> dict[str, Any]:
+    """The keys that only some of transformers' models read."""
+    if spec.architecture == "llama":
+        return {"attention_bias": False, "mlp_bias": False}
+    if spec.architecture == "mistral":
+        return {"sliding_window": spec.sliding_window}
+    windowed = [spec.window_of(layer) is not None for layer in range(spec.layers)]
+    words = {windows: word for word, windows in _KINDS.items()}
+    return {
+        "use_sliding_window": any(windowed),
+        "sliding_window": spec.sliding_window,
+        # transformers 4 before layer_types reads the first key alone: right where the windowed layers are the last.
+        "max_window_layers": windowed.index(True) if any(windowed) else spec.layers,
+        "layer_types": [words[windows] for windows in windowed],
+        **({"attention_bias": False} if spec.architecture == "qwen3" else {}),
+    }
+
+
+def _rope_rule(scaling: RopeScaling | None) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default"}
+    rule: dict[str, Any] = {"rope_type": scaling.rule, "factor": scaling.factor}
+    if scaling.rule == "llama3":
+        rule |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.rule == "yarn":
+        rule |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+        extras = {name: getattr(scaling, name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
+        rule |= {name: float(value) for name, value in extras.items() if value is not None}
+    if scaling.rule in ("llama3", "yarn"):
+        rule["original_max_position_embeddings"] = scaling.original_max_seq_len
+    return rule
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -210,251 +347,3 @@ def _dtype_name(dtype: torch.dtype) -> str:
         if known == dtype:
             return name
     raise ConfigError(f"The dtype {dtype} cannot be written for Hugging Face; use one of: {', '.join(DTYPES)}.")
-
-
-# -------------------------------------------------------------------------------------------------------- reading
-
-
-class Weights:
-    """The tensors of a local Hugging Face folder by our names, read by byte range: a rank reads only what it keeps.
-
-    Takes `model.safetensors`, shards with `model.safetensors.index.json`, or shards without an index. Raises
-    ConfigError if there are none, or if one is missing or damaged.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = Path(folder)
-        paths = _safetensors_files(self.folder)
-        self._files = {path: _open(path) for path in paths}
-        self._path_of = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118 (not a dict)
-
-    def _find(self, name: str) -> str:
-        """Their name for our parameter; a tied matrix may be stored under either of its two names."""
-        wanted = hf_name(name)
-        other = {"embed.weight": "head.weight", "head.weight": "embed.weight"}.get(name)
-        if wanted not in self._path_of and other is not None and hf_name(other) in self._path_of:
-            return hf_name(other)
-        if wanted not in self._path_of:
-            raise ConfigError(
-                f"{self.folder} has no tensor {wanted}, so the model cannot be read; fetch the folder's files again."
-            )
-        return wanted
-
-    def _slice(self, name: str) -> Any:
-        theirs = self._find(name)
-        return self._files[self._path_of[theirs]].get_slice(theirs)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of our parameter `name`. Raises ConfigError if the folder does not have it."""
-        return tuple(self._slice(name).get_shape())
-
-    def dtype(self) -> torch.dtype:
-        """The dtype that the embedding is stored in. Raises ConfigError if it is none that a model is trained from."""
-        stored = self._slice("embed.weight").get_dtype()
-        if stored not in _STORED_DTYPES:
-            raise ConfigError(
-                f"{self.folder} stores its weights as {stored}, which cannot be trained from; use a folder that stores "
-                f"one of: {', '.join(DTYPES)}."
-            )
-        return _STORED_DTYPES[stored]
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the row-major flattened parameter, 1-D, in the stored dtype.
-
-        Touches only the rows that hold them. Raises ConfigError if the parameter is missing or its file damaged, and
-        ValueError for a range outside it.
-        """
-        rows = self._slice(name)
-        shape = rows.get_shape()
-        width = 1
-        for size in shape[1:]:
-            width *= size
-        if not 0 <= start <= stop <= shape[0] * width:
-            raise ValueError(f"{name} has {shape[0] * width} elements, but [{start}, {stop}) was asked for")
-        if start == stop:
-            return torch.empty(0, dtype=_STORED_DTYPES[rows.get_dtype()])
-        first, last = start // width, -(-stop // width)
-        part = rows[first:last].reshape(-1)
-        return part[start - first * width : stop - first * width].clone()  # a view would keep the file mapped
-
-    def check(self, spec: ModelSpec) -> None:
-        """Raises ConfigError that names the tensors and files if they are not just what a model of `spec` needs."""
-        shapes = parameter_shapes(spec)
-        missing = [hf_name(name) for name in shapes if hf_name(name) not in self._path_of]
-        if spec.tie_embeddings and hf_name("head.weight") in self._path_of:
-            missing = [name for name in missing if name != hf_name("embed.weight")]
-        if missing:
-            raise ConfigError(
-                f"{self.folder} lacks {_few(missing)}, which its config.json promises; fetch the folder's files again."
-            )
-        for name, shape in shapes.items():
-            if self.shape(name) != shape:
-                theirs = self._find(name)
-                raise ConfigError(
-                    f"{self._path_of[theirs]} holds {theirs} of shape {self.shape(name)}, but config.json makes it "
-                    f"{shape}; use weights and a config.json of one model."
-                )
-            stored = self._slice(name).get_dtype()
-            if stored not in _STORED_DTYPES:
-                raise ConfigError(
-                    f"{self._path_of[self._find(name)]} stores {hf_name(name)} as {stored}, which cannot be trained "
-                    f"from; use a folder that stores one of: {', '.join(DTYPES)}."
-                )
-        known = {hf_name(name) for name in shapes} | {hf_name("head.weight")}
-        # Rotary frequencies were stored by old versions of transformers; they follow from the config.
-        extra = [name for name in self._path_of if name not in known and not name.endswith("rotary_emb.inv_freq")]
-        if extra:
-            raise ConfigError(
-                f"{self._path_of[extra[0]]} holds {_few(extra)}, which a model of this config.json does not have; use "
-                "weights and a config.json of one model."
-            )
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _safetensors_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is no folder, so no weights can be read from it; give a local Hugging Face folder."
-        )
-    index = folder / _INDEX
-    single = folder / "model.safetensors"
-    if single.is_file() and not index.is_file():
-        return [single]
-    if not index.is_file():
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise ConfigError(
-                f"{folder} holds no .safetensors file, the only format that weights are read from; save the model with "
-                "safe_serialization=True."
-            )
-        return paths
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is no index of weights ({error!r}); fetch the file again.") from error
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ConfigError(f"{folder} lacks {_few(missing)}, which {_INDEX} lists; fetch the missing files.")
-    return [folder / name for name in names]
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as safetensors ({error}); fetch the file again.") from error
-
-
-# -------------------------------------------------------------------------------------------------------- writing
-
-
-def plan_shards(spec: ModelSpec, dtype: torch.dtype, max_shard_bytes: int) -> list[list[str]]:
-    """Our parameter names file by file, in order, so that no file of several tensors exceeds `max_shard_bytes`."""
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, shape in parameter_shapes(spec).items():
-        size = dtype.itemsize
-        for count in shape:
-            size *= count
-        if shards[-1] and used + size > max_shard_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
-    return shards
-
-
-def export(
-    folder: Path,
-    spec: ModelSpec,
-    tensor_of: Callable[[str], Tensor],
-    dtype: torch.dtype,
-    *,
-    max_shard_bytes: int = 5_000_000_000,
-    original_config: dict[str, Any] | None = None,
-    tokenizer_folder: Path | None = None,
-    bos_id: int | None = None,
-    eos_id: int | list[int] | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> None:
-    """Writes a folder that `AutoModelForCausalLM` and `AutoTokenizer` load, holding one shard in memory at a time.
-
-    `tensor_of(our_name)` gives a parameter, flat or shaped, in any dtype and on any device; it is asked once for each,
-    in order. `progress` gets the bytes of each tensor as it is done. Tokenizer files, and a generation_config.json, are
-    copied from `tokenizer_folder`. The folder appears complete or not at all. Raises ConfigError if it exists and is
-    not empty, or cannot be written.
-    """
-    folder = Path(folder)
-    config = config_from_spec(spec, dtype, original_config, bos_id, eos_id)
-    temporary = folder.parent / f".{folder.name}.partial-{os.getpid()}"
-    try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(
-                f"{folder} exists and is not empty, so an export would mix with what is there; name a new folder."
-            )
-        temporary.mkdir(parents=True)
-        _write_weights(temporary, spec, tensor_of, dtype, max_shard_bytes, progress)
-        _write_json(temporary / "config.json", config)
-        _write_tokenizer(temporary, config, tokenizer_folder)
-        for path in temporary.iterdir():
-            _flush(path)
-        os.replace(temporary, folder)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{folder} cannot be written ({error}), so nothing was exported; free space or name a folder that you may "
-            "write to."
-        ) from error
-    finally:
-        if temporary.exists():
-            shutil.rmtree(temporary)
-
-
-def _write_weights(
-    folder: Path,
-    spec: ModelSpec,
-    tensor_of: Callable[[str], Tensor],
-    dtype: torch.dtype,
-    max_shard_bytes: int,
-    progress: Callable[[int], None] | None,
-) -> None:
-    shapes = parameter_shapes(spec)
-    shards = plan_shards(spec, dtype, max_shard_bytes)
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        shard: dict[str, Tensor] = {}
-        for name in names:
-            tensor = tensor_of(name).detach().to(device="cpu", dtype=dtype).reshape(shapes[name]).contiguous()
-            shard[hf_name(name)] = tensor
-            total_bytes += tensor.nbytes
-            if progress is not None:
-                progress(tensor.nbytes)
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        _write_json(folder / _INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-
-
-def _write_tokenizer(folder: Path, config: dict[str, Any], tokenizer_folder: Path | None) -> None:
-    for name in TOKENIZER_FILES:
-        if tokenizer_folder is not None and (Path(tokenizer_folder) / name).is_file():
-            shutil.copyfile(Path(tokenizer_folder) / name, folder / name)
-    if not (folder / "generation_config.json").exists():
-        ids = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config[name] is not None}
-        _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

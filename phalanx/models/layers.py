@@ -1,4 +1,4 @@
-"""The layers that models are made of: embedding, norm, rotary positions, attention, and a chunked cross entropy.
+"""The layers that models are made of: embedding, norm, rotary positions, and a chunked cross entropy.
 
 No layer has a buffer: nothing can be lost or garbled when a model built on the meta device is filled.
 """
@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.models.spec import ModelSpec, RopeScaling
+from phalanx.models.draws import Draws
+from phalanx.models.rope import rope_frequencies
+from phalanx.models.spec import ModelSpec
 
 IGNORED = -100  # a label that counts for nothing
 _CHUNK_BYTES_CPU = 4 << 20  # a chunk's logits stay in the cache: measured fastest of 2 to 64 MiB
@@ -57,6 +59,14 @@ class Embedding(nn.Embedding):
         return super().forward(input)
 
 
+class Linear(nn.Linear):
+    """nn.Linear that may be handed dropout's draws, as one with an adapter is (lora.py), and has no use for them."""
+
+    def forward(self, input: Tensor, draws: Draws | None = None, place: Tensor | None = None) -> Tensor:
+        """input (..., in) -> (..., out)."""
+        return super().forward(input)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim, the root mean square in float32 or better, whatever dtype `x` has.
 
@@ -75,59 +85,26 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * scale).to(x.dtype)
 
 
-def rope_table(spec: ModelSpec, length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of the rotary angles of positions 0 .. length - 1, float32 (length, head_dim / 2) each.
+def rope_table(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of the rotary angles at `positions` int64 (...), float32 (..., head_dim / 2) each.
 
-    Source: Su et al., "RoFormer", 2021; half-split channel order as in Hugging Face's Llama.
+    The last dim of `positions` is a row of tokens: its length is what the `dynamic` rule goes by. Source: Su et al.,
+    "RoFormer", 2021; half-split channel order as in Hugging Face's Llama.
     """
-    # Always on the CPU and in float32, operation by operation as Hugging Face does it: one unit in the last place of
-    # a frequency is an angle error of 5e-4 at position 8192, so frequencies must be the same numbers everywhere.
-    exponents = torch.arange(0, spec.head_dim, 2, device="cpu").float() / spec.head_dim
-    frequencies = 1.0 / spec.rope_theta**exponents
-    if spec.rope_scaling is not None:
-        frequencies = _scale_frequencies(frequencies, spec.rope_scaling)
-    positions = torch.arange(length, device=device, dtype=torch.float32)
-    angles = positions[:, None] * frequencies.to(device, non_blocking=True)
-    return angles.cos(), angles.sin()
-
-
-def _scale_frequencies(frequencies: Tensor, rule: RopeScaling) -> Tensor:
-    wavelengths = 2 * math.pi / frequencies
-    turns = rule.original_max_seq_len / wavelengths
-    share = (turns - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
-    blended = (1 - share) * frequencies / rule.factor + share * frequencies
-    long = wavelengths > rule.original_max_seq_len / rule.low_freq_factor
-    short = wavelengths < rule.original_max_seq_len / rule.high_freq_factor
-    return torch.where(long, frequencies / rule.factor, torch.where(short, frequencies, blended))
+    frequencies, scale = rope_frequencies(spec, positions.shape[-1])
+    angles = positions[..., None].float() * frequencies.to(positions.device, non_blocking=True)
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns x (B, S, heads, head_dim) by the angles (S, head_dim / 2), in float32 or better; same shape and dtype."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    cosines = torch.cat((cos, cos), dim=-1)[:, None]
-    signed_sines = torch.cat((-sin, sin), dim=-1)[:, None]
-    return (wide * cosines + wide.roll(x.shape[-1] // 2, -1) * signed_sines).to(x.dtype)
+    """Turns x (B, S, heads, head_dim) by the angles (S, head_dim / 2) or (B, S, head_dim / 2), in float32 or better.
 
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of each position to itself and those before; q (B, heads, S, head_dim) -> the same shape.
-
-    k and v (B, kv_heads, S, head_dim): each of their heads serves heads / kv_heads neighbouring heads of q.
+    Returns the same shape and dtype.
     """
-    return _attend(q, k, v, repeat=_lacks_grouped_kernel(q.dtype, q.device))
-
-
-def _lacks_grouped_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    # On an accelerator torch's flash kernel takes no float32 and its memory-efficient one no grouped heads: together
-    # they would fall to the plain kernel, which holds S x S scores for each head.
-    return dtype == torch.float32 and device.type != "cpu"
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, repeat: bool) -> Tensor:
-    groups = q.shape[1] // k.shape[1]
-    if repeat and groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    cosines = torch.cat((cos, cos), dim=-1).unsqueeze(-2)
+    signed_sines = torch.cat((-sin, sin), dim=-1).unsqueeze(-2)
+    return (wide * cosines + wide.roll(x.shape[-1] // 2, -1) * signed_sines).to(x.dtype)
 
 
 def cross_entropy_sum_plain(hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
@@ -143,6 +120,13 @@ def default_chunk(vocab_size: int, device: torch.device) -> int:
         return max(_CHUNK_TOKENS_CPU, _CHUNK_BYTES_CPU // (4 * vocab_size))
     enough = min(_CHUNK_TOKENS_ACCELERATOR, _CHUNK_BYTES_MOST // (4 * vocab_size))
     return max(1, enough, _CHUNK_BYTES_ACCELERATOR // (4 * vocab_size))
+
+
+def chunk_bytes(vocab_size: int, device: torch.device, dtype: torch.dtype) -> int:
+    """What `cross_entropy_sum` holds of one chunk at its height: logits, their logarithms in float32 or better, and the
+    gradient to the logits."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return default_chunk(vocab_size, device) * vocab_size * (2 * dtype.itemsize + wide.itemsize)
 
 
 def _chunk(hidden: Tensor, head_weight: Tensor, labels: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
@@ -177,7 +161,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head_weight: Tensor, labels: Tensor, chunk: int, chunk_fn: ChunkFn, with_grad: bool
+        ctx: Any,
+        hidden: Tensor,
+        head_weight: Tensor,
+        labels: Tensor,
+        chunk: int,
+        chunk_fn: ChunkFn,
+        with_grad: bool,
+        frozen_weight: bool,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
@@ -187,7 +178,8 @@ class _CrossEntropySum(torch.autograd.Function):
                 loss += chunk_fn(hidden[start : start + chunk], head_weight, labels[start : start + chunk], False)[0]
             return loss
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(head_weight, dtype=wide)
+        # A frozen head (under adapters) needs none: the largest of all gradients.
+        grad_weight = None if frozen_weight else torch.zeros_like(head_weight, dtype=wide)
         for start in starts:
             part, targets = hidden[start : start + chunk], labels[start : start + chunk]
             ignored = (targets == IGNORED)[:, None]
@@ -196,16 +188,24 @@ class _CrossEntropySum(torch.autograd.Function):
             assert grad_logits is not None
             loss += part_loss
             torch.mm(grad_logits, head_weight, out=grad_hidden[start : start + chunk]).masked_fill_(ignored, 0.0)
-            _add_product(grad_weight, grad_logits.T, part)
-        ctx.save_for_backward(grad_hidden, grad_weight.to(head_weight.dtype))
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_logits.T, part)
+        ctx.weight_dtype = head_weight.dtype
+        if grad_weight is not None and head_weight.dtype != torch.float16:
+            # Narrowed at once, to free the wide one; but a sum may leave float16's range until the loss is scaled.
+            grad_weight = grad_weight.to(head_weight.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         # Not in place, although it would save memory: a second backward through a retained graph must see the same.
-        return grad_hidden * grads[0], grad_weight * grads[0], None, None, None, None
+        weight = None
+        if grad_weight is not None:
+            weight = torch.mul(grad_weight, grads[0], out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
+        return grad_hidden * grads[0], weight, None, None, None, None, None
 
 
 def cross_entropy_sum(
@@ -214,9 +214,10 @@ def cross_entropy_sum(
     """Sum over tokens of -log p(label), a scalar in float32 (float64 if `hidden` is), without ever holding all logits.
 
     hidden (N, D), head_weight (V, D), labels (N,) int64, -100 ignored. Works through `chunk` tokens at a time (at most;
-    chunks are made equal). If gradients are wanted they are computed in the same loop, three matrix products per chunk,
-    the weight's accumulated in float32 or better; without, only the loss is. `chunk_fn` is `_chunk` or a compiled
-    `_chunk`. Raises ValueError for a chunk below 1. Idea: Hsu et al., "Liger Kernel", 2024.
+    chunks are made equal). If gradients are wanted they are computed in the same loop, three matrix products per chunk
+    (two where the weight is frozen), the weight's accumulated in float32 or better; without, only the loss is.
+    `chunk_fn` is `_chunk` or a compiled `_chunk`. Raises ValueError for a chunk below 1. Idea: Hsu et al., "Liger
+    Kernel", 2024.
     """
     chunk = default_chunk(head_weight.shape[0], hidden.device) if chunk is None else chunk
     if chunk < 1:
@@ -224,4 +225,5 @@ def cross_entropy_sum(
     tokens = max(1, hidden.shape[0])
     equal = math.ceil(tokens / math.ceil(tokens / chunk))
     with_grad = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
-    return _CrossEntropySum.apply(hidden, head_weight, labels, equal, chunk_fn, with_grad)
+    frozen = not head_weight.requires_grad
+    return _CrossEntropySum.apply(hidden, head_weight, labels, equal, chunk_fn, with_grad, frozen)

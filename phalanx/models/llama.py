@@ -1,17 +1,21 @@
-"""Llama 1, 2 and 3 in plain PyTorch. The model knows nothing of ranks; it lists its units in order of use.
+"""Llama and its relatives Mistral, Qwen2 and Qwen3 in plain PyTorch; a model of one's own begins as a subclass.
 
-Source: Touvron et al., "LLaMA", 2023, and "The Llama 3 Herd of Models", 2024; channel order of Hugging Face's Llama.
+The model knows nothing of ranks; it lists its units in order of use. Source: Touvron et al., "LLaMA", 2023, "The Llama
+3 Herd of Models", 2024; Jiang et al., "Mistral 7B", 2023 (sliding window); "Qwen2 Technical Report", 2024 (biases);
+"Qwen3 Technical Report", 2025 (norms of queries and keys). Channel order as in Hugging Face's models.
 """
 
 import math
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.models.attention import attention
 from phalanx.models.draws import Draws, key, normal
-from phalanx.models.layers import Embedding, RMSNorm, apply_rope, causal_attention, cross_entropy_sum, rope_table
+from phalanx.models.layers import Embedding, Linear, RMSNorm, apply_rope, cross_entropy_sum, rope_table
 from phalanx.models.spec import ModelSpec
 
 # Our name -> the name in a Hugging Face folder; {i} is the layer.
@@ -19,8 +23,13 @@ HF_NAMES: dict[str, str] = {
     "embed.weight": "model.embed_tokens.weight",
     "layers.{i}.attention_norm.weight": "model.layers.{i}.input_layernorm.weight",
     "layers.{i}.attention.q.weight": "model.layers.{i}.self_attn.q_proj.weight",
+    "layers.{i}.attention.q.bias": "model.layers.{i}.self_attn.q_proj.bias",
     "layers.{i}.attention.k.weight": "model.layers.{i}.self_attn.k_proj.weight",
+    "layers.{i}.attention.k.bias": "model.layers.{i}.self_attn.k_proj.bias",
     "layers.{i}.attention.v.weight": "model.layers.{i}.self_attn.v_proj.weight",
+    "layers.{i}.attention.v.bias": "model.layers.{i}.self_attn.v_proj.bias",
+    "layers.{i}.attention.q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
+    "layers.{i}.attention.k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
     "layers.{i}.attention.o.weight": "model.layers.{i}.self_attn.o_proj.weight",
     "layers.{i}.mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
     "layers.{i}.mlp.gate.weight": "model.layers.{i}.mlp.gate_proj.weight",
@@ -34,22 +43,37 @@ HF_NAMES: dict[str, str] = {
 class Attention(nn.Module):
     """Causal self-attention; `kv_heads` key and value heads are shared by `heads` query heads (grouped queries)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
-        self.q = nn.Linear(spec.hidden, spec.heads * spec.head_dim, bias=False)
-        self.k = nn.Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=False)
-        self.v = nn.Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=False)
-        self.o = nn.Linear(spec.heads * spec.head_dim, spec.hidden, bias=False)
+        self.window = spec.window_of(layer)
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.q = Linear(spec.hidden, queries, bias=spec.qkv_bias)
+        self.k = Linear(spec.hidden, keys, bias=spec.qkv_bias)
+        self.v = Linear(spec.hidden, keys, bias=spec.qkv_bias)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.o = Linear(queries, spec.hidden, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, S, D), cos and sin (S, head_dim / 2) -> (B, S, D)."""
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        segments: Tensor | None = None,
+        draws: Draws | None = None,
+        place: Tensor | None = None,
+    ) -> Tensor:
+        """x (B, S, D), cos and sin (S, head_dim / 2) or (B, S, head_dim / 2) -> (B, S, D).
+
+        `draws` and `place` are for matrices with adapters (lora.py).
+        """
         # Head counts come from the tensors, not from the spec: a tensor-parallel rank holds only some of the heads.
-        q = apply_rope(self.q(x).unflatten(-1, (-1, self.head_dim)), cos, sin).transpose(1, 2)
-        k = apply_rope(self.k(x).unflatten(-1, (-1, self.head_dim)), cos, sin).transpose(1, 2)
-        v = self.v(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        mixed = causal_attention(q, k, v)
-        return self.o(mixed.transpose(1, 2).flatten(2))
+        q, k, v = (project(x, draws, place).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        q = apply_rope(self.q_norm(q), cos, sin).transpose(1, 2)
+        k = apply_rope(self.k_norm(k), cos, sin).transpose(1, 2)
+        mixed = attention(q, k, v.transpose(1, 2), window=self.window, segments=segments)
+        return self.o(mixed.transpose(1, 2).flatten(2), draws, place)
 
 
 class MLP(nn.Module):
@@ -57,35 +81,43 @@ class MLP(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.gate = nn.Linear(spec.hidden, spec.intermediate, bias=False)
-        self.up = nn.Linear(spec.hidden, spec.intermediate, bias=False)
-        self.down = nn.Linear(spec.intermediate, spec.hidden, bias=False)
+        self.gate = Linear(spec.hidden, spec.intermediate, bias=False)
+        self.up = Linear(spec.hidden, spec.intermediate, bias=False)
+        self.down = Linear(spec.intermediate, spec.hidden, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (B, S, D) -> (B, S, D)."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+    def forward(self, x: Tensor, draws: Draws | None = None, place: Tensor | None = None) -> Tensor:
+        """x (B, S, D) -> (B, S, D). `draws` and `place` are for matrices with adapters (lora.py)."""
+        return self.down(F.silu(self.gate(x, draws, place)) * self.up(x, draws, place), draws, place)
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each behind a norm and beside a residual."""
+    """Layer number `layer`: attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.dropout = spec.dropout
+        self.adapters_drop = spec.lora is not None and spec.lora.dropout > 0.0
         self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps)
-        self.attention = Attention(spec)
+        self.attention = Attention(spec, layer)
         self.mlp_norm = RMSNorm(spec.hidden, spec.norm_eps)
-        self.mlp = MLP(spec)
+        self.mlp: nn.Module = MLP(spec)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, draws: Draws | None = None, place: Tensor | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        draws: Draws | None = None,
+        place: Tensor | None = None,
+        segments: Tensor | None = None,
     ) -> Tensor:
         """x (B, S, D) -> (B, S, D). With `draws`, `place` is the 0-dim number of this block's first dropout."""
         if draws is None or place is None:
-            x = x + self.attention(self.attention_norm(x), cos, sin)
+            x = x + self.attention(self.attention_norm(x), cos, sin, segments)
             return x + self.mlp(self.mlp_norm(x))
-        x = x + draws.dropout(self.attention(self.attention_norm(x), cos, sin), place, self.dropout)
-        return x + draws.dropout(self.mlp(self.mlp_norm(x)), place + 1, self.dropout)
+        inner = (draws, place) if self.adapters_drop else ()  # parts of one's own need not know of draws otherwise
+        x = x + draws.dropout(self.attention(self.attention_norm(x), cos, sin, segments, *inner), place, self.dropout)
+        return x + draws.dropout(self.mlp(self.mlp_norm(x), *inner), place + 1, self.dropout)
 
 
 class Head(nn.Module):
@@ -115,35 +147,79 @@ class Head(nn.Module):
         return self.cross_entropy_sum(hidden.flatten(0, 1), used, labels.flatten())
 
 
+def initial(name: str, spec: ModelSpec) -> tuple[str, float] | tuple[str]:
+    """How parameter `name` starts: ("ones",), ("zeros",) or ("normal", standard deviation).
+
+    Projections that write into the residual stream are scaled by 1 / sqrt(2 * layers), so that its variance does not
+    grow with depth. Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+    """
+    if "norm" in name:
+        return ("ones",)
+    if name.endswith(".bias"):
+        return ("zeros",)
+    if name.endswith((".attention.o.weight", ".mlp.down.weight")):
+        return ("normal", spec.init_std / math.sqrt(2 * spec.layers))
+    return ("normal", spec.init_std)
+
+
 class Llama(nn.Module):
-    """A Llama of the shape `spec`; parameters hold no useful values until they are drawn or read.
+    """A model of the shape `spec`; parameters hold no useful values until they are drawn or read.
 
     Build it under `torch.device("meta")` to spend no memory. `embed.weight`, `layers.{i}...`, `head...` are its
     parameters, in order of use and named as `parameter_shapes(spec)` says.
+
+    A subclass is a model of one's own: it may put another block in the place of `block` (called with what `Block` is),
+    and must then say what its parameters are called in a Hugging Face folder and how they start.
     """
+
+    block: ClassVar[type[nn.Module]] = Block
+    # Our name -> the name in a Hugging Face folder; {i} is the layer.
+    hf_names: ClassVar[dict[str, str]] = HF_NAMES
+    # Keys of config.json that replace those of the built-in architecture or are added to them, such as "architectures".
+    hf_config: ClassVar[dict[str, Any]] = {}
+    # (parameter's name, spec) -> how it starts.
+    initial: ClassVar[Callable[[str, ModelSpec], tuple[str, float] | tuple[str]]] = staticmethod(initial)
+
+    @staticmethod
+    def register() -> None:
+        """Make transformers know a class of one's own, so that it can load what was exported; nothing to do here."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
         self.embed = Embedding(spec.vocab_size, spec.hidden)
-        self.layers = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        make = type(self).block
+        self.layers = nn.ModuleList(make(spec, layer) for layer in range(spec.layers))
         self.head = Head(spec)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, draws: Draws | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        draws: Draws | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
         """tokens (B, S) int64 -> logits (B, S, V), or the loss sum over labels (B, S), -100 ignored, if given.
 
-        `draws` turns dropout on; without it the model computes as in evaluation, whatever `training` says.
+        `draws` turns dropout on; without it the model computes as in evaluation, whatever `training` says. `positions`
+        int64 (B, S) are the rotary positions, 0 .. S - 1 if not given. `segments` int32 (n + 1,) are the offsets of
+        documents in the B * S tokens, from 0 to B * S (repeated as often as one likes); each lies within one row, and
+        no position sees another document's.
         """
         p = self.spec.dropout
-        draws = draws if p > 0.0 else None
-        cos, sin = rope_table(self.spec, tokens.shape[1], tokens.device)
+        adapters_drop = self.spec.lora is not None and self.spec.lora.dropout > 0.0
+        draws = draws if p > 0.0 or adapters_drop else None
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        cos, sin = rope_table(self.spec, positions)
         # Places of dropout are numbers in a tensor, so that one compiled block serves all layers.
         places = torch.arange(2 * len(self.layers) + 1, device=tokens.device) if draws is not None else None
         x = self.embed(tokens)
         if draws is not None:
             x = draws.dropout(x, 0, p)
         for index, block in enumerate(self.layers):
-            x = block(x, cos, sin, draws, None if places is None else places[2 * index + 1])
+            x = block(x, cos, sin, draws, None if places is None else places[2 * index + 1], segments)
         return self.head(x, labels, self.embed.weight if self.spec.tie_embeddings else None)
 
 
@@ -153,26 +229,27 @@ def units(model: Llama) -> list[tuple[str, nn.Module]]:
     return [("embed", model.embed), *blocks, ("head", model.head)]
 
 
-def initial(name: str, spec: ModelSpec) -> tuple[str, float] | tuple[str]:
-    """How parameter `name` starts: ("ones",) or ("normal", standard deviation).
-
-    Projections that write into the residual stream are scaled by 1 / sqrt(2 * layers), so that its variance does not
-    grow with depth. Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
-    """
-    if "norm" in name:
-        return ("ones",)
-    if name.endswith((".attention.o.weight", ".mlp.down.weight")):
-        return ("normal", spec.init_std / math.sqrt(2 * spec.layers))
-    return ("normal", spec.init_std)
-
-
 def init_slice(
-    spec: ModelSpec, seed: int, name: str, start: int, stop: int, device: torch.device | str, dtype: torch.dtype
+    spec: ModelSpec,
+    seed: int,
+    name: str,
+    start: int,
+    stop: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    model_class: type[Llama] = Llama,
 ) -> Tensor:
-    """Initial values of elements [start, stop) of the flattened parameter `name`, 1-D; the same however it is cut."""
-    match initial(name, spec):
+    """Initial values of elements [start, stop) of the flattened parameter `name`, 1-D; the same however it is cut.
+
+    Raises ValueError where a class of one's own names a start that there is not.
+    """
+    match model_class.initial(name, spec):
         case ("normal", float(std)):
             wide = torch.promote_types(dtype, torch.float32)
             return normal(key(seed, name), start, stop, device=device, dtype=wide).mul_(std).to(dtype)
-        case _:
+        case ("ones",):
             return torch.ones(stop - start, device=device, dtype=dtype)
+        case ("zeros",):
+            return torch.zeros(stop - start, device=device, dtype=dtype)
+        case other:
+            raise ValueError(f'{name} starts as {other!r}, which is none of ("normal", std), ("ones",), ("zeros",)')

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm import collectives
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh
 from phalanx.optim import gradients
-from phalanx.optim.engine import Allocator, Piece, Shard
-from phalanx.optim.update import MOMENTS, AdamW, Slot, make_slot, zeros
+from phalanx.optim.engine import Allocator, Piece, Precision, Shard
+from phalanx.optim.update import Read, Rule, Slot, load, pieces, zeros
 
 
 class Fsdp2:
@@ -32,9 +34,10 @@ class Fsdp2:
         units: Sequence[tuple[str, nn.Module]],
         *,
         mesh: Mesh,
-        rule: AdamW,
+        rule: Rule,
         nominal_weight: int,
-        dtype: torch.dtype,
+        precision: Precision,
+        loss_scale: gradients.LossScale | None = None,
         allocate: Allocator = zeros,
     ) -> None:
         """`model` is on meta and gets wrapped; it takes memory in `initialise`.
@@ -42,15 +45,18 @@ class Fsdp2:
         Parameters outside `units` belong to the root: gathered once, they stay whole until the step's end.
         """
         self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
-        self.step = 0
+        self.step, self.loss_scale = 0, loss_scale
         self._allocate = allocate
         self._units = dict(units)
-        self._master_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
-        self._moments: Slot = {}
-        model.to(self._master_dtype)
+        self._precision = precision
+        self._kept: Slot = {}  # what the rule keeps of each shard
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for parameter in model.parameters():  # on meta: nothing is copied
+            parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.shared)
         policy = MixedPrecisionPolicy(
-            param_dtype=dtype if dtype != self._master_dtype else None,
-            reduce_dtype=self._master_dtype,
+            param_dtype=precision.shared if precision.shared != precision.master else None,
+            reduce_dtype=precision.master,
             # Positions' cosines and sines are fp32 inputs and stay so; the embedding sets the type of the rest.
             cast_forward_inputs=False,
         )
@@ -64,11 +70,18 @@ class Fsdp2:
             module.set_custom_all_gather(_TimedAllGather(mesh.traffic))
             module.set_custom_reduce_scatter(_TimedReduceScatter(mesh.traffic))
 
+    @property
+    def trainable(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, shape in self._shapes.items() if name in self._trained}
+
     def _wrapped(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def _local(self) -> dict[str, torch.Tensor]:
-        """Flat master shards by name. Asked for anew each time: fully_shard moves them when it first runs."""
+        """Flat shards by name, masters and frozen ones.
+
+        Asked for anew each time: fully_shard moves them when it first runs.
+        """
         assert isinstance(self.model, FSDPModule)
         self.model.reshard()  # the root stays whole after a forward pass without a backward pass, as in evaluation
         with torch.no_grad():
@@ -85,16 +98,23 @@ class Fsdp2:
 
     def initialise(self, fill: Callable[[Shard], None]) -> None:
         self.model.to_empty(device=self.mesh.device)
+        if self._precision.compute != self._precision.shared:
+            for module in self._wrapped():
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for sharded in group.fsdp_params:
+                        _gather_wide(sharded, self._precision.compute)
         parameters = dict(self.model.named_parameters())
         local = self._local()
         self._ranges = {name: self._range(name, p) for name, p in parameters.items()}  # type: ignore[arg-type]
         self._no_decay = frozenset(name for name, parameter in parameters.items() if parameter.dim() < 2)
-        sizes = [(name, tensor.numel()) for name, tensor in local.items()]
-        self._moments = make_slot(sizes, MOMENTS, self._master_dtype, self.mesh.device, self._allocate)
+        for name, tensor in local.items():
+            if name in self._trained:
+                size = (tensor.numel(), self._precision.master, self.mesh.device)
+                self._kept[name] = self.rule.make(name, self._shapes[name], *size, self._allocate)
         for name, tensor in local.items():
             start, stop = self._ranges[name]
             assert stop - start == tensor.numel(), (name, start, stop, tensor.numel())
-            fill(Shard(name, start, stop, tuple(parameters[name].shape), tensor))
+            fill(Shard(name, start, stop, self._shapes[name], tensor, trainable=name in self._trained))
 
     def begin_step(self, step: int, weight: int) -> None:
         assert step == self.step + 1, (step, self.step)
@@ -115,10 +135,12 @@ class Fsdp2:
     @torch.no_grad()
     def finish_step(self, lr: float, clip: float | None) -> tuple[torch.Tensor, torch.Tensor, int]:
         grads = {name: _flat(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
-        squares = gradients.sum_of_squares(grads.values(), self._master_dtype, self.mesh.device)
+        squares = gradients.sum_of_squares(grads.values(), self._precision.master, self.mesh.device)
         collectives.all_reduce(squares, self.mesh.shard.get_group(), self.mesh.traffic).wait()
         total = self._weight.get()
-        norm, divisor, skip = gradients.fold(squares, nominal_weight=self.nominal_weight, total_weight=total, clip=clip)
+        norm, divisor, skip = gradients.fold(
+            squares, nominal_weight=self.nominal_weight, total_weight=total, clip=clip, scale=self.loss_scale
+        )
         slot = self._slot()
         self.rule.apply(
             slot, slot, grads, step=self.step + 1, lr=lr, no_decay=self._no_decay, divisor=divisor, skip=skip
@@ -127,7 +149,8 @@ class Fsdp2:
         return norm, skip, total
 
     def _slot(self) -> Slot:
-        return {name: {"param": tensor, **self._moments[name]} for name, tensor in self._local().items()}
+        local = self._local()
+        return {name: {"param": local[name], **kept} for name, kept in self._kept.items()}
 
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -141,18 +164,48 @@ class Fsdp2:
                 module.reshard()
 
     def pieces(self) -> Iterator[Piece]:
-        for name, kinds in self._slot().items():
+        for name, state in self._slot().items():
             start, stop = self._ranges[name]
-            for kind, tensor in kinds.items():
-                if stop > start:
-                    yield Piece(name, kind, start, stop, tensor)
+            if stop > start:
+                yield from pieces(self.rule, name, state, start)
 
-    def load(self, read: Callable[[str, str, int, int, torch.Tensor], None]) -> None:
-        for piece in self.pieces():
-            read(piece.name, piece.kind, piece.start, piece.stop, piece.tensor)
+    def load(self, read: Read) -> None:
+        for name, state in self._slot().items():
+            start, stop = self._ranges[name]
+            if stop > start:
+                load(self.rule, name, state, start, read)
 
     def commit(self, step: int) -> None:
         self.step = step
+
+
+def _gather_wide(parameter: FSDPParam, compute: torch.dtype) -> None:
+    """Have a parameter gathered as its shards are, and rounded to the compute type of this rank alone on arrival.
+
+    By fully_shard's hooks for tensors that are not gathered as they are kept; ranks without need none of it, since what
+    travels is the same.
+    """
+    parameter.reset_sharded_param()  # the shard becomes the padded one that it would be at first use
+    shard = parameter._sharded_local_tensor
+
+    def pre_all_gather(mesh: DeviceMesh) -> tuple[tuple[torch.Tensor], None]:
+        return (parameter._sharded_param_data.view(parameter.padded_sharded_param_size),), None
+
+    def post_all_gather(
+        gathered: tuple[torch.Tensor], metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
+        (wide,) = gathered
+        rows = wide[: parameter._orig_size[0]]  # the last ranks' shards are padded
+        if out is None:
+            narrow = rows.to(compute)
+        else:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(rows)
+        wide.untyped_storage().resize_(0)  # taken again for the next gathering
+        return (narrow, (narrow,)) if out is None else None
+
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = pre_all_gather, post_all_gather  # type: ignore[attr-defined]
+    parameter._init_extensions()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

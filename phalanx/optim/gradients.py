@@ -5,7 +5,7 @@ one; collectives sum. The step's true weight, counted over all ranks, the clip f
 folded into one divisor that the update applies. So neither shares nor ranks nor micro-batches change the mean.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,45 @@ import torch.distributed as dist
 from phalanx.comm.collectives import Pending, Traffic, all_reduce
 
 
-def backward(loss_sum: torch.Tensor, nominal_weight: int) -> None:
+class LossScale:
+    """A factor of the loss that keeps small gradients above float16's least number (Micikevicius et al. 2018).
+
+    It is halved by a step whose gradient is not finite, which is skipped, and doubled after `every` steps in a row that
+    were taken. It lives on the device, and is updated there without the host waiting; the divisor of the update takes
+    it out again. It is the same on all ranks, whatever each computes in.
+    """
+
+    FLOOR = 1.0  # it is not halved below: a gradient that overflows even so is no matter of scale
+
+    def __init__(self, first: float, every: int, device: torch.device) -> None:
+        self.floor = min(self.FLOOR, first)
+        self._every = every
+        self.factor = torch.full((), first, dtype=torch.float32, device=device)
+        self._taken = torch.zeros((), dtype=torch.int32, device=device)  # steps in a row
+
+    def update(self, skip: torch.Tensor) -> None:
+        """Take note of a step that had weight; `skip` is 1.0 where its gradient was not finite."""
+        self._taken.add_(1)
+        grown = self.factor * 2
+        grows = (self._taken >= self._every) & torch.isfinite(grown)
+        kept = torch.where(grows, grown, self.factor)
+        halved = (self.factor / 2).clamp(min=self.floor)
+        self.factor.copy_(torch.where(skip > 0, halved, kept))
+        self._taken.copy_(torch.where((skip > 0) | grows, 0, self._taken))
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps; waits for the device."""
+        return {"factor": self.factor.item(), "taken": self._taken.item()}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state` gave."""
+        self.factor.fill_(state["factor"])
+        self._taken.fill_(state["taken"])
+
+
+def backward(loss_sum: torch.Tensor, nominal_weight: int, scale: LossScale | None = None) -> None:
     """Run the backward pass of a sum of losses."""
-    (loss_sum / nominal_weight).backward()
+    (loss_sum / nominal_weight if scale is None else loss_sum * (scale.factor / nominal_weight)).backward()
 
 
 class TotalWeight:
@@ -38,19 +74,28 @@ def sum_of_squares(grads: Iterable[torch.Tensor], dtype: torch.dtype, device: to
 
 
 def fold(
-    squares: torch.Tensor, *, nominal_weight: int, total_weight: int, clip: float | None
+    squares: torch.Tensor,
+    *,
+    nominal_weight: int,
+    total_weight: int,
+    clip: float | None,
+    scale: LossScale | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """From the global sum of squares of raw gradients: (norm of the mean gradient, divisor for the update, skip flag).
 
-    All three are one-element tensors on the device. A step without weight, or of a norm that is not finite, is skipped.
+    All three are one-element tensors on the device. A step without weight, or of a norm that is not finite, is skipped;
+    the loss scale, if there is one, is updated by it.
     """
-    to_mean = nominal_weight / max(total_weight, 1)
-    norm = squares.sqrt() * to_mean
-    factor = torch.full_like(norm, to_mean)
+    factor = torch.full_like(squares, nominal_weight / max(total_weight, 1))
+    if scale is not None:
+        factor = factor / scale.factor
+    norm = squares.sqrt() * factor
     if clip is not None:
         # As torch.nn.utils.clip_grad_norm_: never scale up.
         factor = factor * (clip / (norm + 1e-6)).clamp(max=1.0)
     skip = (~torch.isfinite(norm)).float() if total_weight else torch.ones_like(norm, dtype=torch.float32)
+    if scale is not None and total_weight:
+        scale.update(skip)
     # A NaN divisor would reach nothing, since the update is skipped, but keep it a number.
     divisor = torch.where(skip > 0, torch.ones_like(factor), factor).reciprocal()
     return norm, divisor, skip

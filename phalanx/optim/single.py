@@ -8,15 +8,15 @@ from torch import nn
 
 from phalanx.comm.mesh import Mesh
 from phalanx.optim import gradients
-from phalanx.optim.engine import Allocator, Piece, Shard
-from phalanx.optim.update import KINDS, MOMENTS, AdamW, Slot, make_slot, zeros
+from phalanx.optim.engine import Allocator, Piece, Precision, Shard
+from phalanx.optim.update import Read, Rule, Slot, load, pieces, zeros
 
 # Gradients are widened to the master's type in portions, so that the copies stay small beside the state.
 PORTION_ELEMENTS = 2**26
 
 
 class Single:
-    """Holds fp32 (or fp64) master parameters and moments; under bf16 the model computes with a rounded copy of them."""
+    """Holds fp32 (or fp64) master parameters and moments; in a narrower type the model computes with a rounded copy."""
 
     def __init__(
         self,
@@ -24,19 +24,21 @@ class Single:
         units: Sequence[tuple[str, nn.Module]],
         *,
         mesh: Mesh,
-        rule: AdamW,
+        rule: Rule,
         nominal_weight: int,
-        dtype: torch.dtype,
+        precision: Precision,
+        loss_scale: gradients.LossScale | None = None,
         allocate: Allocator = zeros,
     ) -> None:
-        """`model` is on meta; it is converted to `dtype` and takes memory in `initialise`."""
+        """`model` is on meta; it is converted to the compute type and takes memory in `initialise`."""
         assert mesh.world == 1, "the single engine is for one rank"
         self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
-        self.step = 0
+        self.step, self.loss_scale = 0, loss_scale
         self._allocate = allocate
-        self._master_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
-        self._narrow = dtype != self._master_dtype
-        model.to(dtype)
+        self._master_dtype = precision.master
+        self._narrow = precision.compute != self._master_dtype
+        model.to(precision.compute)
+        self._trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._units = {name: [full for full, _ in unit.named_parameters(prefix=name)] for name, unit in units}
         inside = {name for names in self._units.values() for name in names}
         self._outside = [name for name, _ in model.named_parameters() if name not in inside]
@@ -49,11 +51,22 @@ class Single:
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())
 
+    @property
+    def trainable(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(self.model.get_parameter(name).shape) for name in self._trained}
+
     def initialise(self, fill: Callable[[Shard], None]) -> None:
         self.model.to_empty(device=self.mesh.device)
         parameters = self.parameters
-        sizes = [(name, parameter.numel()) for name, parameter in parameters.items()]
-        self._slot = make_slot(sizes, KINDS, self._master_dtype, self.mesh.device, self._allocate)
+        for name in parameters.keys() - {*self._trained}:
+            frozen = parameters[name]
+            fill(Shard(name, 0, frozen.numel(), tuple(frozen.shape), frozen.data.view(-1), trainable=False))
+        parameters = {name: parameters[name] for name in self._trained}
+        self._slot = {}
+        for name, parameter in parameters.items():
+            size = (parameter.numel(), self._master_dtype, self.mesh.device)
+            made = self.rule.make(name, parameter.shape, *size, self._allocate)
+            self._slot[name] = {"param": self._allocate(name, "param", *size)} | made
         self._no_decay = frozenset(name for name, parameter in parameters.items() if parameter.dim() < 2)
         for name, parameter in parameters.items():
             fill(Shard(name, 0, parameter.numel(), tuple(parameter.shape), self._slot[name]["param"]))
@@ -96,7 +109,9 @@ class Single:
         grads = self._accumulated or {name: p.grad for name, p in parameters.items() if p.grad is not None}
         total = self._weight.get()
         squares = gradients.sum_of_squares(grads.values(), self._master_dtype, self.mesh.device)
-        norm, divisor, skip = gradients.fold(squares, nominal_weight=self.nominal_weight, total_weight=total, clip=clip)
+        norm, divisor, skip = gradients.fold(
+            squares, nominal_weight=self.nominal_weight, total_weight=total, clip=clip, scale=self.loss_scale
+        )
         for names in _portions(grads):
             wide = {name: grads[name].reshape(-1).to(self._master_dtype) for name in names}
             self.rule.apply(
@@ -117,23 +132,21 @@ class Single:
 
     def _round_into_model(self) -> None:
         if self._narrow:
-            parameters = self.parameters
-            masters = [self._slot[name]["param"].view(p.shape) for name, p in parameters.items()]
-            torch._foreach_copy_([p.data for p in parameters.values()], masters)
+            rounded = {name: self.model.get_parameter(name).data for name in self._trained}
+            masters = [self._slot[name]["param"].view(data.shape) for name, data in rounded.items()]
+            torch._foreach_copy_(list(rounded.values()), masters)
 
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
         yield {name: parameter.data for name, parameter in self.parameters.items()}
 
     def pieces(self) -> Iterator[Piece]:
-        for name, kinds in self._slot.items():
-            for kind in KINDS:
-                yield Piece(name, kind, 0, kinds[kind].numel(), kinds[kind])
+        for name, state in self._slot.items():
+            yield from pieces(self.rule, name, state, 0)
 
-    def load(self, read: Callable[[str, str, int, int, torch.Tensor], None]) -> None:
-        for name, kinds in self._slot.items():
-            for kind in ("param", *MOMENTS):
-                read(name, kind, 0, kinds[kind].numel(), kinds[kind])
+    def load(self, read: Read) -> None:
+        for name, state in self._slot.items():
+            load(self.rule, name, state, 0, read)
         self._round_into_model()
 
     def commit(self, step: int) -> None:

@@ -4,44 +4,44 @@ A slot holds the state of every shard, keyed by parameter name. An update reads 
 one: with two slots the old state survives until the new one is complete. Both ways give the same bits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 
-from phalanx.optim.engine import Allocator
+from phalanx.optim.coded import Coded
+from phalanx.optim.engine import Allocator, Piece
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = ("param", *MOMENTS)
 
-Slot = dict[str, dict[str, torch.Tensor]]  # parameter name -> kind -> flat tensor
-
-
-def zeros(name: str, kind: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The plain allocator: fresh zero-filled memory."""
-    return torch.zeros(elements, dtype=dtype, device=device)
+State = dict[str, torch.Tensor]  # what is kept of one shard: "param", and what the rule made
+Slot = dict[str, State]  # by parameter name
+Read = Callable[[str, str, int, int, torch.Tensor], None]  # name, kind, start, stop, out
 
 
-def make_slot(
-    sizes: Iterable[tuple[str, int]],
-    kinds: Iterable[str],
-    dtype: torch.dtype,
-    device: torch.device,
-    allocate: Allocator,
-) -> Slot:
-    """Allocate the given kinds of state for shards of (name, elements)."""
-    kinds = tuple(kinds)
-    return {name: {kind: allocate(name, kind, elements, dtype, device) for kind in kinds} for name, elements in sizes}
+class Rule(Protocol):
+    """How a gradient changes a parameter. `kinds` are the kinds of state beside the master weights, as checkpoints name
+    them: each has the parameter's shape."""
 
+    @property
+    def kinds(self) -> tuple[str, ...]: ...
 
-@dataclass(frozen=True)
-class AdamW:
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), by torch's fused kernel on every device."""
+    def make(
+        self,
+        name: str,
+        shape: Sequence[int],
+        elements: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        allocate: Allocator,
+    ) -> State:
+        """Allocate the state, without the master weights, of a shard of `elements` of the parameter of that `shape`."""
+        ...
 
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
+    def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        """Bytes of that state for a whole parameter whose master weights take `itemsize` bytes each."""
+        ...
 
     def apply(
         self,
@@ -61,14 +61,106 @@ class AdamW:
         `skip` is 1.0 the state is carried over as it is. Both are one-element tensors on the device, so that nothing
         waits for the host.
         """
-        if target is not source:
-            for name, kinds in source.items():  # those without a gradient too
-                for kind in KINDS:
-                    target[name][kind].copy_(kinds[kind])
-        if any(grad.dtype == torch.float64 for grad in grads.values()):
-            # The kernel reads its divisor in float32: too coarse for a proof in float64.
-            torch._foreach_div_(list(grads.values()), divisor)
-            divisor = torch.ones_like(divisor, dtype=torch.float32)
+        ...
+
+
+def zeros(name: str, kind: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The plain allocator: fresh zero-filled memory."""
+    return torch.zeros(elements, dtype=dtype, device=device)
+
+
+def pieces(rule: Rule, name: str, state: State, start: int) -> Iterator[Piece]:
+    """The state of a shard that begins at element `start`, kind by kind; what is coded is decoded when asked for."""
+    stop = start + state["param"].numel()
+    for kind in ("param", *rule.kinds):
+        yield Piece(name, kind, start, stop, _look(state, kind))
+
+
+def load(rule: Rule, name: str, state: State, start: int, read: Read) -> None:
+    """Fill the state of a shard that begins at element `start`."""
+    for kind in ("param", *rule.kinds):
+        found = _look(state, kind)
+        if isinstance(found, torch.Tensor):
+            read(name, kind, start, start + found.numel(), found)
+        else:
+            for first, last in found.portions():
+                low, high = start + first * found.columns, start + last * found.columns
+                values = torch.empty(high - low, dtype=found.dtype, device=found.device)
+                read(name, kind, low, high, values)
+                found.put(first, last, values)
+
+
+def _look(state: State, kind: str) -> torch.Tensor | Coded:
+    return state[kind] if kind in state else Coded.of(state, kind, state["param"].numel())
+
+
+def copy_over(source: Slot, target: Slot) -> None:
+    """Carry everything over, also of shards that get no gradient, so that an update may go on in place in `target`."""
+    if target is not source:
+        for name, state in source.items():
+            for key, tensor in state.items():
+                target[name][key].copy_(tensor)
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), by torch's fused kernel on every device."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    kinds: ClassVar[tuple[str, ...]] = MOMENTS
+
+    def make(
+        self,
+        name: str,
+        shape: Sequence[int],
+        elements: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        allocate: Allocator,
+    ) -> State:
+        return {kind: allocate(name, kind, elements, dtype, device) for kind in MOMENTS}
+
+    def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        return 2 * itemsize * torch.Size(shape).numel()
+
+    def apply(
+        self,
+        source: Slot,
+        target: Slot,
+        grads: dict[str, torch.Tensor],
+        *,
+        step: int,
+        lr: float,
+        no_decay: frozenset[str],
+        divisor: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        copy_over(source, target)
+        divisor = self.divided(grads, divisor)
+        self.in_place(target, grads, step=step, lr=lr, no_decay=no_decay, divisor=divisor, skip=skip)
+
+    def divided(self, grads: Mapping[str, torch.Tensor], divisor: torch.Tensor) -> torch.Tensor:
+        """The divisor that is left for the kernel, which reads it in float32: too coarse for a proof in float64."""
+        if all(grad.dtype != torch.float64 for grad in grads.values()):
+            return divisor.float()
+        torch._foreach_div_(list(grads.values()), divisor)
+        return torch.ones_like(divisor, dtype=torch.float32)
+
+    def in_place(
+        self,
+        slot: Slot,
+        grads: Mapping[str, torch.Tensor],
+        *,
+        step: int,
+        lr: float,
+        no_decay: frozenset[str],
+        divisor: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        """The update of a slot whose moments are plain tensors."""
         for decay in (True, False):
             names = [name for name in grads if (name not in no_decay) is decay and grads[name].numel()]
             if not names:
@@ -76,10 +168,10 @@ class AdamW:
             # One step count a tensor: the kernel takes a list and reads an entry for each.
             count = torch.full((), float(step), dtype=torch.float32, device=grads[names[0]].device)
             torch._fused_adamw_(
-                [target[name]["param"] for name in names],
+                [slot[name]["param"] for name in names],
                 [grads[name] for name in names],
-                [target[name]["exp_avg"] for name in names],
-                [target[name]["exp_avg_sq"] for name in names],
+                [slot[name]["exp_avg"] for name in names],
+                [slot[name]["exp_avg_sq"] for name in names],
                 [],
                 [count] * len(names),
                 lr=lr,
@@ -89,6 +181,6 @@ class AdamW:
                 eps=self.eps,
                 amsgrad=False,
                 maximize=False,
-                grad_scale=divisor.float(),
+                grad_scale=divisor,
                 found_inf=skip,
             )

@@ -1,17 +1,61 @@
 """Which activations are kept for the backward pass, and which are computed again."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+# What takes long to compute: matrix products, and attention by the kernel of any device. The last is that of several
+# documents in one row.
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+_ATTENTION = (
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_fused_attention_overrideable",
+    "aten._scaled_dot_product_attention_math_for_mps",
+    "torch_attn._varlen_attn",
+)
 
 
-def recompute(units: Sequence[nn.Module]) -> None:
+def recompute(units: Sequence[nn.Module], selective: bool) -> None:
     """Make each unit keep only its inputs and compute the rest again in the backward pass (Chen et al. 2016).
 
-    The forward method is replaced in place, so that names of parameters stay as they are. Nothing needs the state of a
-    random generator: dropout draws by coordinates, and draws the same again.
+    `selective` keeps the results of matrix products and of attention too, so that little time is spent again
+    (Korthikanti et al. 2022). The forward method is replaced in place, so that names of parameters stay as they are.
+    Nothing needs the state of a random generator: dropout draws by coordinates, and draws the same again.
     """
+    wrap = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    if selective:
+        policy = functools.partial(_policy, frozenset(kept()))
+        wrap = functools.partial(wrap, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
     for unit in units:
-        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, preserve_rng_state=False)
+        unit.forward = functools.partial(wrap, unit.forward)
+
+
+def _policy(kept: frozenset[object], _: object, operator: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    long = operator in kept and not _is_short(operator, args)
+    return CheckpointPolicy.MUST_SAVE if long else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_short(operator: object, args: Sequence[Any]) -> bool:
+    """Whether a product sums over so few elements that its result takes little time for the memory it fills: that of an
+    adapter's B, which is as large as that of the matrix beside it."""
+    if not str(operator).startswith(_PRODUCTS):
+        return False
+    one, other = args[-2:]
+    return 8 * one.shape[-1] < other.shape[-1]
+
+
+def kept() -> list[Callable[..., object]]:
+    """The operators whose results `selective` keeps."""
+    import torch.nn.attention.varlen  # makes the last of them known
+
+    found = []
+    for name in (*_PRODUCTS, *_ATTENTION):
+        space, _, operator = name.partition(".")
+        found.append(getattr(getattr(torch.ops, space), operator).default)
+    return found

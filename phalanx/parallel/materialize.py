@@ -6,10 +6,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from phalanx.errors import ConfigError
-from phalanx.models.hf import Weights
-from phalanx.models.llama import init_slice
+from phalanx.models.llama import Llama, init_slice
+from phalanx.models.lora import init_adapter_slice, is_adapter
+from phalanx.models.peft import Adapter
 from phalanx.models.spec import ModelSpec
+from phalanx.models.weights import Weights
 from phalanx.optim.engine import Engine, Shard
 
 Fill = Callable[[Shard], None]
@@ -23,12 +24,12 @@ def materialise(model: nn.Module, engine: Engine, fill: Fill) -> None:
     assert not left, f"left on meta after initialisation: {', '.join(left)}"
 
 
-def drawn(spec: ModelSpec, seed: int) -> Fill:
+def drawn(spec: ModelSpec, seed: int, model_class: type[Llama] = Llama) -> Fill:
     """Initial weights that depend on (seed, name, element) alone, so that no layout changes them."""
 
     def fill(shard: Shard) -> None:
-        values = init_slice(spec, seed, shard.name, shard.start, shard.stop, shard.tensor.device, shard.tensor.dtype)
-        shard.tensor.copy_(values)
+        device, dtype = shard.tensor.device, shard.tensor.dtype
+        shard.tensor.copy_(init_slice(spec, seed, shard.name, shard.start, shard.stop, device, dtype, model_class))
 
     return fill
 
@@ -38,14 +39,34 @@ def imported(weights: Weights, spec: ModelSpec) -> Fill:
     weights.check(spec)
 
     def fill(shard: Shard) -> None:
-        values = weights.read(shard.name, shard.start, shard.stop)
-        if values.numel() != shard.tensor.numel():
-            raise ConfigError(f"{shard.name} has {values.numel()} elements in the folder, not {shard.tensor.numel()}")
-        shard.tensor.copy_(values)
+        weights.read_into(shard.name, shard.start, shard.stop, shard.tensor)
 
     return fill
 
 
-def nothing(shard: Shard) -> None:
-    """Leave zeros: a checkpoint is about to be loaded."""
-    shard.tensor.zero_()
+def with_adapters(base: Fill, seed: int, adapter: Adapter | None) -> Fill:
+    """Adapters drawn by coordinates, or read where there is an `adapter` to start from; `base` fills the rest."""
+
+    def fill(shard: Shard) -> None:
+        if not is_adapter(shard.name):
+            base(shard)
+        elif adapter is not None:
+            shard.tensor.copy_(adapter.read(shard.name, shard.start, shard.stop))
+        else:
+            device, dtype = shard.tensor.device, shard.tensor.dtype
+            values = init_adapter_slice(seed, shard.name, shard.start, shard.stop, shard.shape, device, dtype)
+            shard.tensor.copy_(values)
+
+    return fill
+
+
+def frozen_only(fill: Fill) -> Fill:
+    """Fill what is frozen by `fill`, and the rest with zeros: a checkpoint, which holds it, is about to be loaded."""
+
+    def fill_frozen(shard: Shard) -> None:
+        if shard.trainable:
+            shard.tensor.zero_()
+        else:
+            fill(shard)
+
+    return fill_frozen

@@ -22,8 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.records import Kind, RunPaths, read_lines
-from phalanx.report import words
+from phalanx.records import Kind, RunPaths, Url, read_lines
+from phalanx.report import evaluated, words
 from phalanx.report.terminal import open_terminal
 
 STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
@@ -243,19 +243,20 @@ def summary(paths: RunPaths) -> RenderableType:
     # the last line, not the highest step: after a restart steps are walked again
     last: dict[str, Any] = next(iter(deque(read_lines(paths.metrics), maxlen=1)), {})
     events = {str(event.get("kind")): event for event in read_lines(paths.events)}
-    rows = [("run", str(paths.root))]
+    rows = [("run", paths.shown)]
     if "step" in last:
         rows.append(("last step", str(last["step"])))
     if (loss := words.number(last, "loss")) is not None:
         rows.append(("loss", f"{loss:.4f}"))
-    if (held_out := words.number(events.get(Kind.EVALUATED, {}), "loss")) is not None:
-        rows.append(("held-out loss", f"{held_out:.4f}  (perplexity {words.perplexity(held_out)})"))
+    for name, evaluations in evaluated.by_set(read_lines(paths.events)).items():
+        if (loss := words.number(evaluations[-1], "loss")) is not None:
+            rows.append((f"{name} loss", f"{loss:.4f}  (perplexity {words.perplexity(loss)})"))
     if (checkpoint := _checkpoint(paths, events.get(Kind.CHECKPOINT_SAVED, {}).get("step"))) is not None:
         rows.append(("checkpoint", str(checkpoint)))
     if folder := events.get(Kind.EXPORTED, {}).get("folder"):
         rows.append(("export", str(folder)))
     if paths.report.exists():
-        rows.append(("report", str(paths.report)))
+        rows.append(("report", f"{paths.shown}/{paths.report.name}"))
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")  # a path that is cut short is of no use
@@ -264,8 +265,10 @@ def summary(paths: RunPaths) -> RenderableType:
     return Panel.fit(grid, title="phalanx", title_align="left", border_style="green", padding=(0, 1))
 
 
-def _checkpoint(paths: RunPaths, step: object) -> Path | None:
-    """The folder of the checkpoint of `step`: the one whose name ends in that number."""
+def _checkpoint(paths: RunPaths, step: object) -> Path | Url | None:
+    """The folder of the checkpoint of `step`: the one whose name ends in that number. A store is not asked."""
+    if isinstance(paths.checkpoints, Url):
+        return paths.checkpoints if isinstance(step, int) else None
     if not paths.checkpoints.is_dir():
         return None
     for folder in paths.checkpoints.iterdir():

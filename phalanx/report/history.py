@@ -42,7 +42,7 @@ def read_run(paths: RunPaths) -> Run:
     """Read the records of a run folder. Raises RunError where it holds neither metrics nor events."""
     if not paths.metrics.exists() and not paths.events.exists():
         raise RunError(
-            f"{paths.root} holds neither {paths.metrics.name} nor {paths.events.name}, so there is nothing to report; "
+            f"{paths.shown} holds neither {paths.metrics.name} nor {paths.events.name}, so there is nothing to report; "
             "name the folder of a run"
         )
     kept, lost = split_attempts(read_lines(paths.metrics))
@@ -58,7 +58,7 @@ def read_run(paths: RunPaths) -> Run:
     times = [moment for record in [*kept, *lost, *events] if (moment := words.number(record, "time"))]
     config_text = paths.config.read_text(encoding="utf-8", errors="replace") if paths.config.exists() else ""
     return Run(
-        name=paths.root.resolve().name,
+        name=paths.name,
         kept=kept,
         lost=lost,
         events=events,

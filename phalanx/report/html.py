@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, write_atomic
-from phalanx.report import page, words
+from phalanx.report import evaluated, inside, page, words
 from phalanx.report.history import POINTS, Record, Run, after_steps, attempts, deaths, read_run, smooth, status, thin
 
 COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "data_s", "mfu", "mfu_causal", "memory_bytes")
@@ -66,15 +66,16 @@ def payload(run: Run) -> Record:
     kept = _columns([run.kept[i] for i in drawn], run.began)
     smoothed = smooth(losses)
     kept["smooth"] = [_rounded(smoothed[i]) for i in drawn]
-    evaluations = {event.get("step"): event for event in run.events if event.get("kind") == Kind.EVALUATED}
-    held_out = [evaluations[step] for step in sorted(step for step in evaluations if isinstance(step, int))]
     lost = _columns(run.lost[-POINTS:], run.began)
     lost["smooth"] = [None] * len(lost["step"])
     return {
         "charts": [chart for chart in charts(run) if _filled(chart, kept) or _filled(chart, lost)],
         "kept": kept,
         "lost": lost,
-        "heldOut": _columns(held_out, run.began),
+        "heldOut": [
+            {"name": name, **_columns(evaluations, run.began)}
+            for name, evaluations in evaluated.by_set(run.events).items()
+        ],
         "events": _marks(run),
         "duration": run.ended - run.began,
     }
@@ -168,8 +169,8 @@ def _header(run: Run) -> str:
     model = run.config.get("model")
     model = model if isinstance(model, dict) else {}
     facts = [str(model[key]) for key in ("preset", "from_hf") if isinstance(model.get(key), str)][:1]
-    if parameters := words.number(started, "parameters"):
-        facts.append(f"{words.count(parameters)} parameters")
+    if parameters := words.parameters(started):
+        facts.append(parameters)
     if world := words.number(started, "world"):
         facts.append(f"{world:.0f} rank{'s' if world > 1 else ''}")
     facts += [str(started[key]) for key in ("device", "dtype", "engine") if started.get(key)]
@@ -189,13 +190,17 @@ def _tiles(run: Run) -> str:
     loss = words.number(last, "loss")
     near = smoothed[-1] if smoothed else None
     tiles.append(("last loss", _fixed(loss), f"smoothed {near:.4f}" if near is not None else ""))
-    evaluated: list[Record] = [event for event in run.events if event.get("kind") == Kind.EVALUATED]
-    held_out = words.number(evaluated[-1], "loss") if evaluated else None
-    tiles.append(("held-out loss", _fixed(held_out), f"perplexity {words.perplexity(held_out)}" if held_out else ""))
+    for name, evaluations in (evaluated.by_set(run.events) or {"held-out": [{}]}).items():
+        last_loss = words.number(evaluations[-1], "loss")
+        note = f"perplexity {words.perplexity(last_loss)}" if last_loss is not None else ""
+        tiles.append((f"{html.escape(name)} loss", _fixed(last_loss), note))
     tokens = words.number(last, "total_tokens")
     tiles.append(("tokens", words.count(tokens) if tokens is not None else "-", "trained on"))
     step_s = _numbers(run.kept, "step_s")
-    mean = sum(_numbers(run.kept, "tokens")) / sum(step_s) if sum(step_s) > 0 else None
+    rates = [(rate, s) for record in run.kept if (rate := words.number(record, "tokens_per_s")) is not None
+             and (s := words.number(record, "step_s"))]  # fmt: skip
+    # all tokens, as in the curve: of a chat only some are learnt
+    mean = sum(rate * s for rate, s in rates) / sum(s for _, s in rates) if rates else None
     tiles.append(("mean speed", words.count(mean) if mean is not None else "-", "tokens/s"))
     waits = _numbers(run.kept, "wait_s")
     share = f"{100 * sum(waits) / sum(step_s):.0f} % of it waiting" if waits and sum(step_s) > 0 else ""
@@ -277,6 +282,7 @@ def _records(run: Run) -> str:
         f'<div class="scroll"><table class="events"><thead>{titles}</thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
     parts = [f'<section class="card"><h3>Events</h3>{table if rows else "<p>No events were recorded.</p>"}</section>']
+    parts += [*evaluated.card(run.events), *inside.cards(run)]
     if run.config_text:
         config = f"<pre>{html.escape(run.config_text)}</pre>"
         parts.append(f'<details class="card"><summary>Resolved configuration</summary>{config}</details>')

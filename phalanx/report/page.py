@@ -31,7 +31,7 @@ main { max-width: 1320px; margin: 0 auto; padding: 28px 24px 48px; }
 h1 { margin: 10px 0 2px; font-size: 28px; line-height: 1.25; font-weight: 650; overflow-wrap: anywhere; }
 h2 { margin: 0; font-size: 17px; font-weight: 650; }
 h3 { margin: 0 0 6px; font-size: 14px; font-weight: 650; }
-h3 span { margin-left: 8px; color: var(--soft); font-weight: 400; font-size: 12.5px; }
+h3 span, summary span { margin-left: 8px; color: var(--soft); font-weight: 400; font-size: 12.5px; }
 .pill { display: inline-block; margin-left: 6px; padding: 3px 10px; border-radius: 99px; font-size: 13px;
   font-weight: 600; line-height: 1.3; vertical-align: 4px; color: var(--tone); border: 1px solid var(--tone); }
 .good { --tone: var(--green); } .bad { --tone: var(--red); } .warn { --tone: var(--amber); }
@@ -63,6 +63,7 @@ h3 span { margin-left: 8px; color: var(--soft); font-weight: 400; font-size: 12.
 .below { display: grid; gap: 14px; margin-top: 14px; } .below .card { overflow: hidden; }
 .empty { color: var(--soft); }
 .scroll { max-height: 460px; overflow: auto; margin: 0 -16px -14px; border-top: 1px solid var(--line); }
+.scroll:not(:last-child) { margin-bottom: 14px; }
 table { width: 100%; border-collapse: collapse; font-size: 13px; }
 td, th { padding: 6px 16px; text-align: left; vertical-align: top; border-bottom: 1px solid var(--grid); }
 .events th { position: sticky; top: 0; background: var(--card); color: var(--soft); font-weight: 500; }
@@ -134,11 +135,13 @@ function curve(chart, spec, lost) {
   };
 }
 
-function heldOut() {
-  return { type: "scatter", name: "held-out", x: place(data.heldOut), y: data.heldOut.loss,
-    customdata: data.heldOut.step, mode: "lines+markers", line: { color: color("orange"), width: 1, dash: "dash" },
-    marker: { size: 8, color: color("orange"), line: { color: color("card"), width: 1.5 } },
-    hovertemplate: "%{y:.4~g}" + (mode === "time" ? "  (step %{customdata})" : "") + "<extra>held-out</extra>" };
+function heldOut(set, number) {
+  const tone = color(["orange", "violet", "teal", "green", "red"][number % 5]);
+  const name = set.name.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/%/g, "&#37;");
+  return { type: "scatter", name, x: place(set), y: set.loss,
+    customdata: set.step, mode: "lines+markers", line: { color: tone, width: 1, dash: "dash" },
+    marker: { size: 8, color: tone, line: { color: color("card"), width: 1.5 } },
+    hovertemplate: "%{y:.4~g}" + (mode === "time" ? "  (step %{customdata})" : "") + "<extra>" + name + "</extra>" };
 }
 
 function marks() {
@@ -167,7 +170,7 @@ function lines() {
 }
 
 function span() {
-  const all = [data.kept, data.lost, data.heldOut].flatMap(place).filter((x) => x !== null);
+  const all = [data.kept, data.lost, ...data.heldOut].flatMap(place).filter((x) => x !== null);
   if (mode === "time") all.push(...data.events.map((event) => event.t / units[0]));
   const low = all.reduce((a, b) => Math.min(a, b), Infinity), high = all.reduce((a, b) => Math.max(a, b), -Infinity);
   const edge = Math.max((high - low) * 0.012, high === low ? 1 : 0);
@@ -206,7 +209,7 @@ function draw() {
       const shown = (spec) => spec.column !== "smooth" && (mode === "time" || spec.style !== "area");
       traces.unshift(...chart.traces.filter(shown).map((spec) => curve(chart, spec, true)));
     }
-    if (chart.id === "loss" && data.heldOut.step.length) traces.push(heldOut());
+    if (chart.id === "loss") traces.push(...data.heldOut.map(heldOut));
     const options = { responsive: true, displayModeBar: false };
     Plotly.react("plot-" + chart.id, [...traces, ...marks()], layout(chart), options);
   }

@@ -2,9 +2,10 @@
 
 import math
 import signal
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from phalanx.records import ExitCode, Kind
+from phalanx.records import HELD_OUT, ExitCode, Kind
 
 
 class Mark(NamedTuple):
@@ -34,8 +35,13 @@ _MARKS = {
     Kind.STOPPED: Mark("■", "#", "warn"),
     Kind.FINISHED: Mark("✓", "+", "good"),
     Kind.EXPORTED: Mark("✓", "+", "good"),
+    Kind.PROFILED: Mark("◇", "*", "info"),
+    Kind.MEMORY_RECORDED: Mark("◇", "*", "info"),
     Kind.WARNING: Mark("!", "!", "warn"),
 }
+
+
+WITHIN = ("gather", "reduce")  # phases of a profile that happen inside the others
 
 
 def mark(kind: str) -> Mark:
@@ -120,7 +126,7 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
         case Kind.CHECKPOINT_REFUSED:
             return f"checkpoint of step {event.get('step', '?')} was not used" + _because(event)
         case Kind.EVALUATED:
-            return "held-out loss" + _evaluated(event)
+            return f"{set_name(event)} loss" + _evaluated(event)
         case Kind.STEP_SKIPPED:
             return f"step {event.get('step', '?')} skipped" + _because(event)
         case Kind.WORKER_DIED:
@@ -137,10 +143,22 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
             return "finished" + _after(event, after_step) + (f", {seconds(took)}{last}" if took is not None else "")
         case Kind.EXPORTED:
             return f"exported to {event.get('folder', '?')}"
+        case Kind.PROFILED:
+            return _profiled(event)
+        case Kind.MEMORY_RECORDED:
+            peak = number(event, "peak_bytes")
+            above = f": {size(peak)} above its start at most" if peak is not None else ""
+            return f"memory of step {event.get('step', '?')} recorded{above}; see {event.get('file', '?')}"
         case Kind.WARNING:
             return str(event.get("message", "warning"))
     details = {key: value for key, value in event.items() if key not in ("kind", "time", "attempt")}
     return ", ".join([str(event.get("kind") or "event"), *(f"{key} {value}" for key, value in details.items())])
+
+
+def set_name(event: Mapping[str, Any]) -> str:
+    """The set that an evaluation was on, as it is shown; what older writers evaluated was held out."""
+    name = event.get("set", HELD_OUT)
+    return "held-out" if name == HELD_OUT else str(name)
 
 
 def signal_name(value: object) -> str:
@@ -164,14 +182,22 @@ def _after(event: dict[str, Any], after_step: int | None) -> str:
 
 def _started(event: dict[str, Any]) -> str:
     parts = []
-    parameters, world = number(event, "parameters"), number(event, "world")
-    if parameters:
-        parts.append(f"{count(parameters)} parameters")
+    world = number(event, "world")
+    if sizes := parameters(event):
+        parts.append(sizes)
     if world:
         parts.append(f"{world:.0f} rank{'s' if world > 1 else ''}")
     if event.get("device"):
         parts.append(f"on {event['device']}")
     return f": {', '.join(parts)}" if parts else ""
+
+
+def parameters(event: dict[str, Any]) -> str:
+    """How many parameters the run of a `run_started` event has, and how many in adapters where it trains those."""
+    whole, trained = number(event, "parameters"), number(event, "trainable")
+    if not whole:
+        return ""
+    return f"{count(whole)} parameters" + (f" and {count(trained)} in adapters" if trained and trained != whole else "")
 
 
 def _pids(event: dict[str, Any]) -> str:
@@ -189,6 +215,20 @@ def _cost(event: dict[str, Any]) -> str:
     parts = [size(written)] if written is not None else []
     parts += [seconds(took)] if took is not None else []
     return f" ({' in '.join(parts)})" if parts else ""
+
+
+def _profiled(event: dict[str, Any]) -> str:
+    """The phases of rank 0 that tile a step; collectives lie within them."""
+    phases = event.get("phases")
+    pairs = phases.items() if isinstance(phases, dict) else ()
+    shares = [
+        f"{name} {seconds(mine)}"
+        for name, values in pairs
+        if name not in WITHIN and isinstance(values, list) and values and (mine := number({"s": values[0]}, "s"))
+    ]
+    of_step = f": {', '.join(shares)} of a step" if shares else ""
+    steps = f"{event.get('first', '?')} to {event.get('last', '?')}"
+    return f"steps {steps} profiled{of_step}; traces in {event.get('folder', '?')}"
 
 
 def _evaluated(event: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Next-token prediction on packed sequences."""
+"""Next-token prediction, on running text and on rows of whole documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from phalanx.tasks.task import Batch, SampleLike
@@ -18,28 +19,59 @@ IGNORED = -100  # a label that no loss is computed for
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """Each token is predicted from those before it; the weight of a batch is the number of its labels."""
+    """Each token is predicted from those before it; the weight of a batch is the number of its labels.
+
+    `isolated`: a row holds several documents, and none attends to another.
+    """
 
     seq_len: int
+    isolated: bool = False
 
     def collate(self, samples: Sequence[SampleLike]) -> Batch:
-        """Tokens and labels, both (B, seq_len) int64. No samples give one sequence whose labels are all ignored."""
+        """Tokens and labels, both (B, seq_len) int64. No samples give one sequence whose labels are all ignored.
+
+        If `isolated`, also positions (B, seq_len) int64, which start at 0 in each document, and segments int32
+        (n + 1,): where documents begin in the B * seq_len tokens, with that number behind them up to a power of two, so
+        that shapes stay few.
+        """
         if not samples:
             tokens = torch.zeros(1, self.seq_len, dtype=torch.int64)
             inputs = {"tokens": tokens, "labels": torch.full_like(tokens, IGNORED)}
-            return Batch(inputs, 0, torch.zeros(1, dtype=torch.int64))
-        rows = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+            return Batch(inputs | self._documents([None]), 0, torch.zeros(1, dtype=torch.int64))
+        rows = np.stack([sample.tokens for sample in samples])
         assert rows.shape[1] == self.seq_len + 1, f"samples of {rows.shape[1]} tokens for sequences of {self.seq_len}"
-        labels = rows[:, 1:].contiguous()
+        labels = rows[:, 1:].copy()
+        for row, sample in zip(labels, samples, strict=True):
+            if sample.learnt is not None:
+                row[~sample.learnt] = IGNORED
         positions = torch.tensor([sample.position for sample in samples], dtype=torch.int64)
-        weight = int((labels != IGNORED).sum())  # on the host, before the batch moves: no synchronisation
-        return Batch({"tokens": rows[:, :-1].contiguous(), "labels": labels}, weight, positions)
+        weight = int(np.count_nonzero(labels != IGNORED))
+        inputs = {"tokens": torch.from_numpy(rows[:, :-1].copy()), "labels": torch.from_numpy(labels)}
+        return Batch(inputs | self._documents([sample.lengths for sample in samples]), weight, positions)
+
+    def _documents(self, lengths: Sequence[NDArray[np.int64] | None]) -> dict[str, Tensor]:
+        """Positions and segments of rows whose documents have these lengths; a row without any is one document."""
+        if not self.isolated:
+            assert all(row is None for row in lengths), "rows of several documents for a task that knows of none"
+            return {}
+        whole = np.array([self.seq_len], np.int64)
+        flat = np.concatenate([whole if row is None else row for row in lengths])
+        ends = np.cumsum(flat)
+        total = len(lengths) * self.seq_len
+        assert ends[-1] == total, f"documents of {ends[-1]} tokens in rows of {total}"
+        positions = np.arange(total) - np.repeat(ends - flat, flat)
+        segments = np.full((1 << (len(flat) - 1).bit_length()) + 1, total, np.int32)
+        segments[0], segments[1 : len(ends) + 1] = 0, ends
+        return {
+            "positions": torch.from_numpy(positions).view(len(lengths), self.seq_len),
+            "segments": torch.from_numpy(segments),
+        }
 
     def loss_sum(self, model: nn.Module, batch: Batch, draws: "Draws | None") -> Tensor:
         """The sum of the cross-entropies in nats over the labels that count."""
-        loss: Tensor = model(batch.inputs["tokens"], labels=batch.inputs["labels"], draws=draws)
+        loss: Tensor = model(**batch.inputs, draws=draws)
         return loss
 
     def nominal_weight(self, global_batch: int) -> int:
-        """Every label of a global batch of full sequences."""
+        """Every label of a global batch of full sequences, learnt or not."""
         return global_batch * self.seq_len

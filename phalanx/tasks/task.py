@@ -14,13 +14,23 @@ if TYPE_CHECKING:
 
 
 class SampleLike(Protocol):
-    """What a loader hands over: tokens of shape (seq_len + 1,), int64, and the sample's place in the run."""
+    """What a loader hands over: tokens of shape (seq_len + 1,), int64, and the sample's place in the run.
+
+    `learnt` (seq_len,): which labels count, all if None; `lengths`: how many of the inputs belong to each document,
+    None where all inputs attend to all before them.
+    """
 
     @property
     def tokens(self) -> NDArray[np.int64]: ...
 
     @property
     def position(self) -> int: ...
+
+    @property
+    def learnt(self) -> NDArray[np.bool_] | None: ...
+
+    @property
+    def lengths(self) -> NDArray[np.int64] | None: ...
 
 
 @dataclass(frozen=True)

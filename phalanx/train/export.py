@@ -1,5 +1,6 @@
 """From a run's newest checkpoint to a Hugging Face folder, tensor by tensor."""
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -11,10 +12,15 @@ from phalanx.checkpoint.read import Checkpoint, newest_valid
 from phalanx.config import Config
 from phalanx.errors import CheckpointError, ConfigError, RunError
 from phalanx.models import hf
-from phalanx.models.spec import parameter_count
+from phalanx.models.custom import shapes_of
+from phalanx.models.export import copy_tokenizer, export, new_folder
+from phalanx.models.llama import Llama
+from phalanx.models.peft import save_adapter
+from phalanx.models.weights import Weights
 from phalanx.parallel.apply import DTYPES
-from phalanx.records import Kind, RunPaths, write_event
-from phalanx.train.build import spec_from_run
+from phalanx.records import Kind, RunPaths, Url, write_event
+from phalanx.train import adapters, copies, exports
+from phalanx.train.build import class_of_run, spec_from_run
 from phalanx.train.folder import next_attempt, saved_config
 
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -22,29 +28,49 @@ EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.fl
 
 def export_run(
     paths: RunPaths,
-    folder: Path,
+    folder: Path | Url,
     dtype: str | None,
     progress: Callable[[int, int], None] | None = None,
     note: bool = True,
+    merge: bool | None = False,
 ) -> int:
     """Write the newest valid checkpoint of a run as a Hugging Face folder; returns its step.
 
     `dtype`: bf16, fp16, fp32 or fp64; None: that of the folder the run started from, else the recipe's compute type.
-    `progress(done, total)` in bytes; `note` leaves an event in the run's records. At most one output shard is in
-    memory. Raises RunError when `paths` holds no run, CheckpointError when it has no checkpoint to export.
+    A run that trains adapters is written as an adapter of PEFT's, by default in the type of its masters, or with
+    `merge` as a whole model, each matrix added up in float32 and rounded once; None: merge where there are adapters.
+    `progress(done, total)` in bytes; `note` leaves an event in the run's records. At most one tensor is in memory, and
+    of an export to a URL one shard on the local disk; there config.json (or adapter_config.json) is written last, so
+    that a folder without it is no model. Raises RunError when `paths` holds no run, CheckpointError when it has no
+    checkpoint to export, ConfigError when there is nothing to merge.
     """
-    config = saved_config(paths)
-    if config is None:
-        raise RunError(f"{paths.root} holds no run (it has no {paths.config.name}); name a run folder")
+    wanted = saved_config(paths)
+    if wanted is None:
+        raise RunError(f"{paths.shown} holds no run (it has no {paths.config.name}); name a run folder")
+    config = copies.here(wanted)
     original = hf.read_config(paths.hf_config.parent) if config.model.from_hf else None
-    spec = spec_from_run(config, paths)
-    out_dtype = EXPORT_DTYPES[dtype] if dtype is not None else _natural_dtype(config)
+    spec, code = spec_from_run(config, paths), class_of_run(config, paths)
+    if merge and spec.lora is None:
+        raise ConfigError(f"--merge is for a run that trains adapters, and {paths.shown} trains the weights themselves")
+    if merge is not False if spec.lora is not None else dtype is None:
+        copies.fetched(wanted)  # the weights that the run started from are read
     refused: list[str] = []
     checkpoint = newest_valid(paths.checkpoints, None, lambda kind, details: refused.append(details["reason"]))
     if checkpoint is None:
         why = f" ({refused[0]})" if refused else ""
-        raise CheckpointError(f"{paths.root} has no usable checkpoint to export{why}; train it first")
-    total = parameter_count(spec) * out_dtype.itemsize
+        raise CheckpointError(f"{paths.shown} has no usable checkpoint to export{why}; train it first")
+    read: Callable[[str], torch.Tensor] = functools.partial(_read, checkpoint)
+    if spec.lora is not None and merge is False:
+        stored = EXPORT_DTYPES[dtype] if dtype is not None else DTYPES[_master_dtype(config)]
+        with exports.target(folder, config) as (local, _), new_folder(local) as temporary:
+            named = functools.partial(hf.hf_name, model_class=code)
+            save_adapter(temporary, spec.lora, spec.layers, read, stored, named, adapters.base_name(wanted))
+            copy_tokenizer(paths.tokenizer, temporary)
+        return _noted(checkpoint, paths, folder, note)
+    if spec.lora is not None:
+        read = adapters.whole_model(config, spec, code, paths, read)
+    out_dtype = EXPORT_DTYPES[dtype] if dtype is not None else _natural_dtype(config, code)
+    total = sum(math.prod(shape) for shape in shapes_of(code, spec).values()) * out_dtype.itemsize
     done = 0
 
     def report(count_bytes: int) -> None:
@@ -54,17 +80,24 @@ def export_run(
             progress(done, total)
 
     ids = _special_ids(paths.tokenizer)
-    hf.export(
-        folder,
-        spec,
-        lambda name: _read(checkpoint, name),
-        out_dtype,
-        original_config=original,
-        tokenizer_folder=paths.tokenizer,
-        bos_id=ids.get("bos"),
-        eos_id=ids.get("eos"),
-        progress=report,
-    )
+    with exports.target(folder, config) as (local, finished):
+        export(
+            local,
+            spec,
+            read,
+            out_dtype,
+            original_config=original,
+            tokenizer_folder=paths.tokenizer,
+            bos_id=ids.get("bos"),
+            eos_id=ids.get("eos"),
+            progress=report,
+            model_class=code,
+            finished=finished,
+        )
+    return _noted(checkpoint, paths, folder, note)
+
+
+def _noted(checkpoint: Checkpoint, paths: RunPaths, folder: Path | Url, note: bool) -> int:
     step = int(checkpoint.header["step"])
     checkpoint.close()
     if note:
@@ -72,24 +105,28 @@ def export_run(
     return step
 
 
-def _natural_dtype(config: Config) -> torch.dtype:
+def _natural_dtype(config: Config, code: type[Llama]) -> torch.dtype:
     """What the weights were imported as, else the compute type."""
     if not config.model.from_hf:
-        return DTYPES[config.train.dtype]
+        return DTYPES["bf16" if config.train.dtype == "mixed" else config.train.dtype]
     folder = Path(config.model.from_hf).expanduser()
     if not folder.is_dir():
         raise ConfigError(
             f"model.from_hf {folder} is gone, so nobody knows in which dtype it stored its weights; choose one with "
             f"--dtype {'|'.join(EXPORT_DTYPES)}"
         )
-    return hf.Weights(folder).dtype()
+    return Weights(folder, code).dtype()
+
+
+def _master_dtype(config: Config) -> str:
+    return "fp64" if config.train.dtype == "fp64" else "fp32"
 
 
 def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     shape, dtype = checkpoint.parameters[name]
     out = torch.empty(math.prod(shape), dtype=getattr(torch, dtype))
     checkpoint.read(name, "param", 0, out.numel(), out)
-    return out
+    return out.view(shape)
 
 
 def _special_ids(tokenizer: Path) -> dict[str, int]:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import phalanx
-from phalanx import recipe
+from phalanx import recipe, storage
 from phalanx.config import Config
+from phalanx.data.chat import template_text
 from phalanx.data.tokens import TokenFile
 from phalanx.errors import RunError
-from phalanx.records import TOKENIZER_FILES, Kind, RunPaths, read_lines, write_atomic
+from phalanx.records import BASE_WEIGHTS, TOKENIZER_FILES, Kind, RunPaths, read_lines, write_atomic
 
 LOCK_TRIES = 100
 
@@ -104,7 +105,7 @@ def _take(lock: int, paths: RunPaths) -> None:
         holder = os.read(lock, 64).decode(errors="replace").strip() or "unknown"
         os.close(lock)
         raise RunError(
-            f"the run folder {paths.root} is in use by process {holder}; wait for it, stop it, "
+            f"the run folder {paths.shown} is in use by process {holder}; wait for it, stop it, "
             "or choose another --run-dir"
         ) from None
 
@@ -122,12 +123,12 @@ def saved_config(paths: RunPaths) -> Config | None:
 
     A run that ended before its first step has nothing to go on with: its recipe may still be mended.
     """
-    if not paths.checkpoints.exists() and not paths.metrics.exists():
+    if not paths.has_checkpoints.exists() and not paths.metrics.exists():
         return None
     if not paths.config.exists():
-        if paths.checkpoints.exists():
+        if paths.has_checkpoints.exists():
             raise RunError(
-                f"the run folder {paths.root} has checkpoints but no {paths.config.name} to say whose they are; "
+                f"the run folder {paths.shown} has checkpoints but no {paths.config.name} to say whose they are; "
                 "restore that file or choose another --run-dir"
             )
         return None
@@ -157,9 +158,14 @@ def _numbers(records: Iterable[dict[str, Any]], key: str) -> list[int]:
     return [record[key] for record in records if type(record.get(key)) is int]
 
 
-def check_data(paths: RunPaths, token_sets: dict[str, TokenFile], going_on: bool) -> None:
-    """Note what a new run is trained on, or raise RunError when a run that goes on would not find the same tokens."""
-    now = {name: {"tokens": file.tokens, "crc32": file.checksum} for name, file in token_sets.items()}
+def check_data(paths: RunPaths, token_sets: dict[str, TokenFile], going_on: bool, base: str | None = None) -> None:
+    """Note what a new run is trained on, or raise RunError when a run that goes on would not find the same tokens.
+
+    `base` is the fingerprint of the frozen weights of a run that trains adapters, which must stay the same too.
+    """
+    now: dict[str, Any] = {name: {"tokens": file.tokens, "crc32": file.checksum} for name, file in token_sets.items()}
+    if base is not None:
+        now[BASE_WEIGHTS] = {"sha256": base}
     if not going_on:
         write_atomic(paths.data, json.dumps(now, indent=2) + "\n")
         return
@@ -173,12 +179,34 @@ def check_data(paths: RunPaths, token_sets: dict[str, TokenFile], going_on: bool
             "restore it or choose another --run-dir"
         )
     changed = [name for name in now if then.get(name) != now[name]]
+    if BASE_WEIGHTS in changed:
+        raise RunError(
+            f"the weights in model.from_hf have changed since the run in {paths.shown} began, and its checkpoints hold "
+            "only what was trained beside them; restore that folder, or choose another --run-dir"
+        )
     if changed:
         raise RunError(
-            f"the data of the run in {paths.root} has changed since it began ({' and '.join(changed)} tokens differ), "
+            f"the data of the run in {paths.shown} has changed since it began ({' and '.join(changed)} tokens differ), "
             "so its curve could not go on; restore the files of data.source and the tokenizer, or choose another "
             "--run-dir"
         )
+
+
+def check_code(paths: RunPaths, config: Config, going_on: bool) -> None:
+    """Raises RunError when a run that goes on would not find the model's code that it began with."""
+    if config.model.code is None or not going_on:
+        return
+    then = paths.model_code.read_text(encoding="utf-8") if paths.model_code.is_file() else None
+    if then != _code(config.model.code):
+        raise RunError(
+            f"model.code {config.model.code} is not what the run in {paths.shown} began with (its "
+            f"{paths.model_code.name}{' is gone' if then is None else ''}), so its curve could not go on; restore the "
+            "file or choose another --run-dir"
+        )
+
+
+def _code(path: str) -> str:
+    return Path(path).expanduser().read_text(encoding="utf-8")
 
 
 def remove_if_unused(paths: RunPaths, created: bool) -> None:
@@ -201,9 +229,13 @@ def write_start(paths: RunPaths, config: Config, tokenizer: Path) -> None:
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, paths.tokenizer / name)
+    if (template := template_text(config.data.chat_template)) is not None:  # what it was tuned with is asked with
+        write_atomic(paths.tokenizer / "chat_template.jinja", template)
+    if config.model.code is not None:
+        write_atomic(paths.model_code, _code(config.model.code))
     if config.model.from_hf:
         # Atomic, as ranks that something else started may read it already.
-        original = Path(config.model.from_hf).expanduser() / "config.json"
+        original = storage.copy_of(config.model.from_hf, config.data.cache) / "config.json"
         write_atomic(paths.hf_config, original.read_text(encoding="utf-8"))
 
 

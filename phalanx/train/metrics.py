@@ -8,7 +8,7 @@ import torch
 
 from phalanx import accelerator
 from phalanx.comm.mesh import Mesh
-from phalanx.models.spec import ModelSpec, flops_per_token
+from phalanx.models.spec import ModelSpec, Shapes, flops_per_token
 from phalanx.records import StepRecord
 
 
@@ -47,11 +47,11 @@ class Speed:
         return tokens_per_s * self.full / self.peak, tokens_per_s * self.causal / self.peak
 
 
-def speed_of(spec: ModelSpec, seq_len: int, mesh: Mesh, dtype: torch.dtype) -> Speed:
+def speed_of(spec: ModelSpec, seq_len: int, mesh: Mesh, dtype: torch.dtype, shapes: Shapes | None = None) -> Speed:
     """FLOPs and peak of this job; the peak is unknown when any rank's device is not in the table."""
     peak = accelerator.peak_flops(accelerator.name(mesh.device), dtype)
     known, total = mesh.sum([float(peak is not None), peak or 0.0])
-    full, causal = flops_per_token(spec, seq_len)
+    full, causal = flops_per_token(spec, seq_len, shapes)
     return Speed(full, causal, total if known == mesh.world else None)
 
 
@@ -60,7 +60,7 @@ class _Measured:
     """A step whose results are still on the device."""
 
     step: int
-    values: HostCopy  # this rank's loss sum, the gradient norm, the skip flag
+    values: HostCopy  # this rank's loss sum, the gradient norm, the skip flag, and the loss scale if there is one
     weight: int
     lr: float
     step_s: float
@@ -71,10 +71,14 @@ class _Measured:
 
 
 class Recorder:
-    """Collects one step's measurements and hands out its record when the next step is under way."""
+    """Collects one step's measurements and hands out its record when the next step is under way.
 
-    def __init__(self, mesh: Mesh, speed: Speed, attempt: int, total_tokens: int) -> None:
-        self.total_tokens = total_tokens
+    `positions`: how many tokens the model is given in a step, all ranks. Where only answers are learnt they are more
+    than the labels that the loss is a mean of; speed and utilisation speak of all of them.
+    """
+
+    def __init__(self, mesh: Mesh, speed: Speed, attempt: int, total_tokens: int, positions: int) -> None:
+        self.total_tokens, self._positions = total_tokens, positions
         self._mesh, self._speed, self._attempt = mesh, speed, attempt
         self._waiting: _Measured | None = None
         self._mark = time.perf_counter()
@@ -90,15 +94,18 @@ class Recorder:
         weight: int,
         lr: float,
         data_s: float,
+        loss_scale: torch.Tensor | None = None,
     ) -> None:
-        """Take note of a step that has been queued; `results` are loss sum, norm and skip flag on the device."""
+        """Take note of a step that has been queued; `results` are loss sum, norm and skip flag on the device, as is
+        the factor that its loss was scaled by, if any."""
         assert self._waiting is None
         now = time.perf_counter()
         traffic = self._mesh.traffic.take()
         self.total_tokens += weight
+        scaled = [] if loss_scale is None else [loss_scale]
         self._waiting = _Measured(
-            step, HostCopy(list(results)), weight, lr, now - self._mark, data_s, traffic.wait_s, traffic.payload_bytes,
-            accelerator.peak_memory(self._mesh.device),
+            step, HostCopy([*results, *scaled]), weight, lr, now - self._mark, data_s, traffic.wait_s,
+            traffic.payload_bytes, accelerator.peak_memory(self._mesh.device),
         )  # fmt: skip
         self._mark = now
         accelerator.reset_peak_memory(self._mesh.device)
@@ -108,7 +115,7 @@ class Recorder:
         if self._waiting is None:
             return None
         done, self._waiting = self._waiting, None
-        loss_sum, norm, skip = done.values.get()
+        loss_sum, norm, skip, *scale = done.values.get()
         # One small table, a row a rank, filled by summing: losses are then added in order of rank, the same everywhere.
         mine = [loss_sum, done.step_s, done.wait_s, float(done.memory_bytes)]
         table = [0.0] * (len(mine) * self._mesh.world)
@@ -116,7 +123,7 @@ class Recorder:
         summed = self._mesh.sum(table)
         losses, steps_s, waits_s, memories = (summed[column :: len(mine)] for column in range(len(mine)))
         step_s = max(steps_s)
-        tokens_per_s = done.weight / step_s
+        tokens_per_s = self._positions / step_s
         mfu, mfu_causal = self._speed.mfu(tokens_per_s)
         on_host = self._mesh.device.type == "cpu"
         return StepRecord(
@@ -136,6 +143,7 @@ class Recorder:
             mfu_causal=mfu_causal,
             memory_bytes=int(max(memories)),
             skipped=skip != 0.0,
+            loss_scale=scale[0] if scale else None,
         )
 
 

@@ -14,10 +14,16 @@ from phalanx import accelerator
 from phalanx.comm.mesh import join
 from phalanx.config import Config
 from phalanx.errors import ConfigError
-from phalanx.models.spec import ModelSpec, parameter_shapes
+from phalanx.models.custom import model_class, on_meta
+from phalanx.models.layers import chunk_bytes
+from phalanx.models.llama import Llama
+from phalanx.models.spec import ModelSpec
+from phalanx.optim.choose import make_rule
+from phalanx.optim.engine import Precision
 from phalanx.optim.single import Single
-from phalanx.parallel.apply import DTYPES, apply, on_meta
-from phalanx.parallel.materialize import drawn, materialise
+from phalanx.optim.update import Rule
+from phalanx.parallel.apply import apply, compute_dtype
+from phalanx.parallel.materialize import drawn, materialise, with_adapters
 from phalanx.recipe import update
 from phalanx.records import Placement
 from phalanx.tasks.language import LanguageModel
@@ -67,10 +73,12 @@ def largest_micro_batch(
     one, two = ((peaks[layers, 3] - peaks[layers, 1]) / 2 for layers in (1, 2))
     block = max(two - one, 0.0)
     # Small models drown in the noise of a process's memory; no sequence takes less than its residual stream.
-    floor = config.data.seq_len * spec.hidden * DTYPES[config.train.dtype].itemsize * 4
+    floor = config.data.seq_len * spec.hidden * compute_dtype(config.train.dtype, device).itemsize * 4
     sequence = max(one + block * (spec.layers - 1), floor)
-    state = state_bytes(spec, DTYPES[config.train.dtype], world if config.parallel.data == "fsdp2" else 1)
-    room = free * USABLE - state
+    state = _state_bytes(config, spec, device, world)
+    # The same however many sequences there are, so it is not in the difference of two runs.
+    chunk = chunk_bytes(spec.vocab_size, device, compute_dtype(config.train.dtype, device))
+    room = free * USABLE - state - chunk
     finding = Finding(min(int(room // sequence), most), int(sequence), state, free)
     if finding.micro_batch < 1:
         raise ConfigError(
@@ -82,8 +90,9 @@ def largest_micro_batch(
 
 def check_state(config: Config, spec: ModelSpec, device_name: str, *, world: int, local_world: int) -> None:
     """Raises ConfigError when parameters and optimizer state alone are more than the device could ever hold."""
-    state = state_bytes(spec, DTYPES[config.train.dtype], world if config.parallel.data == "fsdp2" else 1)
-    total = accelerator.memory_total(torch.device(device_name), local_world)
+    device = torch.device(device_name)
+    state = _state_bytes(config, spec, device, world)
+    total = accelerator.memory_total(device, local_world)
     if state > total:
         raise ConfigError(
             f"the model does not fit: its parameters and optimizer state take {state / 2**30:.1f} GiB on each of "
@@ -92,22 +101,49 @@ def check_state(config: Config, spec: ModelSpec, device_name: str, *, world: int
         )
 
 
-def state_bytes(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:
-    """Bytes one of `ranks` holds besides activations: masters, moments, gradients, and what is gathered to be used."""
-    shapes = parameter_shapes(spec)
+def _state_bytes(config: Config, spec: ModelSpec, device: torch.device, world: int) -> int:
+    compute = compute_dtype(config.train.dtype, device)
+    shared = torch.float32 if config.train.dtype == "mixed" and world > 1 else compute
+    ranks = world if config.parallel.data == "fsdp2" else 1
+    rule, code = make_rule(config.optim), model_class(config.model.code)
+    return sum(state_items(spec, Precision(compute, shared), ranks, code, rule).values())
+
+
+def state_items(spec: ModelSpec, precision: Precision, ranks: int, code: type[Llama], rule: Rule) -> dict[str, int]:
+    """Bytes one of `ranks` holds besides activations, by what they hold: masters, the update rule's state, gradients,
+    and what is gathered to be used."""
+    dtype = precision.compute
+    model = on_meta(spec, code)
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    frozen = {name: tuple(each.shape) for name, each in model.named_parameters() if not each.requires_grad}
     elements = sum(math.prod(shape) for shape in shapes.values())
     master = 8 if dtype == torch.float64 else 4
-    # The loss makes the head's gradient in the master's type before it is narrowed (layers.cross_entropy_sum).
-    head = spec.vocab_size * spec.hidden * (master + dtype.itemsize)
+    narrow = dtype.itemsize < master
+    kept = sum(rule.state_bytes(shape, master) for shape in shapes.values())
+    items = {"master weights": elements * master // ranks, "optimizer state": kept // ranks}
+    if frozen:  # beside adapters: in the type they travel in, and nothing else is kept of them
+        count = sum(math.prod(shape) for shape in frozen.values())
+        items["frozen weights"] = count * precision.shared.itemsize // ranks
     if ranks == 1:
         # Under bf16: the rounded copy, its gradient, and with several micro-batches their sum in fp32.
-        grads = 2 * dtype.itemsize + master if dtype == torch.bfloat16 else master
-        return elements * (3 * master + grads) + head
+        items["weights in use"] = elements * dtype.itemsize if narrow else 0
+        items["gradients"] = elements * (master + dtype.itemsize if narrow else master)
+    else:
+        # Two blocks are whole at a time (one in use, one on its way) with one's gradients, and the ends with theirs.
+        whole = _two_blocks_and_ends(shapes, spec.layers)
+        # What is gathered in another type than it is used in is there in both for a moment: counted in the wider.
+        items["weights in use"] = (whole + _two_blocks_and_ends(frozen, spec.layers)) * precision.shared.itemsize
+        items["gradients"] = elements * master // ranks + whole * master
+    # The loss makes the head's gradient in the master's type before it is narrowed (layers.cross_entropy_sum).
+    head = 0 if spec.lora is not None else spec.vocab_size * spec.hidden
+    items["gradient of the head"] = head * (master + dtype.itemsize)
+    return items
+
+
+def _two_blocks_and_ends(shapes: dict[str, tuple[int, ...]], layers: int) -> int:
+    """Elements of two blocks and of what is in none."""
     block = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers.0."))
-    ends = elements - block * spec.layers
-    # Two blocks are whole at a time (one in use, one on its way) with one's gradients, and the ends with theirs.
-    whole = 2 * block * (dtype.itemsize + master) + ends * (dtype.itemsize + master)
-    return elements * 4 * master // ranks + whole + head
+    return sum(math.prod(shape) for shape in shapes.values()) - block * (layers - 2)
 
 
 def _peak(config: Config, spec: ModelSpec, device: torch.device, layers: int, batch: int) -> int:
@@ -116,9 +152,10 @@ def _peak(config: Config, spec: ModelSpec, device: torch.device, layers: int, ba
     eager = update(config, {"train.compile": False, "parallel.data": "single"})
     placement = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device=str(device), store=None)
     with join(placement, config.comm.timeout_s) as mesh:
-        model = on_meta(small)
+        code = model_class(config.model.code)
+        model = on_meta(small, code)
         engine = apply(model, eager, mesh, Single, nominal_weight=1)
-        materialise(model, engine, drawn(small, seed=0))
+        materialise(model, engine, with_adapters(drawn(small, 0, code), 0, None))
         task = LanguageModel(config.data.seq_len)
         tokens = torch.zeros(batch, config.data.seq_len, dtype=torch.int64, device=device)
         data = Batch({"tokens": tokens, "labels": tokens}, tokens.numel(), torch.arange(batch, device=device))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from phalanx.errors import ConfigError
 from phalanx.records import Kind, RunPaths, StepRecord, append_line
 
+SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "memory_bytes", "mfu", "loss_scale")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, quota or file
 
 log = logging.getLogger(__name__)
@@ -97,12 +98,11 @@ class TensorBoard:
         self._writer: Any = None
 
     def on_step(self, record: dict[str, Any]) -> None:
-        names = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "memory_bytes", "mfu")
-        self._add({f"train/{name}": record[name] for name in names}, record)
+        self._add({f"train/{name}": record[name] for name in SCALARS}, record)
 
     def on_event(self, event: dict[str, Any]) -> None:
         if event["kind"] == Kind.EVALUATED:
-            self._add({"eval/loss": event["loss"]}, event)
+            self._add({f"eval/{event['set']}": event["loss"]}, event)
 
     def _add(self, scalars: dict[str, float | None], record: dict[str, Any]) -> None:
         with self._room_or_not():

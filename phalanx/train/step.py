@@ -9,6 +9,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.models.draws import Draws
 from phalanx.optim import gradients
 from phalanx.optim.engine import Engine
+from phalanx.phases import phase
 from phalanx.tasks.task import Batch, Task
 
 
@@ -19,8 +20,10 @@ def run_micro_batches(
     total: torch.Tensor | None = None
     for index, batch in enumerate(batches):
         with engine.micro_batch(last=index == len(batches) - 1):
-            loss_sum = task.loss_sum(model, batch, Draws(seed, step, batch.samples))
-            gradients.backward(loss_sum, nominal_weight)
+            with phase("forward"):
+                loss_sum = task.loss_sum(model, batch, Draws(seed, step, batch.samples))
+            with phase("backward"):
+                gradients.backward(loss_sum, nominal_weight, engine.loss_scale)
         total = loss_sum.detach() if total is None else total + loss_sum.detach()
     assert total is not None, "every rank runs at least one micro-batch"
     return total

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -12,21 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phalanx import accelerator, balance
+from phalanx import accelerator, balance, mirror
 from phalanx.checkpoint.disk import Saver
 from phalanx.checkpoint.read import find, newest_agreed
 from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import Diverged, RunError
-from phalanx.models.spec import ModelSpec, parameter_shapes
+from phalanx.models.custom import shapes_of
+from phalanx.models.spec import ModelSpec
 from phalanx.optim.schedule import learning_rate
-from phalanx.parallel.apply import DTYPES
-from phalanx.parallel.materialize import materialise, nothing
+from phalanx.parallel.apply import compute_dtype
+from phalanx.parallel.materialize import frozen_only, materialise
+from phalanx.phases import phase
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, StepRecord
 from phalanx.tasks.task import Batch
 from phalanx.train.build import Parts, build
 from phalanx.train.metrics import Recorder, speed_of
+from phalanx.train.profile import Inspection
 from phalanx.train.sinks import Records, Sink
 from phalanx.train.step import evaluate, run_micro_batches
 
@@ -34,18 +38,22 @@ if TYPE_CHECKING:
     from phalanx.config import Config
 
 
+STORE_OPERATIONS = 10  # of a rank that the others wait for in a save, each tried for resilience.storage_timeout_s
 NOT_FINITE_STEPS = 20  # in a row: a single one is skipped and forgotten
 
 
 @dataclass(frozen=True)
 class Run:
-    """What every rank of a run is told; `config` has no `auto` left."""
+    """What every rank of a run is told; `config` has no `auto` left.
+
+    `train_tokens`: token sets with their weights in the mixture; `held_out_tokens`: those to evaluate on, by name.
+    """
 
     config: "Config"
     spec: ModelSpec
     paths: RunPaths
-    train_tokens: Path
-    held_out_tokens: Path
+    train_tokens: list[tuple[Path, float]]
+    held_out_tokens: dict[str, Path]
 
 
 def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int | None = None) -> ExitCode:
@@ -56,17 +64,19 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
     """
     config = job.config
     accelerator.use(torch.device(placement.device), accelerator.host_cores() // placement.local_world)
-    with _asked_to_stop() as stop, join(placement, config.comm.timeout_s) as mesh:
+    storage_s = 0.0 if job.paths.url is None else STORE_OPERATIONS * config.resilience.storage_timeout_s
+    with _asked_to_stop() as stop, join(placement, config.comm.timeout_s, storage_s) as mesh:
         if attempt is not None:
             placement = dataclasses.replace(placement, attempt=int(mesh.max([attempt])[0]))
         records = Records(job.paths, placement.attempt, sinks, active=mesh.rank == 0)
-        saver = Saver(
-            job.paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), config.checkpoint.keep, records.event
-        )
-        parts = build(config, job.spec, mesh, job.train_tokens, job.held_out_tokens)
+        group, keep = JsonGroup(mesh.checkpoint), config.checkpoint.keep
+        mirrored = None if job.paths.url is None else functools.partial(mirror.before_commit, job.paths, {})
+        saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, records.event, mirrored)
+        parts = build(config, job.spec, mesh, job.train_tokens, job.held_out_tokens, job.paths)
         loop = Loop(job, placement, mesh, parts, records, saver, stop)
         try:
-            return loop.run(loop.restore())
+            with loop.inside:
+                return loop.run(loop.restore())
         except RuntimeError as error:
             error.add_note(f"step {parts.engine.step + 1}")
             named = mesh.blame(error)
@@ -114,9 +124,12 @@ class Loop:
     stop: StopRequest
     not_finite: int = 0  # steps in a row that were skipped because the gradient was not finite
 
+    def __post_init__(self) -> None:
+        self.inside = Inspection(self.job.config.train, self.job.paths, self.mesh, self.records)
+
     def restore(self) -> int:
         """Fill model and state from the newest good checkpoint, or with the starting weights; returns the step."""
-        group = JsonGroup(self.mesh.control)
+        group = JsonGroup(self.mesh.checkpoint)  # nothing is being saved yet, and it has patience with a store
         folder = self.job.paths.checkpoints
         checkpoint = newest_agreed(folder, self.mesh.rank, group, None, self.records.event)
         if checkpoint is None and group.broadcast_object(len(find(folder))):
@@ -125,19 +138,28 @@ class Loop:
                 f"none of the checkpoints in {folder} can be used (their reasons are in {self.job.paths.events}); "
                 "restore one, or move that folder away to begin again"
             )
-        materialise(self.parts.model, self.parts.engine, nothing if checkpoint else self.parts.starting_weights)
-        speed = speed_of(self.job.spec, self.job.config.data.seq_len, self.mesh, DTYPES[self.job.config.train.dtype])
-        header = checkpoint.header if checkpoint else {"step": 0, "skipped": 0, "tokens": 0}
+        fill = self.parts.starting_weights
+        materialise(self.parts.model, self.parts.engine, frozen_only(fill) if checkpoint else fill)
+        computes_in = compute_dtype(self.job.config.train.dtype, self.mesh.device)
+        shapes = shapes_of(type(self.parts.model), self.job.spec)
+        speed = speed_of(self.job.spec, self.job.config.data.seq_len, self.mesh, computes_in, shapes)
+        positions = self.job.config.train.global_batch * self.job.config.data.seq_len
+        header: dict[str, Any] = checkpoint.header if checkpoint else {"step": 0, "skipped": 0, "tokens": 0}
         self.skipped = int(header["skipped"])
-        self.recorder = Recorder(self.mesh, speed, self.placement.attempt, int(header["tokens"]))
+        self.recorder = Recorder(self.mesh, speed, self.placement.attempt, int(header["tokens"]), positions)
         step = int(header["step"])
         if checkpoint is not None:
             with torch.no_grad():
                 self.parts.engine.load(checkpoint.read)
+            if self.parts.engine.loss_scale is not None and "loss_scale" in header:
+                self.parts.engine.loss_scale.restore(header["loss_scale"])
             self.records.event(Kind.RESUMED, {"step": step, "checkpoint": checkpoint.path.name})
             checkpoint.close()
         elif self.placement.attempt > 1:
             self.records.event(Kind.WARNING, {"message": "there is no checkpoint yet: starting again from step 1"})
+        if not step:
+            for message in self.parts.train.warnings():
+                self.records.event(Kind.WARNING, {"message": message})
         self.parts.engine.commit(step)
         return step
 
@@ -146,18 +168,22 @@ class Loop:
         saved = start if start else None  # the step that is on disk
         self.recorder.restart_clock()
         for step in range(start + 1, config.train.steps + 1):
+            if self.inside.at(step):
+                self.recorder.restart_clock()
             asked = self.train_one(step)
             last = step == config.train.steps
             if asked or last or _due(step, config.checkpoint.every) or _due(step, config.train.eval_every):
                 self.note(self.recorder.flush())
                 if _due(step, config.train.eval_every) and not last:
-                    self.evaluate(step)
+                    with phase("evaluate"):
+                        self.evaluate(step)
                 if _due(step, config.checkpoint.every) and not (asked or last):
-                    self.save(step)
-                    saved = step
+                    with phase("checkpoint"):
+                        saved = step if self.save(step, wait=self.job.paths.url is None) else saved
                 self.recorder.restart_clock()
             if asked:
                 return self.leave(step, asked, saved)
+        self.inside.close()
         steps = max(start, config.train.steps)
         if saved != steps:
             self.save(steps)
@@ -171,7 +197,8 @@ class Loop:
         """One optimizer step. Returns the name of the signal by which any rank was asked to stop."""
         parts, config = self.parts, self.job.config
         begun = time.perf_counter()
-        batches = self.to_batches(parts.train.batches(step - 1, parts.shares, self.skipped))
+        with phase("data"):
+            batches = self.to_batches(parts.train.batches(step - 1, parts.shares, self.skipped))
         data_s = time.perf_counter() - begun
         lr = learning_rate(config.optim, step)
         parts.engine.begin_step(step, sum(batch.weight for batch in batches))
@@ -188,9 +215,11 @@ class Loop:
         self.note(self.recorder.flush())
         asked = torch.tensor([float(self.stop.signal is not None)])
         agreeing = all_reduce(asked, self.mesh.control, Traffic())
-        norm, skip, weight = parts.engine.finish_step(lr, config.optim.clip_norm)
+        scale = parts.engine.loss_scale.factor.clone() if parts.engine.loss_scale is not None else None
+        with phase("update"):
+            norm, skip, weight = parts.engine.finish_step(lr, config.optim.clip_norm)
         parts.engine.commit(step)
-        self.recorder.measured(step, (loss_sum, norm, skip), weight, lr, data_s)
+        self.recorder.measured(step, (loss_sum, norm, skip), weight, lr, data_s, scale)
         agreeing.wait()
         return (self.stop.signal or "another rank's signal") if asked.item() else None
 
@@ -199,6 +228,9 @@ class Loop:
         self.records.step(record)
         if record is None:
             return
+        scale = self.parts.engine.loss_scale
+        if scale is not None and record.loss_scale is not None and record.loss_scale > scale.floor and record.skipped:
+            return  # the scale was too high: it is halved until it fits, or until it can be halved no more
         self.not_finite = self.not_finite + 1 if record.skipped and record.tokens else 0
         if self.not_finite >= NOT_FINITE_STEPS:
             raise Diverged(
@@ -210,34 +242,40 @@ class Loop:
         return [self.parts.task.collate(samples).to(self.mesh.device) for samples in micro_batches]
 
     def evaluate(self, step: int) -> None:
-        """Loss on held-out data, weighted as in training."""
-        held_out = self.parts.held_out
-        if held_out is None:
-            if self.job.config.train.eval_sequences:
-                message = "no evaluation: the held-out documents make less than one sequence (data.held_out)"
-                self.records.event(Kind.WARNING, {"message": message})
-            return
-        begun = time.perf_counter()
-        batches = held_out.evaluation(
-            lambda count: balance.even(count, self.mesh.world), self.job.config.train.eval_sequences
-        )
-        collated = ([self.parts.task.collate(samples) for samples in step_batches] for step_batches in batches)
-        loss, tokens = evaluate(self.parts.model, self.parts.task, collated, self.mesh)
-        seconds = time.perf_counter() - begun
-        self.records.event(Kind.EVALUATED, {"step": step, "loss": loss, "tokens": tokens, "seconds": seconds})
+        """Loss on each held-out set, weighted as in training."""
+        limit = self.job.config.train.eval_sequences
+        if not self.parts.held_out and limit:
+            message = "no evaluation: the held-out documents make less than one sequence (data.held_out)"
+            self.records.event(Kind.WARNING, {"message": message})
+        for name, held_out in self.parts.held_out.items():
+            begun = time.perf_counter()
+            batches = held_out.evaluation(lambda count: balance.even(count, self.mesh.world), limit)
+            collated = ([self.parts.task.collate(samples) for samples in step_batches] for step_batches in batches)
+            loss, tokens = evaluate(self.parts.model, self.parts.task, collated, self.mesh)
+            seconds = time.perf_counter() - begun
+            details = {"step": step, "set": name, "loss": loss, "tokens": tokens, "seconds": seconds}
+            self.records.event(Kind.EVALUATED, details)
 
-    def save(self, step: int) -> None:
-        """Start saving the state of `step`; training goes on meanwhile."""
-        header = {
+    def save(self, step: int, wait: bool = True) -> bool:
+        """Start saving the state of `step`; training goes on meanwhile. A save that still runs is waited for; without
+        `wait` none is started beside it, since a remote store that stalls must not stall training too."""
+        if not wait and self.mesh.max([self.saver.busy()])[0]:
+            reason = "the save before it is still running; a larger checkpoint.every leaves the store more time"
+            self.records.event(Kind.CHECKPOINT_FAILED, {"step": step, "reason": reason})
+            return False
+        header: dict[str, Any] = {
             "step": step,
             "tokens": self.recorder.total_tokens,
             "skipped": self.skipped,
             "attempt": self.placement.attempt,
             "world": self.mesh.world,
         }
+        if self.parts.engine.loss_scale is not None:
+            header["loss_scale"] = self.parts.engine.loss_scale.state()
         dtype = "float64" if self.job.config.train.dtype == "fp64" else "float32"
-        parameters = {name: (shape, dtype) for name, shape in parameter_shapes(self.job.spec).items()}
+        parameters = {name: (shape, dtype) for name, shape in self.parts.engine.trainable.items()}
         self.saver.save(header, parameters, self.parts.engine.pieces(), self.placement.attempt)
+        return True
 
     def finish_saving(self, step: int) -> None:
         """Wait for the last save. Raises RunError when it failed: a run whose last state is lost has not come to its
@@ -252,6 +290,7 @@ class Loop:
 
     def leave(self, step: int, why: str, saved: int | None) -> ExitCode:
         """Save and stop because a signal said so."""
+        self.inside.close()
         if saved != step:
             self.save(step)
         self.finish_saving(step)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.data.chat import TEMPLATES
 from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps
 from tests.dist.command import RECIPE, call, contents, phalanx, refused, sentence, write_place
 from tests.helpers import run_ranks
@@ -45,6 +46,8 @@ def write_bad_files(folder: Path) -> None:
     (folder / "bare").mkdir()
     (folder / "words").mkdir()
     (folder / "words" / "tokenizer.json").write_text("{}")
+    (folder / "short.jsonl").write_text('{"text": "a"}\n')
+    (folder / "talk.jsonl").write_text('{"messages": [{"role": "user", "content": "why?"}]}\n')
 
 
 BAD_DATA = [
@@ -52,24 +55,39 @@ BAD_DATA = [
     ("data.source=[text.jsonl, '*.nothing']", r"data.source names \*.nothing, but there is no such file"),
     ("data.source=empty.txt", r"data.source .*empty.txt.* holds only empty files, so there is nothing to train on"),
     ("data.source=blank.jsonl", r"data.source .*no document to train on"),
-    ("data.source=bare", r"data.source names the folder bare, which has no order of its own; write bare/\*\*/\*.txt"),
+    ("data.source=bare", r"data.source names the folder bare, in which no file has a known ending .* bare/\*\*/\*.log"),
     ("data.source=latin.txt", r"latin.txt, line 2 is not UTF-8 \(byte 0xe9 at 11\); convert the file"),
     ("data.source=torn.jsonl", r"torn.jsonl, line 2 is not JSON .*; correct or delete the line"),
     ("data.source=other.jsonl", r"other.jsonl, line 1 has no key 'text' \(it has: body\); set data.text_key"),
     ("data.source=number.jsonl", r"number.jsonl, line 1 has a int under 'text' instead of text; set data.text_key"),
     ("data.text_key=''", r"text.jsonl, line 1 has no key '' \(it has: text\); set data.text_key"),
+    ("data.validation={dev: short.jsonl}", r"data.validation dev has only \d+ tokens, less than one sequence of 8"),
+    (
+        "data={source: [{path: text.jsonl}, {path: short.jsonl}], tokenizer_vocab: 280, seq_len: 8, held_out: 0}",
+        r"make 0 sequences of 8, so it cannot take its share of the mixture; add data",
+    ),
+    ("data={source: talk.jsonl, format: chat}", r"has no chat template, so data.format chat .* set data.chat_template"),
+    (
+        "data={source: talk.jsonl, format: chat, chat_template: chatml}",
+        r"talk.jsonl, line 1 has no assistant turn, so there is nothing to learn",
+    ),
+    (
+        "data={source: talk.jsonl, format: chat, chat_template: gone.jinja}",
+        r"data.chat_template gone.jinja cannot be read \(No such file or directory\); name a Jinja file or one of c",
+    ),
     ("data.tokenizer=gone", r"data.tokenizer is .*gone, which does not exist; name a local Hugging Face folder"),
     ("data.tokenizer=bare", r"data.tokenizer is .*bare, which holds no tokenizer"),
     ("data.tokenizer=words", r"words/tokenizer.json cannot be read .*; restore the file"),
     ("data.cache=text.jsonl", r"the data cache text.jsonl cannot be written .*; free space there or name another"),
-    ("model.vocab_size=100", r"tokenizer has 280 tokens but the model's vocabulary only 100; choose the tokenizer tha"),
+    ("model.vocab_size=100", r"the trained tokenizer has 280 tokens but the model's vocabulary only 100; lower data"),
     ("train.global_batch=9000", r"sequences of 8, fewer than one global batch of 9000; add data, or lower train.glob"),
     ("data.seq_len=9000", r"make 0 sequences of 9000, fewer than one global batch of 4; add data, or lower"),
     ("model.heads=3", r"model.hidden is 16 and model.heads is 3"),
     ("model.kv_heads=4", r"recipe.yaml: model.heads is 2 and model.kv_heads is 4, so query heads cannot share .* set "),
     ("model.head_dim=3", r"model.head_dim is 3, but rotary positions turn pairs of channels; set an even one"),
+    ("model.hidden=1099511627776", r"the shapes make .* more elements than a tensor can have; lower model.hidden"),
     (
-        "model.hidden=1099511627776",
+        "model.hidden=1048576",
         r"the model does not fit: its parameters and optimizer state take .* GiB on each of 1 r",
     ),
     ("model.layers=100000000", r"model.layers must be at most 10000, not 100000000"),
@@ -128,7 +146,7 @@ def broken_copies(source: Path, folder: Path) -> None:
         "unscaled": {"hidden_size": None},
         "worded": {"hidden_size": "wide"},
         "short": {"max_position_embeddings": 4},
-        "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        "longrope": {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
     }
     for name in (*changes, "unweighted", "torn", "garbled", "mute", "list", "speechless", "cut"):
         shutil.copytree(source, folder / name)
@@ -148,13 +166,13 @@ BAD_FOLDERS = [
     ("gpt2", r"gpt2 has the architecture GPT2LMHeadModel, which .*; use a folder of a supported one: LlamaForCausalLM"),
     ("nameless", r"nameless has the architecture None, .* supported one: LlamaForCausalLM"),
     ("biased", r"biased sets attention_bias: true, which is not supported .*; use a model with attention_bias: false"),
-    ("yarn", r"yarn scales rotary positions by the rule 'yarn', which is not supported .*: default, llama3"),
+    ("longrope", r"longrope scales rotary positions by the rule 'longrope', which is not supported .*: default, l"),
     ("wider", r"model.safetensors holds \S+ of shape \(32, 16\), but config.json makes it \(48, 16\); use weights and"),
     ("deeper", r"deeper lacks model.layers.1.\S+, .* and \d more, which its config.json promises; fetch the folder's"),
     ("unscaled", r"unscaled does not set hidden_size, without which .*; give it a number"),
     ("worded", r'worded sets "wide" as hidden_size, .*; give it a number'),
     ("short", r"data.seq_len 8 is longer than the model's 4 positions \(model.max_seq_len\); lower it"),
-    ("unweighted", r"unweighted holds no .safetensors file, .*; save the model with safe_serialization=True"),
+    ("unweighted", r"unweighted holds no .safetensors file and no pytorch_model.bin, .*; fetch the folder's fi"),
     ("torn", r"torn/model.safetensors cannot be read as safetensors .*; fetch the file again"),
     ("cut", r"cut/model.safetensors cannot be read as safetensors .*; fetch the file again"),
     ("garbled", r"garbled/config.json is not valid JSON .*; fetch the file again"),
@@ -318,6 +336,26 @@ def test_export_of_a_run_whose_first_weights_are_gone(place: Path, tmp_path: Pat
     assert phalanx(tmp_path, "export", "tuned", "new", "--dtype", "bf16")[0] == 0
 
 
+def test_what_a_run_was_tuned_with_stays_with_it(place: Path, tmp_path: Path) -> None:
+    """Its chat template's file may go; and an export of adapters is called what it is."""
+    shutil.copytree(place / "exported", tmp_path / "exported")
+    talk = {"messages": [{"role": "user", "content": "some words"}, {"role": "assistant", "content": "and more"}]}
+    (tmp_path / "talk.jsonl").write_text(f"{json.dumps(talk)}\n" * 9)
+    (tmp_path / "own.jinja").write_text(TEMPLATES["chatml"])
+    (tmp_path / "recipe.yaml").write_text(re.sub("model: .*", "model: {from_hf: exported, lora: {rank: 2}}", RECIPE))
+    data = "data={source: talk.jsonl, format: chat, chat_template: own.jinja, seq_len: 8, cache: cache}"
+    assert phalanx(tmp_path, "train", "recipe.yaml", data, "--run-dir", "tuned", "train.steps=0")[0] == 0
+    (tmp_path / "own.jinja").unlink()
+    spoken = ["--chat", "--prompt", "some words", "--max-tokens", "3"]
+    commands = [["export", "tuned", "adapter"], ["export", "tuned", "merged", "--merge"]]
+    commands += [["generate", model, *spoken] for model in ("tuned", "adapter", "merged")]
+    adapter, merged, *answers = run_ranks(call, 1, timeout_s=120, folder=str(tmp_path), commands=commands)[0]
+    assert adapter[1].endswith("step 0 of tuned is now the PEFT adapter folder adapter\n")
+    assert merged[1].endswith("step 0 of tuned is now the Hugging Face folder merged\n")
+    assert answers[0][0] == 0
+    assert answers[0] == answers[1] == answers[2]
+
+
 def test_report(kept: Path) -> None:
     (kept / "bare").mkdir()
     for name in ("bare", "nowhere", "recipe.yaml"):
@@ -341,7 +379,9 @@ def test_generate(kept: Path, tmp_path: Path) -> None:
     results = run_ranks(call, 1, timeout_s=120, folder=str(tmp_path), commands=commands)[0]
     said = [sentence(code, err) for code, _, err in results[:6]]
     for name, found in zip(wrong[:3], said, strict=False):
-        assert found == f"{name} is neither a run folder nor a Hugging Face folder; name one that holds a model"
+        assert found == (
+            f"{name} is neither a run folder nor a Hugging Face folder nor an adapter's; name one that holds a model"
+        )
     for name, found in zip(wrong[3:], said[3:], strict=False):
         assert f"transformers cannot load a model and its tokenizer from {name} (" in found
         assert found.endswith("fetch the folder's files again or name another")
@@ -351,10 +391,36 @@ def test_generate(kept: Path, tmp_path: Path) -> None:
     assert results[6][1] == results[7][1]
 
 
-def test_data_prepare(here: Path) -> None:
+def test_data_commands(here: Path) -> None:
+    """Preparing sources and recipes, looking at what came of it, and writing it for Megatron."""
     assert "data.source names gone, but there is no such file" in refused(here, "data", "prepare", "gone")
+    assert "data.source has an empty entry" in refused(here, "data", "prepare", "")
+    assert "holds a character that is not text" in refused(here, "data", "prepare", "caf\udce9.txt")
     found = refused(here, "data", "prepare", "text.jsonl", "--cache", "text.jsonl")
     assert "the data cache text.jsonl cannot be written" in found
-    code, out, _ = phalanx(here, "data", "prepare", "text.jsonl", "--cache", "cache", "--vocab", "280")
+    command = ("data", "prepare", "text.jsonl", "--cache", "cache", "--vocab", "280", "--tokenizer", "auto")
+    code, out, _ = phalanx(here, *command)
     assert code == 0
-    assert re.search(r"[\d,]+ tokens to train on, [\d,]+ held out, vocabulary 280\nin .*cache/\w+", out)
+    line = r": [\d,]+ tokens in [\d,]+ documents, vocabulary 280, in (.*cache/\w+)"
+    made = re.search(rf"train{line}/train\nheld_out{line}/held_out\n", out)
+    assert made is not None
+    code, out, _ = phalanx(here, "data", "inspect", made[1], "--samples", "1")
+    assert code == 0
+    assert all(word in out for word in ("documents", "vocabulary that occurs", "train, document ", "<|endoftext|>"))
+    assert phalanx(here, "data", "megatron", f"{made[1]}/train", "m")[0] == 0
+    assert (here / "m.idx").read_bytes().startswith(b"MMIDIDX")
+    assert "m.bin exists; choose another prefix" in refused(here, "data", "megatron", f"{made[1]}/train", "m")
+    found = refused(here, "data", "prepare", "recipe.yaml", "--vocab", "300")
+    assert found.startswith("a recipe has its own settings; write data.tokenizer_vocab=300 behind it")
+    code, out, _ = phalanx(here, "data", "prepare", "recipe.yaml", "data.validation={dev: text.jsonl}")
+    assert code == 0
+    assert [text.partition(":")[0] for text in out.splitlines()[-3:]] == ["train", "held_out", "dev"]
+    before = sorted(here.rglob("cache/*"))
+    code, out, _ = phalanx(here, "data", "inspect", "recipe.yaml", "--samples", "0")
+    assert code == 0
+    assert "held_out" in out
+    assert sorted(here.rglob("cache/*")) == before
+    assert "neither a token set nor a recipe" in refused(here, "data", "inspect", "cache")
+    found = refused(here, "data", "inspect", made[1], "--tokenizer", "gone")
+    assert found.startswith("data.tokenizer is gone, which does not exist; name a local Hugging Face folder")
+    assert "optim.lr=1 changes a recipe, but" in refused(here, "data", "inspect", made[1], "optim.lr=1")

@@ -41,7 +41,7 @@ def cuts(placement: Placement, folder: str) -> list[int]:
     from phalanx import recipe
     from phalanx.comm.mesh import join
     from phalanx.train.build import build, spec_from_run
-    from phalanx.train.resolve import resolve_with_files
+    from phalanx.train.resolve import resolve_with_files, token_folders
 
     os.chdir(folder)
     fits = f"train.micro_batch={1 if placement.rank else 4}"
@@ -49,7 +49,7 @@ def cuts(placement: Placement, folder: str) -> list[int]:
     answer = resolve_with_files(recipe.to_yaml(config), ["cpu"], 2, 2, None)
     config = recipe.check(recipe.parse_yaml(answer["config"], "the answer"), "the answer")
     with join(placement, 30) as mesh:
-        parts = build(config, spec_from_run(config), mesh, Path(answer["train"]), Path(answer["held_out"]))
+        parts = build(config, spec_from_run(config), mesh, *token_folders(answer))
         return [len(micro_batch) for micro_batch in parts.train.batches(0, parts.shares)]
 
 

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from phalanx.comm.mesh import join
+from phalanx.comm.objects import JsonGroup
 from phalanx.errors import CollectiveError
 from phalanx.records import Placement
 from tests.helpers import run_ranks
@@ -27,6 +28,13 @@ def hang(placement: Placement, sleeper: int) -> str:
     return "no error"
 
 
+def slow_store(placement: Placement) -> list[int] | None:
+    with join(placement, PATIENCE_S, 30) as mesh:
+        if placement.rank == 1:
+            time.sleep(PATIENCE_S + 1)
+        return JsonGroup(mesh.checkpoint).gather_objects(placement.rank)
+
+
 def other_error(placement: Placement) -> bool:
     with join(placement, PATIENCE_S) as mesh:
         mistake = RuntimeError("shapes differ")
@@ -40,6 +48,10 @@ def test_the_late_rank_is_named(sleeper: int) -> None:
     named = answers[1 - sleeper]
     assert named.startswith(f"{CollectiveError.__name__}: rank {sleeper} of 2 did not take part in a collective")
     assert "comm.timeout_s" in named
+
+
+def test_a_rank_whose_store_is_still_tried_is_waited_for() -> None:
+    assert run_ranks(slow_store, 2) == [[0, 1], None]
 
 
 def test_an_error_that_is_no_collective_s_blames_nobody() -> None:

@@ -82,9 +82,9 @@ def test_other_devices_get_another_micro_batch(here: Path) -> None:
     assert chosen == [2, 4], "half of the batch on each of two ranks, then all of it, then no question any more"
 
 
-def test_a_device_without_bf16_computes_in_fp32() -> None:
+def test_an_accelerator_without_bf16_computes_in_fp16() -> None:
     config = recipe.check({"model": {"preset": "llama-3.2-1b"}}, "here")
     old, reasons = recipe.resolve(config, device="gpu", world=1, bf16=False)
     new, _ = recipe.resolve(config, device="gpu", world=1)
-    assert (old.train.dtype, new.train.dtype) == ("fp32", "bf16")
-    assert ("train.dtype", "fp32", "a device of kind gpu here has no bf16") in reasons
+    assert (old.train.dtype, new.train.dtype) == ("fp16", "bf16")
+    assert ("train.dtype", "fp16", "a device of kind gpu here has no bf16") in reasons

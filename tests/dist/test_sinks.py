@@ -4,7 +4,7 @@ import resource
 from pathlib import Path
 
 from phalanx.records import Placement, RunPaths, read_lines
-from phalanx.train.sinks import Records
+from phalanx.train.sinks import Records, TensorBoard
 from tests.helpers import run_ranks
 
 
@@ -27,3 +27,21 @@ def test_lines_wait_for_room(tmp_path: Path) -> None:
     (found,) = run_ranks(write_with_little_room, 1, run=str(tmp_path))
     assert 0 < found < 30
     assert [event["number"] for event in read_lines(RunPaths(tmp_path).events)] == list(range(31))
+
+
+def evaluate_on_two_sets(placement: Placement, run: str) -> dict[str, list[list[float]]]:
+    """What TensorBoard's own reader finds of evaluations on two sets, by tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    paths = RunPaths(Path(run))
+    records = Records(paths, 1, [TensorBoard(paths)], active=True)
+    for step, name, loss in ((1, "held_out", 3.0), (1, "math", 4.0), (2, "math", 3.5)):
+        records.event("evaluated", {"step": step, "set": name, "loss": loss, "tokens": 1, "seconds": 0.1})
+    records.close()
+    found = EventAccumulator(str(paths.tensorboard)).Reload()
+    return {tag: [[event.step, event.value] for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_each_set_has_a_tag_of_its_own(tmp_path: Path) -> None:
+    (found,) = run_ranks(evaluate_on_two_sets, 1, run=str(tmp_path))
+    assert found == {"eval/held_out": [[1, 3.0]], "eval/math": [[1, 4.0], [2, 3.5]]}

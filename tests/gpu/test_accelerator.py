@@ -9,6 +9,7 @@ import torch
 
 from phalanx import accelerator
 from phalanx.models import layers
+from phalanx.models.attention import attention, has_kernel
 from phalanx.records import Placement, RunPaths, read_steps
 from phalanx.train import trainer
 from phalanx.train.metrics import HostCopy
@@ -70,13 +71,34 @@ def attention_in_float32(placement: Placement) -> list[float]:
     device = torch.device(accelerator.found()[0])
     accelerator.use(device, 1)
     q, kv = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
-    expected = layers.causal_attention(q, kv, kv)
-    found = layers.causal_attention(q.to(device), kv.to(device), kv.to(device)).cpu()
+    expected = attention(q, kv, kv)
+    found = attention(q.to(device), kv.to(device), kv.to(device)).cpu()
     q, kv = (torch.randn(1, heads, 8192, 16, device=device) for heads in (4, 2))
     accelerator.reset_peak_memory(device)
     before = accelerator.peak_memory(device)
-    layers.causal_attention(q, kv, kv)
+    attention(q, kv, kv)
     return [accelerator.peak_memory(device) - before, float((found - expected).norm() / expected.norm())]
+
+
+def attention_with_documents(placement: Placement) -> list[float]:
+    """Whether the variable-length kernel is used, and relative errors in bfloat16 against float32 on a CPU: of output
+    and gradients, with a window, documents, and both, as it is and compiled."""
+    device = torch.device(accelerator.found()[0])
+    accelerator.use(device, 1)
+    offsets = torch.tensor([0, 40, 128, 128, 200, 256, 256], dtype=torch.int32)
+    found = [float(has_kernel(device, torch.bfloat16, 64))]
+    for window, segments in ((16, None), (None, offsets), (16, offsets)):
+        parts = [torch.randn(2, heads, 128, 64).bfloat16() for heads in (4, 2, 2)]
+        exact = [part.float().requires_grad_() for part in parts]
+        out = attention(*exact, window=window, segments=segments)
+        expected = [out, *torch.autograd.grad(out.sin().sum(), exact)]
+        moved = [part.to(device).requires_grad_() for part in parts]
+        there = None if segments is None else segments.to(device)
+        for function in (attention, torch.compile(attention, fullgraph=True)):
+            out = function(*moved, window=window, segments=there)
+            results = [out, *torch.autograd.grad(out.float().sin().sum(), moved)]
+            found += [float((a.cpu().float() - b).norm() / b.norm()) for a, b in zip(results, expected, strict=True)]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +140,28 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(tmp_path: Path, data: Path
     assert walk(tmp_path / "cut", data, train__steps=STEPS, train__dtype="bf16") == whole
 
 
-def test_recomputed_activations_change_nothing(tmp_path: Path, data: Path) -> None:
+@pytest.mark.parametrize("activations", ["selective", "full"])
+def test_recomputed_activations_change_nothing(activations: str, tmp_path: Path, data: Path) -> None:
     kept = walk(tmp_path / "kept", data, train__steps=STEPS)
-    assert walk(tmp_path / "recomputed", data, train__steps=STEPS, memory__activations="full") == pytest.approx(
+    assert walk(tmp_path / "recomputed", data, train__steps=STEPS, memory__activations=activations) == pytest.approx(
         kept, rel=1e-12
     )
+
+
+@pytest.mark.parametrize("rule", ["adamw8bit", "adadelta", "nadam"])
+def test_other_rules_walk_the_curve_of_the_cpu(rule: str, tmp_path: Path, data: Path) -> None:
+    changes = {"train__steps": STEPS, "optim__rule": rule, "model__hidden": 64, "model__intermediate": 131}
+    on_cpu = runs.walk(1, tmp_path / "cpu", data, **changes).losses
+    assert walk(tmp_path / "device", data, **changes) == pytest.approx(on_cpu, rel=1e-9)
+
+
+def test_float16_with_a_scaled_loss_stays_near_and_is_resumed_bitwise(tmp_path: Path, data: Path) -> None:
+    half = {"train__dtype": "fp16", "train__loss_scale": 2.0**24, "train__loss_scale_steps": 4}
+    exact = walk(tmp_path / "exact", data, train__steps=STEPS)
+    whole = walk(tmp_path / "whole", data, **half, train__steps=STEPS)
+    assert whole == pytest.approx(exact, rel=5e-2)  # some of the first steps are skipped
+    walk(tmp_path / "cut", data, **half, train__steps=STEPS // 2)
+    assert walk(tmp_path / "cut", data, **half, train__steps=STEPS) == whole
 
 
 def test_a_host_copy_holds_the_values_of_its_moment() -> None:
@@ -139,6 +178,13 @@ def test_grouped_attention_in_float32_never_holds_all_scores() -> None:
     ((taken, error),) = run_ranks(attention_in_float32, 1)
     assert taken < 4 * 8192 * 8192 * 4 / 4, "the scores of all heads would take 1 GiB"
     assert error < 1e-5
+
+
+def test_documents_and_windows_go_through_the_kernel_that_skips() -> None:
+    ((used, *errors),) = run_ranks(attention_with_documents, 1)
+    assert used, "this device has no variable-length kernel: attention walks through the documents"
+    assert len(errors) == 3 * 2 * 4
+    assert max(errors) < 2e-2
 
 
 def test_memory_is_counted_in_bytes() -> None:

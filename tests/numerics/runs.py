@@ -61,15 +61,24 @@ def write_tokens(folder: Path) -> None:
 
 
 def job(run: str | Path, data: str | Path, changes: dict[str, Any], world: int) -> trainer.Run:
-    """The run of the recipe above with dotted keys changed, in folder `run`, on token files in `data`."""
+    """The run of the recipe above with dotted keys, or whole sections, changed, in folder `run`, on tokens in `data`.
+
+    What is called train... there is trained on, two sets as a mixture of weights 3 and 1; all others are evaluated on.
+    """
     tree = recipe.apply_overrides(RECIPE, [])
     for key, value in changes.items():
-        section, _, leaf = key.partition(".")
-        tree.setdefault(section, {})[leaf] = value
+        section, dot, leaf = key.partition(".")
+        if dot:
+            tree.setdefault(section, {})[leaf] = value
+        else:
+            tree[section] = value
     config, _ = recipe.resolve(recipe.check(tree, "the tests' recipe"), device="cpu", world=world)
     Path(run).mkdir(parents=True, exist_ok=True)
     spec = spec_from_run(config)
-    return trainer.Run(config, spec, RunPaths(Path(run)), Path(data) / "train", Path(data) / "held_out")
+    folders = sorted(path for path in Path(data).iterdir() if path.name.startswith("train"))
+    weights = (3.0, 1.0) if len(folders) > 1 else (1.0,)
+    held_out = {path.name: path for path in sorted(Path(data).iterdir()) if path not in folders}
+    return trainer.Run(config, spec, RunPaths(Path(run)), list(zip(folders, weights, strict=True)), held_out)
 
 
 def on_one_thread(placement: Placement) -> Placement:
@@ -144,14 +153,14 @@ class Outcome:
     losses: list[float]
     norms: list[float]
     state: dict[str, Tensor]  # "kind/name" -> the whole tensor, flat
-    evaluations: dict[int, float] = field(default_factory=dict)
+    evaluations: dict[tuple[int, str], float] = field(default_factory=dict)  # by step and set
 
 
 def outcome(run: Path) -> Outcome:
-    """What a run folder holds: losses and norms by step, the newest checkpoint's tensors, evaluations by step."""
+    """What a run folder holds: losses and norms by step, the newest checkpoint's tensors, evaluations."""
     steps = read_steps(RunPaths(run).metrics)
     assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
-    evaluations = {event["step"]: event["loss"] for event in events(run, "evaluated")}
+    evaluations = {(event["step"], event["set"]): event["loss"] for event in events(run, "evaluated")}
     return Outcome(
         [record["loss"] for record in steps], [record["grad_norm"] for record in steps], state(run), evaluations
     )

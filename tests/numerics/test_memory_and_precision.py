@@ -2,9 +2,12 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.models.draws import Draws
 from phalanx.optim import gradients
@@ -14,11 +17,12 @@ from tests.numerics import runs
 from tests.numerics.runs import distance, farthest, same_bits, walk
 
 
+@pytest.mark.parametrize("activations", ["selective", "full"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_recomputed_activations_give_the_same_bits(ranks: int, tokens: Path, tmp_path: Path) -> None:
+def test_recomputed_activations_give_the_same_bits(ranks: int, activations: str, tokens: Path, tmp_path: Path) -> None:
     kept = walk(ranks, tmp_path / "kept", tokens, train__steps=8, train__micro_batch=3)
     again = walk(
-        ranks, tmp_path / "again", tokens, train__steps=8, train__micro_batch=3, memory__activations="full"
+        ranks, tmp_path / "again", tokens, train__steps=8, train__micro_batch=3, memory__activations=activations
     )  # fmt: skip
     assert again.losses == kept.losses
     assert same_bits(again.state, kept.state)
@@ -47,6 +51,53 @@ def test_activations_are_really_recomputed(tokens: Path, tmp_path: Path) -> None
         for how in ("none", "full")
     )
     assert (kept, again) == (4, 8)
+
+
+class _Counted(TorchDispatchMode):
+    """Counts matrix products and attention, and knows the memory that is still held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.products = self.attentions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.attentions += "scaled_dot_product" in str(func) and "backward" not in str(func)
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def held_bytes(self) -> int:
+        return sum(size for reference, size in self.made.values() if not reference.expired())
+
+
+def keep(placement: Placement, run: str, data: str, activations: str) -> list[int]:
+    """Bytes held between the forward and the backward pass, and [products, attentions] of the backward pass."""
+    described = runs.job(run, data, {"memory.activations": activations, "train.dtype": "fp32"}, 1)
+    with runs.loop_of(placement, described) as loop:
+        loop.restore()
+        batch = loop.to_batches(loop.parts.train.batches(0, loop.parts.shares))[0]
+        with _Counted() as seen:
+            loss = loop.parts.task.loss_sum(loop.parts.model, batch, Draws(0, 1, batch.samples))
+            held = seen.held_bytes()
+            seen.products = seen.attentions = 0
+            loss.backward()
+    return [held, seen.products, seen.attentions]
+
+
+def test_selective_keeps_less_and_computes_no_product_twice(tokens: Path, tmp_path: Path) -> None:
+    none, selective, full = (
+        run_ranks(keep, 1, run=str(tmp_path / how), data=str(tokens), activations=how)[0]
+        for how in ("none", "selective", "full")
+    )
+    print(f"held between the passes: {none[0]}, {selective[0]}, {full[0]} bytes")
+    assert none[0] > 1.2 * selective[0] > 1.4 * full[0]
+    assert selective[1:] == none[1:] == [2 * 2 * 7, 0], "two products for each of 7 matrices in 2 blocks"
+    assert full[1:] == [none[1] + 2 * 7, 2]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")

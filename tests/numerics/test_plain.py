@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.data.loader import Loader
+from phalanx.data.packing import Form
 from phalanx.data.tokens import TokenFile
 from phalanx.models.draws import Draws
 from phalanx.models.llama import Llama, init_slice
@@ -31,7 +32,8 @@ def plain_loop(job: Run, masked: bool) -> tuple[list[float], list[float], dict[s
         {"params": [p for p in parameters.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    loader = Loader(TokenFile(job.train_tokens), config.data.seq_len, config.train.global_batch, 0, 0, 1000)
+    [(folder, weight)] = job.train_tokens
+    loader = Loader([(TokenFile(folder), weight)], Form(config.data.seq_len), config.train.global_batch, 0, 0, 1000)
     task: Task = LanguageModel(config.data.seq_len)
     task = runs.Masked(task) if masked else task
     losses, norms = [], []

@@ -14,6 +14,7 @@ from phalanx.checkpoint.read import (
     Checkpoint,
     Parameters,
 )
+from phalanx.records import Url
 
 Events = list[tuple[str, dict[str, Any]]]
 SHAPES: Parameters = {"layers.0.weight": ((7, 11), "float32"), "norm": ((5,), "float32"), "scalar": ((1,), "float32")}
@@ -69,7 +70,7 @@ def cut(values: dict[tuple[str, str], Tensor], rank: int, world: int) -> list[Pi
     return pieces
 
 
-def make_savers(folder: Path, world: int, keep: int = 3) -> tuple[list[Saver], Events]:
+def make_savers(folder: Path | Url, world: int, keep: int = 3) -> tuple[list[Saver], Events]:
     room = Room(world)
     events: Events = []
     sink = lambda kind, details: events.append((kind, details))  # noqa: E731
@@ -86,7 +87,7 @@ def save_all(
         saver.wait()
 
 
-def save_alone(folder: Path, step: int, seed: int = 0, attempt: int = 1, keep: int = 3, **more: Any) -> Events:
+def save_alone(folder: Path | Url, step: int, seed: int = 0, attempt: int = 1, keep: int = 3, **more: Any) -> Events:
     savers, events = make_savers(folder, 1, keep)
     save_all(savers, state(seed), step, attempt, **more)
     return events

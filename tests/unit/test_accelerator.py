@@ -66,3 +66,10 @@ def test_a_device_is_asked_for_bf16_without_emulation() -> None:
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine")
 def test_this_machines_accelerators_answer() -> None:
     assert all(isinstance(accelerator.supports_bf16(device), bool) for device in accelerator.found())
+
+
+def test_the_best_type_is_narrow_on_accelerators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert accelerator.best_dtype(torch.device("cpu")) == torch.float32
+    for has, best in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(accelerator, "supports_bf16", lambda device, has=has: has)
+        assert accelerator.best_dtype(torch.device("meta")) == best

@@ -30,6 +30,8 @@ COMMANDS = [
     ["config", "presets"],
     ["data"],
     ["data", "prepare"],
+    ["data", "inspect"],
+    ["data", "megatron"],
 ]
 RECIPE = """
 model: {hidden: 16, layers: 1, heads: 2, intermediate: 32}
@@ -229,6 +231,10 @@ def test_a_mistake_is_a_sentence_and_costs_no_torch(number: int, wrong: list[Any
         ["generate", "x", "--seed", str(2**32)],
         ["generate", "x", "--temperature", "-1"],
         ["data", "prepare"],
+        ["data", "inspect"],
+        ["data", "inspect", "x", "--samples", "-1"],
+        ["data", "megatron", "x"],
+        ["data", "prepare", "x", "--workers", "0"],
         ["data", "prepare", "x", "--vocab", "5"],
         ["data", "prepare", "x", "--vocab", str(10**12)],
     ],

@@ -247,6 +247,8 @@ def test_summary_names_what_the_run_left(tmp_path: Path) -> None:
     for record in (step(9), step(10), step(9, 2, loss=1.25)):
         append_line(paths.metrics, record)
     append_line(paths.events, {"kind": str(Kind.EVALUATED), "step": 9, "loss": 2.0})
+    append_line(paths.events, {"kind": str(Kind.EVALUATED), "step": 8, "set": "math", "loss": 3.5})
+    append_line(paths.events, {"kind": str(Kind.EVALUATED), "step": 9, "set": "math", "loss": 3.0})
     append_line(paths.events, {"kind": str(Kind.CHECKPOINT_SAVED), "step": 8})
     for name in ("step-7", "step-8", "step-18"):
         (paths.checkpoints / name).mkdir(parents=True)
@@ -255,5 +257,6 @@ def test_summary_names_what_the_run_left(tmp_path: Path) -> None:
     assert re.search(r"last step +9\b", text)
     assert re.search(r"\bloss +1\.2500", text)
     assert re.search(r"held-out loss +2\.0000  \(perplexity 7\.4\)", text)
+    assert re.search(r"math loss +3\.0000  \(perplexity 20\.1\)", text)
     assert f"{paths.checkpoints / 'step-8'} " in text
     assert str(paths.report) in text

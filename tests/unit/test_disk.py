@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from phalanx.checkpoint.disk import HostBuffer, Piece, Saver, write_file
+from phalanx.checkpoint.disk import Piece, Saver
+from phalanx.checkpoint.local import write_file
 from phalanx.checkpoint.read import (
     MANIFEST,
     Alone,
@@ -30,6 +31,7 @@ from phalanx.checkpoint.read import (
     newest_valid,
     step_folder,
 )
+from phalanx.checkpoint.snapshot import Content, HostBuffer
 from tests.unit.checkpoints import (
     KINDS,
     SHAPES,
@@ -161,7 +163,7 @@ def test_the_buffer_is_reused_and_takes_strided_tensors(tmp_path: Path) -> None:
     stored = buffer.store([Piece("p", "param", 0, 20, strided), Piece("q", "param", 5, 5, torch.empty(0))])
     assert [s.numpy().__array_interface__["data"][0] for s in buffer._segments] == first
     assert [piece.name for piece in stored] == ["p"]
-    write_file(tmp_path / "x", stored, buffer)
+    write_file(tmp_path / "x", Content(stored, buffer))
     assert torch.equal(load_file(tmp_path / "x")["param/p/0-20"], strided)
 
 

@@ -14,6 +14,7 @@ CODES = {
     errors.RunError: ExitCode.CONFIG,
     errors.Diverged: ExitCode.CONFIG,
     errors.CollectiveError: ExitCode.FAILED,
+    errors.StorageError: ExitCode.FAILED,
     errors.OutOfMemory: ExitCode.OUT_OF_MEMORY,
 }
 

@@ -4,6 +4,8 @@ in which another value is seen to change what happens. A key without an entry in
 
 import dataclasses
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +16,12 @@ import pytest
 
 from phalanx import recipe
 from phalanx.config import leaves, spec_of
+from phalanx.data import prepare, reading
 from phalanx.errors import PhalanxError
 from phalanx.models.spec import PRESETS
 from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
 from tests.helpers import run_ranks
+from tests.unit.test_prepare_sets import children
 
 Seen = dict[str, Any]
 BASE: dict[str, dict[str, Any]] = {
@@ -28,7 +32,31 @@ BASE: dict[str, dict[str, Any]] = {
     "checkpoint": {"every": 0},
     "report": {"tensorboard": False},
 }
+LORA = {"model": {"from_hf": "FOLDER/exported", "lora": {"rank": 2}}}
+PROMPTS = {"data.format": "prompt", "data.prompt_key": "title", "data.completion_key": "text", "data.seq_len": 44}
+CHAT = {"data.source": "FOLDER/talks.jsonl", "data.format": "chat", "data.chat_template": "chatml", "data.seq_len": 64}
+SGD = {"optim.rule": "sgd", "optim.lr": 0.5}
+WSD = {"optim.schedule": "wsd"}
 ROPE = {"model.rope_scaling": {"original_max_seq_len": 64}}  # so short that even a tiny head has waves to stretch
+YARN = {"model.rope_scaling": {"original_max_seq_len": 64, "rule": "yarn"}}
+OWN = """
+from phalanx.models import llama
+
+
+class Attention(llama.Attention):
+    def forward(self, x, cos, sin, *rest):
+        return super().forward(x, cos * 0 + 1, sin * 0, *rest)
+
+
+class Block(llama.Block):
+    def __init__(self, spec, layer):
+        super().__init__(spec, layer)
+        self.attention = Attention(spec, layer)
+
+
+class Model(llama.Llama):
+    block = Block
+"""
 
 
 # ---------------------------------------------------------------------------------------------- inside a rank's process
@@ -56,7 +84,7 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
     from phalanx.models.spec import parameter_count
     from phalanx.train import folder as run_folder
     from phalanx.train.build import spec_from_run
-    from phalanx.train.resolve import resolve_with_files
+    from phalanx.train.resolve import resolve_with_files, token_folders
     from phalanx.train.trainer import Run
 
     run.mkdir()
@@ -64,7 +92,7 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
     answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
     config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
     run_folder.write_start(paths, config, Path(answer["tokenizer"]))
-    job = Run(config, spec_from_run(config, paths), paths, Path(answer["train"]), Path(answer["held_out"]))
+    job = Run(config, spec_from_run(config, paths), paths, *token_folders(answer))
     # As on a machine so full that a rank gets one thread: threads that spin are slow where cores are busy.
     code = launch._worker(job, dataclasses.replace(placement, local_world=1 << 20))
     steps, events = read_steps(paths.metrics), list(read_lines(paths.events))
@@ -74,13 +102,17 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
         "config": config.model_dump(mode="json"),
         "parameters": parameter_count(job.spec),
         "spec": {"max_seq_len": job.spec.max_seq_len, "vocab_size": job.spec.vocab_size},
-        "train_tokens": answer["train"],
-        **{name: [step[name] for step in steps] for name in ("loss", "grad_norm", "lr", "tokens", "step")},
+        "train_tokens": [folder for folder, _ in answer["train"]],
+        **{
+            name: [step[name] for step in steps] for name in ("loss", "grad_norm", "lr", "tokens", "step", "loss_scale")
+        },
         "evaluated": [(e["step"], e["tokens"], e["loss"]) for e in events if e["kind"] == Kind.EVALUATED],
         "checkpoints": find(paths.checkpoints),
         "saved": [e["step"] for e in events if e["kind"] == Kind.CHECKPOINT_SAVED],
-        "stored": newest.parameters["layers.0.attention.q.weight"][1],
+        "stored": next(iter(newest.parameters.values()))[1],
         "tensorboard": paths.tensorboard.exists(),
+        "wandb": sorted(path.name[:11] for path in (paths.root / "wandb").glob("offline-run-*")),
+        "inside": sorted(path.name for path in paths.inside.iterdir()) if paths.inside.exists() else [],
         "tokenizer_bytes": len((paths.tokenizer / "tokenizer.json").read_bytes()),
     }
 
@@ -91,13 +123,13 @@ def look(placement: Placement, changes: dict[str, Any], folder: Path) -> Seen:
     from phalanx.models.llama import units
     from phalanx.parallel.materialize import materialise
     from phalanx.train.build import build, spec_from_run
-    from phalanx.train.resolve import resolve_with_files
+    from phalanx.train.resolve import resolve_with_files, token_folders
     from phalanx.train.step import run_micro_batches
 
     answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
     config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
     with join(placement, config.comm.timeout_s) as mesh:
-        parts = build(config, spec_from_run(config), mesh, Path(answer["train"]), Path(answer["held_out"]))
+        parts = build(config, spec_from_run(config), mesh, *token_folders(answer))
         materialise(parts.model, parts.engine, parts.starting_weights)
         block = dict(units(parts.model))["layers.0"]
         seen = {"engine": type(parts.engine).__name__, "compiled": "dynamo" in str(vars(block.forward))}
@@ -119,6 +151,7 @@ def observe(placement: Placement, folder: str, cases: list[tuple[str, str, dict[
     from phalanx.train.export import export_run
 
     torch.set_num_threads(1)
+    os.environ["WANDB_MODE"] = "offline"
     root, found = Path(folder), {}
     for number, (name, how, changes) in enumerate(cases):
         try:
@@ -126,8 +159,8 @@ def observe(placement: Placement, folder: str, cases: list[tuple[str, str, dict[
             found[name] = walk(placement, changes, root, run) if how == "walk" else look(placement, changes, root)
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {error}"}
-        if name == "base":
-            export_run(RunPaths(run), root / "exported", None)
+        if name in ("base", "lora"):
+            export_run(RunPaths(run), root / ("exported" if name == "base" else "adapter"), None)
     return found
 
 
@@ -205,9 +238,56 @@ def _from_hf(base: Seen, seen: Seen) -> None:
     assert seen["loss"][0] < base["loss"][2]  # it begins where the exported run ended
 
 
-def _cache(base: Seen, seen: Seen) -> None:
-    assert "/elsewhere/" in seen["train_tokens"] and "/cache/" in base["train_tokens"]
+def more_tokens(base: Seen, seen: Seen) -> None:
+    assert all(now > then for now, then in zip(seen["tokens"], base["tokens"], strict=True))
+
+
+def fewer_tokens(base: Seen, seen: Seen) -> None:
+    """The last token of a document has nothing to foretell; a step may happen to hold none."""
+    assert sum(seen["tokens"]) < sum(base["tokens"])
+
+
+def _validation(base: Seen, seen: Seen) -> None:
+    [held_out, further] = seen["evaluated"]
+    assert [held_out] == base["evaluated"]
+    assert further[0] == 3
+    assert further[2] != held_out[2]
     assert seen["loss"] == base["loss"]
+
+
+def _lora(**section: Any) -> dict[str, Any]:
+    return {"model": LORA["model"] | {"lora": {"rank": 2} | section}}
+
+
+def _adapters(base: Seen, seen: Seen) -> None:
+    """B starts as zero, so that the first loss is that of the frozen weights; what is learnt beside them differs."""
+    assert seen["loss"][0] == base["loss"][0]
+    assert seen["loss"][2] != base["loss"][2]
+
+
+def _adapter(base: Seen, seen: Seen) -> None:
+    assert seen["loss"][0] < base["loss"][2]  # it begins where the run with the adapter ended
+    assert seen["config"]["model"]["lora"]["rank"] == 2
+
+
+def _cache(base: Seen, seen: Seen) -> None:
+    assert "/elsewhere/" in seen["train_tokens"][0] and "/cache/" in base["train_tokens"][0]
+    assert seen["loss"] == base["loss"]
+
+
+def _workers() -> None:
+    """As many processes tokenise at once, where the source is worth it."""
+    found = {}
+    for count in (1, 3):
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            write_text(Path(folder))
+            patch.setattr(reading, "CHUNK_BYTES", 500)
+            patch.setattr(prepare, "SMALL_BYTES", 0)
+            seen: list[int] = []
+            data = configured({"data.workers": count, "data.tokenizer": "train"}, Path(folder)).data
+            prepare.prepare(data, lambda *_, seen=seen: seen.append(len(children())))
+            found[count] = max(seen)
+    assert found == {1: 1, 3: 3}
 
 
 def _held_out(base: Seen, seen: Seen) -> None:
@@ -242,7 +322,7 @@ def wait_for_a_missing_rank(placement: Placement, timeout: float) -> dict[str, A
         return {}
     changes = {"comm.timeout_s": timeout, "data.source": "x", "data.cache": "y"}
     spec = ModelSpec(vocab_size=1, hidden=2, layers=1, heads=1, kv_heads=1, head_dim=2, intermediate=1, max_seq_len=8)
-    job = trainer.Run(configured(changes, Path()), spec, RunPaths(Path("nowhere")), Path("x"), Path("y"))
+    job = trainer.Run(configured(changes, Path()), spec, RunPaths(Path("nowhere")), [(Path("x"), 1.0)], {})
     begin = time.monotonic()
     try:
         trainer.run(job, placement)
@@ -256,9 +336,30 @@ def _max_restarts(base: Seen, seen: Seen) -> None:
     assert [len(attempts) for attempts in run_ranks(fail_again, 1, timeout_s=60)[0]] == [1, 3]
 
 
-def fail_again(placement: Placement) -> list[list[int]]:
-    import tempfile
+def _storage_timeout(base: Seen, seen: Seen) -> None:
+    said = run_ranks(away, 1, timeout_s=60)[0]
+    assert ["could not be read for 0.2 s" in said[0], "could not be read for 0.4 s" in said[1]] == [True, True], said
 
+
+def away(placement: Placement) -> list[str]:
+    """Runs at a URL of a store that does not answer."""
+    from phalanx import cli, launch
+    from phalanx.errors import StorageError
+    from tests.stores import register
+
+    register().dead = True
+    said = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seconds in (0.2, 0.4):
+            config = configured({"resilience.storage_timeout_s": seconds}, Path(folder))
+            try:
+                launch.train(config, cli._run_paths(f"faulty://{folder}/run", config), 1, {})
+            except StorageError as error:
+                said.append(str(error))
+    return said
+
+
+def fail_again(placement: Placement) -> list[list[int]]:
     from phalanx import launch
 
     found = []
@@ -297,17 +398,41 @@ CASES: dict[str, Case] = {
     "model.rope_scaling.original_max_seq_len": Case(
         {"model.rope_scaling": {"original_max_seq_len": 32}}, curve, beside="rope"
     ),
+    "model.rope_scaling.rule": Case(ROPE | {"model.rope_scaling.rule": "linear"}, curve, beside="rope"),
+    "model.rope_scaling.beta_fast": Case(YARN | {"model.rope_scaling.beta_fast": 1}, curve, beside="yarn"),
+    "model.rope_scaling.beta_slow": Case(YARN | {"model.rope_scaling.beta_slow": 0.01}, curve, beside="yarn"),
+    "model.rope_scaling.attention_factor": Case(
+        YARN | {"model.rope_scaling.attention_factor": 2}, curve, beside="yarn"
+    ),
+    "model.architecture": Case({"model.architecture": "qwen2"}, bigger(3 * 16)),
+    "model.sliding_window": Case({"model.architecture": "mistral", "model.sliding_window": 2}, both(bigger(0), curve)),
+    "model.code": Case({"model.code": "FOLDER/own.py"}, both(bigger(0), curve)),
     "model.norm_eps": Case({"model.norm_eps": 0.1}, curve),
     "model.tie_embeddings": Case({"model.tie_embeddings": True}, bigger(-300 * 16)),
     "model.init_std": Case({"model.init_std": 0.05}, curve),
     "model.dropout": Case({"model.dropout": 0.3}, curve),
+    "model.lora.adapter": Case(_lora(adapter="FOLDER/adapter", rank="auto"), _adapter, beside="lora"),
+    "model.lora.rank": Case(_lora(rank=3), _adapters, beside="lora"),
+    "model.lora.alpha": Case(_lora(alpha=1), _adapters, beside="lora"),
+    "model.lora.dropout": Case(_lora(dropout=0.3), _adapters, beside="lora"),
+    "model.lora.targets": Case(_lora(targets=["q"]), _adapters, beside="lora"),
     "data.source": Case({"data.source": "FOLDER/other.jsonl"}, curve),
     "data.tokenizer": Case({"data.tokenizer": "FOLDER/exported"}, _tokenizer),
     "data.tokenizer_vocab": Case({"data.tokenizer_vocab": 270}, bigger(-2 * 30 * 16)),
     "data.text_key": Case({"data.text_key": "title"}, curve),
+    "data.validation": Case({"data.validation": {"further": "FOLDER/other.jsonl"}}, _validation),
+    "data.format": Case(PROMPTS, curve),
+    "data.messages_key": Case(CHAT | {"data.messages_key": "short"}, curve, beside="chat"),
+    "data.prompt_key": Case(PROMPTS | {"data.prompt_key": "text"}, curve, beside="prompts"),
+    "data.completion_key": Case(PROMPTS | {"data.completion_key": "title"}, curve, beside="prompts"),
+    "data.chat_template": Case(CHAT | {"data.chat_template": "FOLDER/own.jinja"}, curve, beside="chat"),
+    "data.loss_on": Case(PROMPTS | {"data.loss_on": "all"}, more_tokens, beside="prompts"),
+    "data.too_long": Case(PROMPTS | {"data.too_long": "drop"}, curve, beside="prompts"),
+    "data.isolate_documents": Case({"data.isolate_documents": True}, fewer_tokens),
     "data.held_out": Case({"data.held_out": 0.6}, _held_out),
     "data.seq_len": Case({"data.seq_len": 16}, equal("tokens", [64] * 3, [32] * 3)),
     "data.cache": Case({"data.cache": "FOLDER/elsewhere"}, _cache),
+    "data.workers": Case({}, lambda base, seen: _workers()),
     "train.steps": Case({"train.steps": 5}, equal("step", [1, 2, 3, 4, 5], [1, 2, 3])),
     "train.global_batch": Case({"train.global_batch": 6}, equal("tokens", [48] * 3, [32] * 3)),
     "train.micro_batch": Case({"train.micro_batch": 1}, equal("micro_batches", 4, 2), how="look", beside="looked"),
@@ -318,6 +443,16 @@ CASES: dict[str, Case] = {
         {"train.eval_every": 1}, lambda base, seen: _evaluations(seen, [1, 2, 3], base["evaluated"][0][1])
     ),
     "train.eval_sequences": Case({"train.eval_sequences": 2}, lambda base, seen: _evaluations(seen, [3], 2 * 8)),
+    "train.loss_scale": Case(
+        {"train.dtype": "fp16", "train.loss_scale": 4.0}, equal("loss_scale", [4.0] * 3, [65536.0] * 3), beside="fp16"
+    ),
+    "train.loss_scale_steps": Case(
+        {"train.dtype": "fp16", "train.loss_scale_steps": 1},
+        equal("loss_scale", [65536.0, 131072.0, 262144.0], [65536.0] * 3),
+        beside="fp16",
+    ),
+    "optim.rule": Case({"optim.rule": "adadelta"}, updates),
+    "optim.options": Case(SGD | {"optim.options": {"momentum": 0.9}}, updates, beside="sgd"),
     "optim.lr": Case({"optim.lr": 2e-2}, both(updates, rates(lambda lr: [2 * rate for rate in lr]))),
     "optim.beta1": Case({"optim.beta1": 0.5}, updates),
     "optim.beta2": Case({"optim.beta2": 0.5}, updates),
@@ -325,6 +460,15 @@ CASES: dict[str, Case] = {
     "optim.weight_decay": Case({"optim.weight_decay": 5.0}, updates),
     "optim.clip_norm": Case({"optim.clip_norm": 1e-6}, updates),
     "optim.schedule": Case({"optim.schedule": "constant"}, rates(lambda lr: [1e-2] * 3)),
+    "optim.power": Case(
+        {"optim.schedule": "polynomial", "optim.power": 1.0}, rates(lambda lr: _falling(1 / 6)), beside="polynomial"
+    ),
+    "optim.decay_share": Case(WSD | {"optim.decay_share": 1.0}, rates(lambda lr: _falling(1 / 6)), beside="wsd"),
+    "optim.decay_shape": Case(
+        WSD | {"optim.decay_share": 1.0, "optim.decay_shape": "sqrt"},
+        rates(lambda lr: _falling(1 / 6, 0.5)),
+        beside="wsd",
+    ),
     "optim.warmup_steps": Case({"optim.warmup_steps": 2}, lambda base, seen: _warmup(seen)),
     "optim.decay_steps": Case(
         {"optim.decay_steps": 3, "optim.schedule": "linear"}, rates(lambda lr: [7e-3, 4e-3, 1e-3])
@@ -339,6 +483,12 @@ CASES: dict[str, Case] = {
     "checkpoint.keep": Case({"checkpoint.every": 1, "checkpoint.keep": 1}, equal("checkpoints", [3], [3, 2, 1]),
                             beside="saving"),
     "resilience.max_restarts": Case({}, _max_restarts),
+    "resilience.storage_timeout_s": Case({}, _storage_timeout),
+    "train.profile": Case({"train.profile": "2-2"}, equal("inside", ["rank-00000-steps-2-2.json.gz"], [])),
+    "train.memory_snapshot": Case(
+        {"train.memory_snapshot": 2}, equal("inside", ["memory-rank-00000-step-2.json"], [])
+    ),
+    "report.wandb": Case({"report.wandb": "a-project"}, equal("wandb", ["offline-run"], [])),
     "report.tensorboard": Case({"report.tensorboard": True}, equal("tensorboard", True, False)),
 }  # fmt: skip
 
@@ -346,6 +496,11 @@ CASES: dict[str, Case] = {
 def _evaluations(seen: Seen, steps: list[int], tokens: int) -> None:
     assert [step for step, _, _ in seen["evaluated"]] == steps
     assert {count for _, count, _ in seen["evaluated"]} == {tokens}
+
+
+def _falling(each: float, power: float = 1.0) -> list[float]:
+    """Learning rates of three steps that each go the share `each` of the way down."""
+    return [1e-2 * (0.1 + 0.9 * (1 - (step * each) ** power)) for step in (1, 2, 3)]
 
 
 def _warmup(seen: Seen) -> None:
@@ -361,6 +516,15 @@ def write_text(folder: Path) -> None:
         lines = [{"text": f"document {i} says {word} {'again ' * (i % 5 + 5)}", "title": f"{i} * {i} = {i * i}, {word}!"
                   * 3} for i in range(60)]  # fmt: skip
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "own.py").write_text(OWN)
+    talks = []
+    for i in range(60):
+        ask, answer = {"role": "user", "content": f"{i} * {i}?"}, {"role": "assistant", "content": f"{i * i}, said {i}"}
+        talks.append({"messages": [ask, answer], "short": [ask, answer | {"content": "no"}]})
+    (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    (folder / "own.jinja").write_text(
+        "{% for m in messages %}{{ m.role + ': ' }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -368,8 +532,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     """Everything that the cases ask for, seen in one process: what it imports and prepares is shared."""
     folder = tmp_path_factory.mktemp("fields")
     write_text(folder)
-    asked = [("base", "walk", {}), ("rope", "walk", ROPE), ("saving", "walk", {"checkpoint.every": 1})]
-    asked += [("looked", "look", {})]
+    asked = [("base", "walk", {}), ("rope", "walk", ROPE), ("yarn", "walk", YARN)]
+    asked += [("prompts", "walk", PROMPTS), ("chat", "walk", CHAT)]
+    asked += [("saving", "walk", {"checkpoint.every": 1}), ("looked", "look", {}), ("lora", "walk", LORA)]
+    asked += [("fp16", "walk", {"train.dtype": "fp16"}), ("sgd", "walk", SGD), ("wsd", "walk", WSD)]
+    asked += [("polynomial", "walk", {"optim.schedule": "polynomial"})]
     asked += [(key, case.how, case.changes) for key, case in CASES.items() if case.changes]
     found: dict[str, Seen] = run_ranks(observe, 1, timeout_s=200, folder=str(folder), cases=asked)[0]
     return found

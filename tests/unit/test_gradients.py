@@ -80,3 +80,44 @@ def test_the_total_weight_of_one_rank_is_its_own() -> None:
     placement = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device="cpu", store=None)
     with join(placement, 10) as mesh:
         assert gradients.TotalWeight(2**40 + 1, mesh.control, Traffic()).get() == 2**40 + 1
+
+
+def skips(scale: gradients.LossScale, *flags: float) -> list[float]:
+    found = []
+    for flag in flags:
+        scale.update(torch.tensor(flag))
+        found.append(scale.factor.item())
+    return found
+
+
+def test_the_loss_scale_falls_at_once_and_rises_after_a_while() -> None:
+    scale = gradients.LossScale(64.0, 3, CPU)
+    assert skips(scale, 0, 0, 0, 0, 0) == [64, 64, 128, 128, 128]
+    assert skips(scale, 1, 0, 0, 1, 0, 0, 0) == [64, 64, 64, 32, 32, 32, 64]
+    saved = scale.state()
+    assert saved == {"factor": 64.0, "taken": 0}
+    other = gradients.LossScale(2.0, 3, CPU)
+    assert skips(scale, 0) == [64]
+    other.restore(scale.state())
+    assert skips(other, 0, 0, 1) == skips(scale, 0, 0, 1) == [64, 128, 64]
+
+
+def test_the_loss_scale_has_a_floor_and_stays_a_number() -> None:
+    assert skips(gradients.LossScale(3.0, 9, CPU), 1, 1, 1) == [1.5, 1.0, 1.0]
+    assert skips(gradients.LossScale(0.25, 9, CPU), 1, 1) == [0.25, 0.25]
+    assert skips(gradients.LossScale(2.0**127, 1, CPU), 0) == [2.0**127]
+
+
+def test_the_loss_scale_is_taken_out_again() -> None:
+    scale = gradients.LossScale(2.0**10, 1, CPU)
+    x = torch.tensor([3.0], requires_grad=True)
+    gradients.backward((x * x).sum(), 4, scale)
+    assert x.grad is not None
+    squares = x.grad.double().square().sum()
+    norm, divisor, skip = gradients.fold(squares, nominal_weight=4, total_weight=2, clip=None, scale=scale)
+    assert norm.item() == 3.0  # 6 / 2, as without a scale
+    assert (x.grad / divisor).item() == 3.0
+    assert skip.item() == 0.0
+    assert scale.factor.item() == 2.0**11
+    gradients.fold(squares * math.nan, nominal_weight=4, total_weight=0, clip=None, scale=scale)
+    assert scale.factor.item() == 2.0**11, "a step without weight says nothing of the scale"

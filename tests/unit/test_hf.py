@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from phalanx.errors import ConfigError
-from phalanx.models.hf import Weights, config_from_spec, export, plan_shards, read_config, spec_from_config
+from phalanx.models.export import export, plan_shards
+from phalanx.models.hf import config_from_spec, read_config, spec_from_config
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.spec import PRESETS, ModelSpec, RopeScaling, parameter_shapes
+from phalanx.models.weights import Weights
 
 SPEC = ModelSpec(vocab_size=96, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=256)
 SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64)
@@ -147,7 +149,7 @@ def test_export_of_import_is_bit_exact(dtype: torch.dtype, shard: int, tmp_path:
 def test_no_shard_exceeds_its_limit_and_one_is_held_at_a_time(tmp_path: Path) -> None:
     done: list[int] = []
     folder = write(tmp_path / "out", max_shard_bytes=20_000, progress=done.append)
-    shards = plan_shards(SPEC, torch.float32, 20_000)
+    shards = plan_shards(parameter_shapes(SPEC), torch.float32, 20_000)
     files = sorted(folder.glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(shards):05d}.safetensors"
     assert len(files) == len(shards) > 3
@@ -251,9 +253,16 @@ def test_other_keys_of_the_original_config_are_kept() -> None:
         ({"mlp_bias": True}, ["mlp_bias"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["yarn", "llama3"]),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "llama3"]),
-        ({"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["longrope", "llama3"]),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, ["su", "linear, dynamic, yarn, llama3"]),
+        ({"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
+        ({"partial_rotary_factor": 0.25}, ["partial_rotary_factor", "0.25"]),
+        ({"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["each kind of layer"]),
+        ({"rope_scaling": {"type": "linear"}}, ["factor"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 0.5}}, ["beta_fast"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": "no"}}, ["truncate"]),
+        ({"attention_dropout": 0.1}, ["attention_dropout"]),
+        ({"is_causal": False}, ["is_causal"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ["low_freq_factor"]),
         ({"rope_scaling": "llama3"}, ["rope_scaling"]),
         ({"hidden_size": None}, ["hidden_size"]),

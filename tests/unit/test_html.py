@@ -92,10 +92,26 @@ def test_report_of_a_run_with_a_death(tmp_path: Path) -> None:
     assert page.data["kept"]["attempt"] == [1] * 10 + [2] * 10
     assert page.data["lost"]["step"] == [11, 12]
     assert page.data["lost"]["attempt"] == [1, 1]
-    assert page.data["heldOut"]["loss"] == [2.0]
+    [held_out] = page.data["heldOut"]
+    assert (held_out["name"], held_out["loss"], held_out["step"]) == ("held-out", [2.0], [20])
+    assert "<h3>Evaluations</h3>" not in page.text
     marks = [(mark["class"], mark["step"]) for mark in page.data["events"]]
     assert marks == [("saved", 10), ("died", 12), ("died", 12), ("restarted", 12), ("resumed", 10)]
     assert page.data["kept"]["compute_s"][0] == pytest.approx(0.35)
+
+
+def test_the_mean_speed_counts_all_tokens_as_its_curve_does(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for number in (1, 2):  # of a chat few tokens are learnt
+        append_line(paths.metrics, step(number, tokens=7, tokens_per_s=1000.0 * number, step_s=3.0 / number))
+    assert "<dt>mean speed</dt><dd>1.33k</dd>" in Page(report.write(paths)).source
+
+
+def test_a_run_with_adapters_says_how_small_they_are(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    append_line(paths.events, {"kind": Kind.RUN_STARTED, "time": 1.0, "parameters": 8e9, "trainable": 42_000_000})
+    text = Page(report.write(paths)).text
+    assert text.count("8B parameters and 42M in adapters") == 2  # in the header and in the event
 
 
 def test_report_opens_offline(tmp_path: Path) -> None:
@@ -184,3 +200,26 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
 def test_script_is_ascii(tmp_path: Path) -> None:
     assert re.fullmatch(r"[\x00-\x7f]+", report.to_script({"text": "é漢</script>"}))
     assert "</" not in report.to_script({"text": "</script>"})
+
+
+def test_each_set_that_is_evaluated_on_has_a_curve_a_tile_and_a_row(tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "sets")
+    for step, name, loss in ((10, "a<b", 3.0), (10, "held_out", 3.5), (20, "a<b", 4.0), (10, "a<b", 2.5)):
+        event = {
+            "kind": Kind.EVALUATED,
+            "attempt": 2,
+            "time": 1121.0,
+            "step": step,
+            "set": name,
+            "loss": loss,
+            "tokens": 9,
+        }
+        append_line(paths.events, event)
+    report.write(paths)
+    page = Page(paths.report)
+    curves = {curve["name"]: (curve["step"], curve["loss"]) for curve in page.data["heldOut"]}
+    assert curves == {"held-out": ([10, 20], [3.5, 2.0]), "a<b": ([10, 20], [2.5, 4.0])}
+    for words in ("held-out loss", "a<b loss", "perplexity 7.4", "perplexity 54.6", "Evaluations"):
+        assert words in page.text
+    assert "2.5000 at step 10" in page.text
+    assert "a<b" not in paths.report.read_text().split("<script")[0]

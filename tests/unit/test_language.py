@@ -20,6 +20,8 @@ VOCAB = 11
 class Sample:
     tokens: NDArray[np.int64]
     position: int
+    learnt: NDArray[np.bool_] | None = None
+    lengths: NDArray[np.int64] | None = None
 
 
 class Bigram(nn.Module):
@@ -102,3 +104,42 @@ def test_moving_a_batch_moves_all_of_it_and_keeps_its_weight() -> None:
 def test_samples_of_another_length_are_a_programming_error() -> None:
     with pytest.raises(AssertionError, match="7 tokens for sequences of 5"):
         LanguageModel(5).collate(samples(1))
+
+
+def test_labels_that_are_not_learnt_count_for_nothing() -> None:
+    one, other = samples(2)
+    one.learnt = np.array([True, False, False, True, True, False])
+    batch = LanguageModel(SEQ_LEN).collate([one, other])
+    assert batch.weight == 3 + SEQ_LEN
+    expected = np.where(one.learnt, one.tokens[1:], IGNORED)
+    assert batch.inputs["labels"].tolist() == [expected.tolist(), other.tokens[1:].tolist()]
+    assert batch.inputs["tokens"][0].tolist() == one.tokens[:-1].tolist()
+    alone = LanguageModel(SEQ_LEN).collate([one]).inputs
+    assert alone["labels"].tolist() == [expected.tolist()]
+    assert alone["tokens"].tolist() == [one.tokens[:-1].tolist()]
+
+
+def test_documents_of_a_row_are_told_by_segments_and_positions() -> None:
+    one, other = samples(2)
+    one.lengths, other.lengths = np.array([2, 3, 1]), np.array([4, 2])
+    task = LanguageModel(SEQ_LEN, isolated=True)
+    inputs = task.collate([one, other]).inputs
+    assert inputs["positions"].tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1]]
+    assert inputs["segments"].tolist() == [0, 2, 5, 6, 10, 12, 12, 12, 12]  # five of them, made eight
+    assert inputs["segments"].dtype == torch.int32
+    assert inputs["positions"].dtype == torch.int64
+    four = task.collate([other, other]).inputs["segments"].tolist()
+    assert four == [0, 4, 6, 10, 12]
+    # A row that is one document, and no row at all, look alike to the model.
+    assert task.collate(samples(1)).inputs["segments"].tolist() == [0, SEQ_LEN]
+    nothing = task.collate([])
+    assert nothing.weight == 0
+    assert nothing.inputs["segments"].tolist() == [0, SEQ_LEN]
+    assert set(LanguageModel(SEQ_LEN).collate([]).inputs) == {"tokens", "labels"}
+
+
+def test_rows_of_documents_need_a_task_that_isolates_them() -> None:
+    [sample] = samples(1)
+    sample.lengths = np.array([4, 2])
+    with pytest.raises(AssertionError, match="knows of none"):
+        LanguageModel(SEQ_LEN).collate([sample])

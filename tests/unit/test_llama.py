@@ -5,11 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.models import layers
+from phalanx.models import attention as attention_module
+from phalanx.models.attention import attention
 from phalanx.models.draws import Draws
 from phalanx.models.layers import RMSNorm, apply_rope, cross_entropy_sum_plain, rope_table
 from phalanx.models.llama import HF_NAMES, Block, Llama, init_slice, initial, units
-from phalanx.models.spec import PRESETS, ModelSpec, parameter_shapes
+from phalanx.models.spec import ARCHITECTURES, PRESETS, ModelSpec, parameter_shapes
 
 SPEC = ModelSpec(vocab_size=96, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=128)
 
@@ -85,7 +86,8 @@ def test_initial_distributions() -> None:
 
 
 def test_every_parameter_has_a_hugging_face_name() -> None:
-    ours = {name.replace("layers.0.", "layers.{i}.") for name in parameter_shapes(replace(SPEC, layers=1))}
+    specs = [replace(SPEC, layers=1, architecture=architecture) for architecture in ARCHITECTURES]
+    ours = {name.replace("layers.0.", "layers.{i}.") for spec in specs for name in parameter_shapes(spec)}
     assert ours == set(HF_NAMES)
 
 
@@ -121,7 +123,7 @@ def test_the_head_uses_the_loss_it_holds() -> None:
 
 def test_attention_is_causal_and_shares_key_heads() -> None:
     block = build(SPEC).layers[0]
-    cos, sin = rope_table(SPEC, 10, "cpu")
+    cos, sin = rope_table(SPEC, torch.arange(10))
     x = torch.randn(2, 10, 32, dtype=torch.float64)
     got = block.attention(x, cos, sin)
     q, k, v = (getattr(block.attention, n)(x).unflatten(-1, (-1, 8)) for n in "qkv")
@@ -168,7 +170,7 @@ def test_repeated_key_heads_attend_as_shared_ones(kv_heads: int) -> None:
     ]
     for repeat in (False, True):
         parts = [part.clone().requires_grad_() for part in whole]
-        out = layers._attend(*parts, repeat=repeat)
+        out = attention_module._attend(*parts, repeat=repeat)
         out.pow(2).sum().backward()
         results.append([out.detach(), *(part.grad for part in parts)])
     for shared, repeated in zip(*results, strict=True):
@@ -185,12 +187,12 @@ def test_key_heads_are_repeated_for_float32_on_accelerators_only(monkeypatch: py
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     for device, dtype in [("cpu", torch.float32), ("meta", torch.bfloat16), ("meta", torch.float32)]:
         q, k = (torch.empty(1, heads, 6, 8, dtype=dtype, device=device) for heads in (4, 2))
-        assert layers.causal_attention(q, k, k).shape == q.shape
+        assert attention(q, k, k).shape == q.shape
     assert asked == [(2, True), (2, True), (4, False)]
 
 
 def test_rope_turns_by_relative_position() -> None:
-    cos, sin = rope_table(SPEC, 64, "cpu")
+    cos, sin = rope_table(SPEC, torch.arange(64))
     assert cos.dtype == torch.float32
     assert cos.shape == sin.shape == (64, 4)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).expand(2, 1, 64, 1, 8)
@@ -201,8 +203,8 @@ def test_rope_turns_by_relative_position() -> None:
 
 def test_llama3_scaling_slows_long_waves_only() -> None:
     spec = PRESETS["llama-3.1-8b"]
-    plain = rope_table(replace(spec, rope_scaling=None), 2, "cpu")
-    scaled = rope_table(spec, 2, "cpu")
+    plain = rope_table(replace(spec, rope_scaling=None), torch.arange(2))
+    scaled = rope_table(spec, torch.arange(2))
     ratio = torch.atan2(plain[1][1], plain[0][1]) / torch.atan2(scaled[1][1], scaled[0][1])
     assert ratio[0] == 1
     torch.testing.assert_close(ratio[-1].item(), 8.0, rtol=1e-3, atol=0)

@@ -7,13 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.loader import Loader, Sample, order
+from phalanx import balance
+from phalanx.data.loader import Loader, Sample
+from phalanx.data.order import order
+from phalanx.data.packing import Form
 from phalanx.data.tokens import TokenFile, TokenWriter
 from phalanx.errors import DataError
 
 SEQ_LEN = 4
 WINDOWS = 37
 BATCH = 10
+FROZEN_MIXTURE = [12585, 153, 181, 109, 89, 37, 1, 53, 141, 101]  # first tokens of the first batch
 FROZEN = [9, 6, 7, 1, 0, 10, 3, 8, 4, 5, 2]  # order(seed=42, epoch=3, n=11)
 
 
@@ -29,7 +33,7 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
 
 
 def loader(token_file: TokenFile, rank: int = 0, micro_batch: int = 3, seed: int = 1, held_out: bool = False) -> Loader:
-    return Loader(token_file, SEQ_LEN, BATCH, seed, rank, micro_batch, held_out)
+    return Loader([(token_file, 1.0)], Form(SEQ_LEN), BATCH, seed, rank, micro_batch, held_out)
 
 
 def windows(batches: list[list[Sample]]) -> list[int]:
@@ -170,3 +174,88 @@ def test_shares_that_do_not_add_up_are_a_programming_error(token_file: TokenFile
     for shares in ([BATCH, 1], [], [BATCH + 1, -1]):
         with pytest.raises(AssertionError):
             loader(token_file).batches(0, shares)
+
+
+# ------------------------------------------------------------------------------------------------------------- mixtures
+
+
+def numbered(folder: Path, windows: int, first: int) -> TokenFile:
+    """A token set whose window number n begins with the token first + n * SEQ_LEN."""
+    count = windows * SEQ_LEN + 1
+    writer = TokenWriter(folder, 1 << 16, 0, "key")
+    writer.extend(np.append(np.arange(first, first + count - 1), 0), np.array([count]))
+    writer.finish()
+    return TokenFile(folder)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[TokenFile, float]]:
+    folder = tmp_path_factory.mktemp("mixture")
+    sizes = (50, 1000, 7)
+    return [
+        (numbered(folder / str(number), windows, 1 + 10_000 * number), weight)
+        for number, (windows, weight) in enumerate(zip(sizes, (5.0, 2.0, 0.01), strict=True))
+    ]
+
+
+def drawn(sources: list[tuple[TokenFile, float]], steps: range, shares: list[int], seed: int = 1) -> list[int]:
+    """First tokens of all samples of these steps, of all ranks in order."""
+    ranks = [Loader(sources, Form(SEQ_LEN), sum(shares), seed, rank, 3) for rank in range(len(shares))]
+    samples = [s for k in steps for rank in ranks for batch in rank.batches(k, shares) for s in batch]
+    assert [s.position for s in samples] == list(range(steps.start * sum(shares), steps.stop * sum(shares)))
+    return [int(sample.tokens[0]) for sample in samples]
+
+
+def test_each_source_has_its_exact_share_of_every_block(three: list[tuple[TokenFile, float]]) -> None:
+    block = balance.MIXTURE_BLOCK
+    quotas = balance.quotas([5.0, 2.0, 0.01], block)
+    assert quotas == [2921, 1169, 6]  # of 2921.5, 1168.6 and 5.8
+    stream = np.array(drawn(three, range(12), [block // 4]))
+    for number in range(3):
+        within = np.bincount(stream[number * block : (number + 1) * block] // 10_000, minlength=3)
+        assert within.tolist() == quotas
+    # and nearly so of every part of a block
+    assert abs((stream[:500] < 10_000).mean() - quotas[0] / block) < 0.07
+
+
+def test_each_source_of_a_mixture_has_epochs_of_its_own(three: list[tuple[TokenFile, float]]) -> None:
+    stream = drawn(three, range(8), [balance.MIXTURE_BLOCK // 4])
+    for number, (file, _) in enumerate(three):
+        mine = [token for token in stream if token // 10_000 == number]
+        size = (file.tokens - 1) // SEQ_LEN
+        epochs = [mine[start : start + size] for start in range(0, len(mine) - size + 1, size)]
+        assert epochs
+        assert all(len(set(epoch)) == size for epoch in epochs)
+        assert len(epochs) == 1 or epochs[0] != epochs[1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(shares=shares_strategy, step=st.integers(0, 900))
+def test_any_shares_make_up_the_batch_of_a_mixture(
+    three: list[tuple[TokenFile, float]], shares: list[int], step: int
+) -> None:
+    steps = range(step, step + 2)
+    assert drawn(three, steps, shares) == drawn(three, steps, [BATCH])
+
+
+def test_a_mixture_differs_by_seed_and_a_source_alone_is_no_mixture(three: list[tuple[TokenFile, float]]) -> None:
+    assert drawn(three, range(3), [BATCH], seed=2) != drawn(three, range(3), [BATCH])
+    [(file, _), *_] = three
+    assert drawn([(file, 0.3)], range(3), [BATCH]) == drawn([(file, 1.0)], range(3), [BATCH])
+
+
+def test_the_mixture_is_the_same_in_every_version(three: list[tuple[TokenFile, float]]) -> None:
+    assert drawn(three, range(1), [BATCH]) == FROZEN_MIXTURE
+
+
+def test_a_source_that_makes_no_sequence_cannot_be_mixed(three: list[tuple[TokenFile, float]], tmp_path: Path) -> None:
+    none = numbered(tmp_path / "none", 0, 1)
+    with pytest.raises(DataError, match="has 1 tokens, which make 0 sequences of 4, so it cannot take its share"):
+        Loader([*three, (none, 1.0)], Form(SEQ_LEN), BATCH, 0, 0, 1)
+
+
+@pytest.mark.parametrize(("weights", "total", "expected"), [
+    ([1.0], 7, [7]), ([1.0, 1.0], 7, [4, 3]), ([3.0, 1.0], 8, [6, 2]), ([0.1, 0.2, 0.7], 10, [1, 2, 7]),
+])  # fmt: skip
+def test_quotas(weights: list[float], total: int, expected: list[int]) -> None:
+    assert balance.quotas(weights, total) == expected

@@ -34,7 +34,7 @@ def test_float64_agrees_with_the_plain_twin(n: int, d: int, v: int, chunk: int, 
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)])
 def test_lower_dtypes_agree_with_float64(dtype: torch.dtype, tolerance: float) -> None:
     hidden, weight, labels = make(300, 32, 100, dtype)
     ours = run(lambda *a: cross_entropy_sum(*a, chunk=64), hidden, weight, labels)
@@ -53,6 +53,15 @@ def test_many_bfloat16_chunks_lose_nothing() -> None:
         grad = run(lambda *a, chunk=chunk: cross_entropy_sum(*a, chunk=chunk), hidden, weight, labels)[2]
         errors.append(float((grad.double() - exact).norm() / exact.norm()))
     assert errors[1] < 1.5 * errors[0]
+
+
+def test_in_float16_a_sum_that_only_its_scale_brings_into_range_is_finite() -> None:
+    # Many equal labels: the weight's gradient sums to 120,000, and float16 ends at 65,504.
+    hidden, weight = torch.ones(120_000, 2, dtype=torch.float16), torch.zeros(100, 2, dtype=torch.float16)
+    labels = torch.zeros(120_000, dtype=torch.int64)
+    grad = run(lambda *a: cross_entropy_sum(*a, chunk=8000), hidden, weight, labels, 2.0**-10)[2]
+    assert grad.dtype == torch.float16
+    torch.testing.assert_close(grad[0], torch.full((2,), -0.99 * 120_000 / 1024).half(), rtol=2e-3, atol=0)
 
 
 def test_nothing_but_ignored_labels_is_exactly_zero() -> None:

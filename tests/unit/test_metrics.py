@@ -19,7 +19,7 @@ def results(loss: float, norm: float = 1.0, skip: float = 0.0) -> tuple[torch.Te
 
 def test_a_record_is_handed_out_once_and_late() -> None:
     with join(ALONE, 10) as mesh:
-        recorder = Recorder(mesh, Speed(600, 400, None), attempt=2, total_tokens=1000)
+        recorder = Recorder(mesh, Speed(600, 400, None), attempt=2, total_tokens=1000, positions=16)
         assert recorder.flush() is None
         recorder.measured(7, results(30.0, 2.5), 10, 1e-3, 0.25)
         record = recorder.flush()
@@ -29,14 +29,14 @@ def test_a_record_is_handed_out_once_and_late() -> None:
     expected = {"step": 7, "attempt": 2, "loss": 3.0, "grad_norm": 2.5, "lr": 1e-3, "tokens": 10, "total_tokens": 1010,
                 "comm_bytes": 0, "data_s": 0.25, "mfu": None, "mfu_causal": None, "skipped": False}  # fmt: skip
     assert found | expected == found
-    assert record.tokens_per_s == pytest.approx(10 / record.step_s)
+    assert record.tokens_per_s == pytest.approx(16 / record.step_s)
     assert record.memory_bytes > 1 << 20
 
 
 @pytest.mark.parametrize(("loss", "weight"), [(math.nan, 10), (math.inf, 10), (0.0, 0)])
 def test_what_is_no_number_is_none(loss: float, weight: int) -> None:
     with join(ALONE, 10) as mesh:
-        recorder = Recorder(mesh, Speed(6, 6, None), attempt=1, total_tokens=0)
+        recorder = Recorder(mesh, Speed(6, 6, None), attempt=1, total_tokens=0, positions=10)
         recorder.measured(1, results(loss, math.nan, 1.0), weight, 1e-3, 0.0)
         record = recorder.flush()
     assert record is not None
@@ -45,7 +45,7 @@ def test_what_is_no_number_is_none(loss: float, weight: int) -> None:
 
 def test_time_between_steps_is_left_out_when_the_clock_is_started_again() -> None:
     with join(ALONE, 10) as mesh:
-        recorder = Recorder(mesh, Speed(6, 6, None), attempt=1, total_tokens=0)
+        recorder = Recorder(mesh, Speed(6, 6, None), attempt=1, total_tokens=0, positions=10)
         torch.ones(1 << 22).sort()
         recorder.restart_clock()
         recorder.measured(1, results(1.0), 1, 1e-3, 0.0)

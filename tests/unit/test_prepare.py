@@ -11,16 +11,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.config import DataSection
+from phalanx.data import encode as encode_module
 from phalanx.data import prepare as prepare_module
+from phalanx.data import reading as reading_module
 from phalanx.data import tokenizer as tokenizer_module
 from phalanx.data.prepare import Prepared, prepare
-from phalanx.data.sources import START, documents, is_held_out, list_files, text_digest
+from phalanx.data.sources import Format, is_held_out, list_files, text_digest
 from phalanx.data.tokenizer import encode_documents, load_tokenizer, segments, train_tokenizer
 from phalanx.data.tokens import TokenFile
 from phalanx.errors import ConfigError, DataError, PhalanxError
@@ -52,14 +56,16 @@ def write_jsonl(path: Path, texts: list[str]) -> str:
     return str(path)
 
 
-def run(sources: list[str], cache: Path, **changed: object) -> Prepared:
-    arguments: dict[str, object] = {
-        "tokenizer": "train",
-        "tokenizer_vocab": 300,
-        "text_key": "text",
-        "held_out_fraction": 0.2,
-    }
-    return prepare(sources, cache=cache, **{**arguments, **changed})  # type: ignore[arg-type]
+def run(sources: list[Any], cache: Path, **changed: Any) -> Prepared:
+    """Prepared data, made with a small tokenizer unless `changed`, which are fields of the data section."""
+    arguments = {"tokenizer": "train", "tokenizer_vocab": 300, "held_out": 0.2} | changed
+    outside = {key: arguments.pop(key) for key in ("progress", "lock_timeout_s") if key in arguments}
+    return prepare(DataSection(source=sources, cache=str(cache), **arguments), **outside)
+
+
+def folder_of(prepared: Prepared) -> Path:
+    """The result that holds both sides of the only source."""
+    return prepared.train[0][0].parent
 
 
 def decoded(folder: Path, prepared: Prepared) -> list[str]:
@@ -94,24 +100,26 @@ def test_documents_come_back_each_on_its_side_in_order(tmp_path: Path) -> None:
     given_order = [*texts[2:], texts[0], texts[1]]
     held_out = [t for t in given_order if int(hashlib.sha256(t.encode()).hexdigest(), 16) / 2**256 < 0.2]
     assert 0 < len(held_out) < 20
-    assert decoded(prepared.held_out, prepared) == held_out
-    assert decoded(prepared.train, prepared) == [t for t in given_order if t not in held_out]
-    assert prepared.vocab_size == TokenFile(prepared.train).vocab_size <= 300
-    for folder in (prepared.train, prepared.held_out):
+    assert decoded(prepared.held_out["held_out"], prepared) == held_out
+    assert decoded(prepared.train[0][0], prepared) == [t for t in given_order if t not in held_out]
+    assert prepared.vocab_size == TokenFile(prepared.train[0][0]).vocab_size <= 300
+    for folder in (prepared.train[0][0], prepared.held_out["held_out"]):
         TokenFile(folder).verify()
 
 
-def test_parts_do_not_show_in_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_pieces_do_not_show_in_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [text(i, 50) for i in range(60)])
     whole = run([source], tmp_path / "whole")
-    monkeypatch.setattr(prepare_module, "PART_CHARS", 700)
+    monkeypatch.setattr(reading_module, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(encode_module, "PIECE_CHARS", 700)
     monkeypatch.setattr(tokenizer_module, "ENCODE_CHARS", 300)
     in_parts = run([source], tmp_path / "parts")
-    assert same_files(whole.folder, in_parts.folder)
-    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == [
-        in_parts.folder.name,
-        f"{in_parts.folder.name}.lock",
-    ]
+    assert same_files(folder_of(whole), folder_of(in_parts))
+    assert same_files(whole.tokenizer_folder, in_parts.tokenizer_folder)
+    names = [folder_of(in_parts).name, in_parts.tokenizer_folder.name]
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == sorted(
+        [*names, *(f"{name}.lock" for name in names)]
+    )
 
 
 def test_the_cache_is_used_until_something_changes(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -127,56 +135,63 @@ def test_the_cache_is_used_until_something_changes(tmp_path: Path, tokenizer_fol
     phases.clear()
     assert run([source], tmp_path / "c", progress=watch) == first
     assert not phases
-    folders = {first.folder}
+    folders = {folder_of(first)}
     copied = shutil.copytree(tokenizer_folder, tmp_path / "copied")
     variants: list[Callable[[], Prepared]] = [
         lambda: run([source], tmp_path / "c", tokenizer_vocab=290),
-        lambda: run([source], tmp_path / "c", held_out_fraction=0.3),
+        lambda: run([source], tmp_path / "c", held_out=0.3),
         lambda: run([source], tmp_path / "c", tokenizer=str(copied)),
     ]
     for variant in variants:
-        folders.add(variant().folder)
+        folders.add(folder_of(variant()))
     config = copied / "tokenizer_config.json"
     config.write_text(config.read_text() + "\n")
-    folders.add(run([source], tmp_path / "c", tokenizer=str(copied)).folder)
+    folders.add(folder_of(run([source], tmp_path / "c", tokenizer=str(copied))))
     os.utime(source, ns=(1, 1))
-    folders.add(run([source], tmp_path / "c").folder)
+    folders.add(folder_of(run([source], tmp_path / "c")))
     assert len(folders) == 6
 
 
 def test_a_cache_with_a_deleted_half_is_made_anew(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [text(i, 50) for i in range(20)])
-    first = run([source], tmp_path / "c")
-    before = TokenFile(first.train).slice(0, 50).tolist()
-    (first.train / "tokens.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=rf"delete {re.escape(str(first.train))} and prepare the data again"):
+    train = run([source], tmp_path / "c").train[0][0]
+    before = TokenFile(train).slice(0, 50).tolist()
+    (train / "tokens.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=rf"delete {re.escape(str(train))} and prepare the data again"):
         run([source], tmp_path / "c")
-    shutil.rmtree(first.train)
-    assert TokenFile(run([source], tmp_path / "c").train).slice(0, 50).tolist() == before
+    shutil.rmtree(train)
+    assert TokenFile(run([source], tmp_path / "c").train[0][0]).slice(0, 50).tolist() == before
 
 
 PREPARE_SCRIPT = """
 import os, signal, sys
-from pathlib import Path
-from phalanx.data import prepare
-prepare.PART_CHARS = 2000
-source, cache, kill_phase, kill_done = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+from phalanx.config import DataSection
+from phalanx.data import prepare, reading
+reading.CHUNK_BYTES, prepare.SMALL_BYTES = 2000, int(sys.argv[5])
+source, cache, kill_phase, kill_done = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 def progress(phase, done, total):
     print(phase, done, total, flush=True)
     if phase == kill_phase and done >= kill_done:
         os.kill(os.getpid(), signal.SIGKILL)
-result = prepare.prepare([source], "train", 300, "text", 0.2, cache, progress)
-print(result.folder, flush=True)
+data = DataSection(source=source, cache=cache, tokenizer="train", tokenizer_vocab=300, held_out=0.2, workers=2)
+result = prepare.prepare(data, progress)
+print(result.train[0][0].parent, flush=True)
 """
 
 
-def start(source: str, cache: Path, kill_phase: str = "never", kill_done: int = 0) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", PREPARE_SCRIPT, source, str(cache), kill_phase, str(kill_done)]
+def start(
+    source: str, cache: Path, kill_phase: str = "never", kill_done: int = 0, small_bytes: int = 1 << 20
+) -> "subprocess.Popen[str]":
+    """A process that prepares; with `small_bytes` 0 its chunks go to processes of their own."""
+    command = [sys.executable, "-c", PREPARE_SCRIPT, source, str(cache), kill_phase, str(kill_done), str(small_bytes)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, mixed: bool) -> None:
+def test_a_killed_preparation_goes_on_where_it_was(
+    tmp_path: Path, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_module, "CHUNK_BYTES", 2000)
     texts = [text(i, 50) for i in range(60)]
     if mixed:  # one document a file
         (tmp_path / "d").mkdir()
@@ -190,13 +205,13 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, mixed: bool) 
         process = start(source, tmp_path / "c", phase, done)
         process.communicate(timeout=60)
         assert process.returncode == -9
-        assert not (tmp_path / "c" / undisturbed.folder.name).exists()
+        assert not (tmp_path / "c" / folder_of(undisturbed).name).exists()
     seen: list[tuple[str, int]] = []
     again = run([source], tmp_path / "c", progress=lambda phase, done, total: seen.append((phase, done)))
     assert [phase for phase, _ in seen if phase == "tokenizer"] == []
     first_done = next(done for phase, done in seen if phase == "tokens")
-    assert first_done > 10_000  # the second run had finished all parts; none was made again
-    assert same_files(undisturbed.folder, again.folder)
+    assert first_done > 10_000  # the second run had finished all chunks; none was made again
+    assert same_files(folder_of(undisturbed), folder_of(again))
 
 
 def test_two_processes_at_once_do_no_harm(tmp_path: Path) -> None:
@@ -206,17 +221,17 @@ def test_two_processes_at_once_do_no_harm(tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len({lines[-1] for lines in outputs}) == 1
     assert sorted(len(lines) > 1 for lines in outputs) == [False, False, True]  # one of them worked
-    assert same_files(Path(outputs[0][-1]), run([source], tmp_path / "alone").folder)
+    assert same_files(Path(outputs[0][-1]), folder_of(run([source], tmp_path / "alone")))
 
 
 def test_waiting_for_another_process_has_an_end(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [text(1, 50), text(2, 50)])
-    folder = run([source], tmp_path / "c").folder
+    folder = folder_of(run([source], tmp_path / "c"))
     shutil.rmtree(folder)
     with open(f"{folder}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         began = time.monotonic()
-        with pytest.raises(DataError, match=r"another process has held .*\.lock"):
+        with pytest.raises(ConfigError, match=r"another process has held .*\.lock"):
             run([source], tmp_path / "c", lock_timeout_s=0.3)
         assert time.monotonic() - began < 5
 
@@ -315,12 +330,12 @@ def test_the_end_of_text_is_found_where_the_files_name_it(tmp_path: Path, tokeni
 
 def test_the_standard_library_is_there_without_tests_and_packages() -> None:
     files = list_files(["stdlib"])
-    names = [file.path.as_posix() for file in files]
+    names = [file.path for file in files]
     assert len(files) > 100
     assert any(name.endswith("/json/decoder.py") for name in names)
-    folders = {part for file in files for part in file.path.parts}
+    folders = {part for file in files for part in Path(file.path).parts}
     assert not folders & {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib"}
-    assert names == [file.path.as_posix() for file in list_files(["stdlib"])]
+    assert names == [file.path for file in list_files(["stdlib"])]
 
 
 @given(st.text(), st.floats(0, 1))
@@ -331,31 +346,17 @@ def test_a_larger_fraction_holds_out_more(sample: str, fraction: float) -> None:
     assert is_held_out(digest, fraction) <= is_held_out(digest, min(1.0, fraction * 1.5))
 
 
-def test_reading_goes_on_at_any_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one")
-    sources = [str(tmp_path / "a.txt"), write_jsonl(tmp_path / "b.jsonl", ["two", "", "naïve", "four"])]
-    sources.append(write_jsonl(tmp_path / "c.jsonl", ["five"]))
-    files = list_files(sources)
-    everything = list(documents(files, "text"))
-    assert [d.text for d in everything] == ["one", "two", "naïve", "four", "five"]
-    for i, cursor in enumerate([START, *(d.after for d in everything)]):
-        assert list(documents(files, "text", cursor)) == everything[i:]
-    assert [d.after.line for d in everything] == [0, 1, 3, 4, 1]
-    two = everything[1].after
-    Path(sources[1]).write_bytes(Path(sources[1]).read_bytes()[: two.byte] + b"\n")
-    with pytest.raises(DataError, match="line 2 is empty"):
-        list(documents(files, "text", two))
-
-
 def test_a_tokenizer_is_trained_on_training_documents_only(tmp_path: Path, tokenizer_folder: Path) -> None:
     texts = [text(i, 60) for i in range(30)]
     prepared = run([write_jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "c")
     kept = [t for t in texts if not is_held_out(text_digest(t), 0.2)]
     assert 0 < len(kept) < len(texts)
-    train_tokenizer(kept, 300, tmp_path / "kept")
-    assert same_files(prepared.tokenizer_folder, tmp_path / "kept")
-    train_tokenizer(texts, 300, tmp_path / "all")
-    assert not same_files(prepared.tokenizer_folder, tmp_path / "all")
+    found = {"prepared": prepared.tokenizer_folder}
+    for name, some in (("kept", kept), ("all", texts)):
+        train_tokenizer(some, 300, tmp_path / name)
+        found[name] = tmp_path / name
+    contents = {name: (folder / "tokenizer.json").read_bytes() for name, folder in found.items()}
+    assert contents["prepared"] == contents["kept"] != contents["all"]
 
 
 def test_a_tokenizer_is_trained_on_a_sample_of_a_large_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,9 +364,8 @@ def test_a_tokenizer_is_trained_on_a_sample_of_a_large_source(tmp_path: Path, mo
     monkeypatch.setattr(prepare_module, "SAMPLE_BYTES", 40_000)
     monkeypatch.setattr(prepare_module, "SAMPLE_CHARS", 1000)
     files = list_files([str(tmp_path / "one.txt")])
-    job = prepare_module.Job(files, "train", 300, "text", 0.0)
-    sizes = [len(chunk.encode()) for chunk in prepare_module._tokenizer_sample(job, lambda *_: None)]
-    assert 30_000 < sum(sizes) < 50_000 < files[0].size_bytes
+    sample = prepare_module.tokenizer_sample([(files, 1.0)], Format(), 0.0, lambda *_: None)
+    assert 30_000 < sum(len(chunk.encode()) for chunk in sample) < 50_000 < files[0].size_bytes
 
 
 GOOD = '{"text": "a b c"}\n'
@@ -391,7 +391,7 @@ def test_bad_data_is_named_with_file_line_and_remedy(
 ) -> None:
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError) as caught:
-        run([str(tmp_path / name)], tmp_path / "c", held_out_fraction=0.0)
+        run([str(tmp_path / name)], tmp_path / "c", held_out=0.0)
     message = str(caught.value)
     assert said in message
     assert "\n" not in message
@@ -405,13 +405,9 @@ def test_bad_sources_tokenizers_and_caches_are_named(tmp_path: Path, tokenizer_f
     (broken / "tokenizer.json").write_text("{")
     (tmp_path / "file").write_text("x")
     cases: list[tuple[type[PhalanxError], str, Callable[[], Prepared]]] = [
-        (DataError, "data.source is empty", lambda: run([], tmp_path / "c")),
         (DataError, "missing.txt, but there is no such file", lambda: run([str(tmp_path / "missing.txt")], tmp_path)),
         (DataError, "no such file", lambda: run([str(tmp_path / "*.nothing")], tmp_path / "c")),
-        (DataError, "names the folder", lambda: run([str(tmp_path)], tmp_path / "c")),
-        (DataError, "lower data.held_out", lambda: run([source], tmp_path / "c", held_out_fraction=0.999999)),
-        (ConfigError, "data.held_out is 1.0", lambda: run([source], tmp_path / "c", held_out_fraction=1.0)),
-        (ConfigError, "tokenizer_vocab is 256", lambda: run([source], tmp_path / "c", tokenizer_vocab=256)),
+        (DataError, "lower data.held_out", lambda: run([source], tmp_path / "c", held_out=0.999999)),
         (ConfigError, "does not exist", lambda: run([source], tmp_path / "c", tokenizer=str(tmp_path / "none"))),
         (ConfigError, "no tokenizer", lambda: run([source], tmp_path, tokenizer=str(tmp_path / "no_tokenizer"))),
         (ConfigError, "tokenizer.json cannot be read", lambda: run([source], tmp_path / "c", tokenizer=str(broken))),

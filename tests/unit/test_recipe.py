@@ -119,9 +119,9 @@ MALFORMED = [
     ("train: {micro_batch: Auto}", "train.micro_batch must be a whole number or 'auto', not 'Auto'"),
     ("train: {compile: maybe}", "train.compile must be true or false or 'auto', not 'maybe'"),
     ("train: {compile: 2}", "train.compile must be true or false or 'auto', not 2"),
-    ("train: {dtype: fp16}", "train.dtype must be 'auto', 'bf16', 'fp32' or 'fp64', not 'fp16'"),
-    ("train: {dtype: 32}", "train.dtype must be 'auto', 'bf16', 'fp32' or 'fp64', not 32"),
-    ("optim: {schedule: cosign}", "optim.schedule must be 'cosine', 'linear' or 'constant', not 'cosign'"),
+    ("train: {dtype: fp8}", "train.dtype must be 'auto', 'bf16', 'fp16', 'fp32', 'fp64' or 'mixed', not 'fp8'"),
+    ("train: {dtype: 32}", "train.dtype must be 'auto', 'bf16', 'fp16', 'fp32', 'fp64' or 'mixed', not 32"),
+    ("optim: {schedule: cosign}", "optim.schedule must be 'cosine', 'linear', 'constant', 'polynomial' or 'wsd', not"),
     ("optim: {lr: fast}", "optim.lr must be a number, not 'fast'"),
     ("optim: {lr: true}", "optim.lr is a number, not true or false"),
     ("optim: {lr: [1e-3]}", "optim.lr must be a number"),
@@ -129,10 +129,14 @@ MALFORMED = [
     ("optim: {lr: .inf}", "optim.lr must be a finite number, not inf"),
     ("optim: {lr: 1.0e+999}", "optim.lr must be a finite number, not inf"),
     ("optim: {weight_decay: -.inf}", "optim.weight_decay must be"),
+    ("optim: {options: 3}", "optim.options must be a mapping of names to values, not 3"),
+    ("optim: {options: {momentum: []}}", "optim.options.momentum must be true or false or a whole number or a number"),
+    ("data: {validation: [a]}", "data.validation must be a mapping of names to values, not ['a']"),
+    ("data: {validation: {mine: 3}}", "data.validation.mine must be text or a list of texts, not 3"),
     ("model: {tie_embeddings: perhaps}", "model.tie_embeddings must be true or false, not 'perhaps'"),
     ("model: {preset: 5}", "model.preset must be text"),
     ("data: {source: 5}", "data.source must be text or a list of texts, not 5"),
-    ("data: {source: {}}", "data.source must be text or a list of texts, not {}"),
+    ("data: {source: {}}", "data.source has an entry whose path is None; write it as {path: FILES, weight: NUMBER}"),
     ("data: {source: []}", "data.source must be a list that is not empty, not []"),
     ("data: {source: [a, 2]}", "data.source must be text (quotes make it so), not 2"),
     ("data: {source: [[a]]}", "data.source must be text (quotes make it so), not ['a']"),
@@ -161,6 +165,8 @@ MALFORMED = [
     ("optim: {beta1: 1}", "optim.beta1 must be below 1, not 1"),
     ("optim: {min_lr_ratio: 1.5}", "optim.min_lr_ratio must be at most 1, not 1.5"),
     ("optim: {clip_norm: 0}", "optim.clip_norm must be above 0, not 0"),
+    ("train: {loss_scale: 1.0e+39}", "train.loss_scale must be at most 1e+30, not 1e+39"),
+    ("train: {loss_scale: 1.0e-46}", "train.loss_scale must be at least 0.001, not 1e-46"),
     ("checkpoint: {keep: 0}", "checkpoint.keep must be at least 1, not 0"),
     ("comm: {timeout_s: 0}", "comm.timeout_s must be above 0, not 0"),
     ("comm: {timeout_s: 1.0e+300}", "comm.timeout_s must be at most 604800, not 1e+300"),
@@ -182,6 +188,17 @@ MALFORMED = [
     (GOOD + "data: {seq_len: 10}\n" + "train: {global_batch: 2, micro_batch: 3}", "train.micro_batch 3 is larger than"),
     (GOOD + "optim: {warmup_steps: 9, decay_steps: 8}", "optim.warmup_steps 9 exceeds optim.decay_steps 8; lower it"),
     (GOOD + "data: {held_out: 0}\ntrain: {eval_every: 5}", "train.eval_every asks for evaluations but data.held_out"),
+    (GOOD + "data: {source: [{path: a, weight: 4095}, {path: b, weight: 0.9}]}", "gives b the weight 0.9, less than"),
+    (GOOD + "data: {source: [{path: a}, b, {weight: 2}]}", "data.source has an entry whose path is None; write it as"),
+    (GOOD + "data: {source: [{path: [a, 3]}]}", "data.source has an entry whose path is ['a', 3]; write it as"),
+    (GOOD + 'data: {source: [a, "\\ud800"]}', "r.yaml: data.source holds a character that is not text; remove it"),
+    (GOOD + "data: {cache: ''}", "data.cache is empty, so token files would lie all over the working folder; name"),
+    (GOOD + "data: {source: {path: a, weight: 0}}", "data.source has an entry whose weight is 0; give it a number"),
+    (GOOD + "data: {source: {path: a, weight: .inf}}", "data.source has an entry whose weight is inf; give it a"),
+    (GOOD + "data: {source: {path: a, share: 1}}", "data.source has an entry with the unknown key 'share'; it"),
+    (GOOD + "data: {validation: {held_out: a}}", "data.validation names a set held_out, as what data.held_out keeps"),
+    (GOOD + "data: {loss_on: all}", "data.loss_on is for conversations and prompts, but data.format is text"),
+    (GOOD + "data: {too_long: drop}", "data.too_long is for conversations and prompts, but data.format is text"),
     ("model: {preset: llama-3-8b}\ndata: {seq_len: 9000}", "data.seq_len 9000 is longer than the model's 8192 pos"),
 ]  # fmt: skip
 
@@ -390,6 +407,7 @@ def test_auto_is_resolved_by_device_and_world() -> None:
         "train.dtype": "fp32",
         "train.compile": False,
         "optim.decay_steps": 70,
+        "optim.weight_decay": 0.1,
         "parallel.data": "single",
     }
     assert all(reason for _, _, reason in chosen)
@@ -400,6 +418,7 @@ def test_auto_is_resolved_by_device_and_world() -> None:
         "train.dtype": "bf16",
         "train.compile": True,
         "optim.decay_steps": 70,
+        "optim.weight_decay": 0.1,
         "parallel.data": "fsdp2",
     }
     none = recipe.check(tree(train={"steps": 0}, optim={"warmup_steps": 5}), "here")
@@ -432,13 +451,18 @@ FREE = {
     "train.compile": True,
     "train.eval_every": 3,
     "train.eval_sequences": 3,
+    "train.profile": "2-3",
+    "train.memory_snapshot": 2,
     "data.cache": "/elsewhere",
+    "data.workers": 2,
     "parallel.data": "fsdp2",
     "memory.activations": "full",
     "comm.timeout_s": 5.0,
     "checkpoint.every": 2,
     "checkpoint.keep": 1,
     "resilience.max_restarts": 0,
+    "resilience.storage_timeout_s": 7.0,
+    "report.wandb": "a-project",
     "report.tensorboard": False,
 }
 
@@ -512,3 +536,18 @@ def test_a_misspelt_key_is_named_once() -> None:
         refusal("model: {hiden: 64, layers: 2, heads: 4}")
         == "r.yaml: unknown key model.hiden; did you mean model.hidden?"
     )
+
+
+@pytest.mark.parametrize("few", [[1e-9], [0.9 / 4095], [3.3e-5, 1e-6], [0.0002] * 9])
+def test_the_weights_that_are_advised_are_enough(few: list[float]) -> None:
+    def mixture(few: list[float]) -> dict[str, Any]:
+        sources = [{"path": f"source {number}", "weight": weight} for number, weight in enumerate([1.0, *few])]
+        return tree(data={"source": sources})
+
+    with pytest.raises(ConfigError) as caught:
+        recipe.check(mixture(few), "here")
+    advised = [float(part.split()[0]) for part in str(caught.value).split("raise it to ")[1:]]
+    assert len(advised) == len(few)
+    recipe.check(mixture(advised), "here")
+    with pytest.raises(ConfigError):
+        recipe.check(mixture([weight * 0.98 for weight in advised]), "here")

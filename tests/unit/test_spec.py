@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from phalanx.models.llama import Llama
 from phalanx.models.spec import (
     PRESETS,
+    LoraSpec,
     ModelSpec,
     RopeScaling,
     flops_per_token,
@@ -33,6 +34,21 @@ PUBLISHED = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "llama-3.3-70b": 70_553_706_496,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
 }
 TINY = ModelSpec(vocab_size=64, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=128)
 
@@ -46,11 +62,13 @@ def test_presets_are_possible_and_have_the_published_size(name: str) -> None:
     spec = PRESETS[name]
     assert problems(spec) == []
     assert parameter_count(spec) == PUBLISHED[name]
-    # For all presets the heads fill the width, which the published shapes share.
-    assert spec.heads * spec.head_dim == spec.hidden
+    # The heads fill the width, but for Qwen3's.
+    assert spec.heads * spec.head_dim == spec.hidden or (spec.architecture, spec.head_dim) == ("qwen3", 128)
 
 
-@pytest.mark.parametrize("name", ["llama-1-7b", "llama-2-70b", "llama-3-8b", "llama-3.1-405b", "llama-3.2-1b"])
+@pytest.mark.parametrize(
+    "name", ["llama-1-7b", "llama-3.1-405b", "llama-3.2-1b", "mistral-7b-v0.1", "qwen2.5-72b", "qwen3-4b"]
+)
 def test_a_model_built_on_meta_has_the_listed_parameters(name: str) -> None:
     with torch.device("meta"):
         model = Llama(PRESETS[name])
@@ -76,7 +94,18 @@ def test_rope_scaling_only_from_3_1_on() -> None:
     ("change", "named"),
     [
         ({"architecture": "gpt"}, "model.architecture"),
+        ({"sliding_window": 8}, "model.architecture to mistral"),
+        ({"sliding_window": 0, "architecture": "qwen2"}, "model.sliding_window"),
+        ({"rope_scaling": RopeScaling(rule="longrope", factor=2.0)}, "longrope"),
+        ({"rope_scaling": RopeScaling(rule="linear", factor=0.0)}, "factor"),
+        ({"rope_scaling": RopeScaling(rule="yarn", factor=2.0, beta_fast=1.0, beta_slow=2.0)}, "beta_fast"),
+        ({"rope_scaling": RopeScaling(rule="yarn", factor=2.0, attention_factor=-1.0)}, "attention_factor"),
+        ({"rope_scaling": RopeScaling(rule="yarn", factor=2.0), "rope_theta": 1.0}, "rope_theta"),
+        ({"rope_scaling": RopeScaling(rule="dynamic", factor=2.0), "head_dim": 2}, "head_dim"),
         ({"kv_heads": 3}, "model.kv_heads"),
+        ({"hidden": 2**56}, "model.hidden"),
+        ({"vocab_size": 2**60}, "model.vocab_size"),
+        ({"lora": LoraSpec(rank=2**60, alpha=1.0, targets=("q",))}, "model.lora.rank"),
         ({"hidden": 34}, "model.hidden"),
         ({"head_dim": 7}, "model.head_dim"),
         ({"layers": 0}, "model.layers"),
@@ -128,3 +157,22 @@ def test_flops_count_the_head_but_not_the_embedding_table(tied: bool) -> None:
         6 * (blocks + 32 + 64 * 32) + 12 * 2 * 32 * 100,
         6 * (blocks + 32 + 64 * 32) + 6 * 2 * 32 * 100,
     )
+
+
+def test_flops_count_only_what_a_window_shows() -> None:
+    spec = replace(TINY, architecture="mistral")
+    windowed = replace(spec, sliding_window=10)
+    half = replace(windowed, full_attention_layers=(1,))
+    plain, seen = flops_per_token(spec, 100), 10 * 10 // 2 + 90 * 10  # pairs of a layer, the diagonal counted by half
+    weights = plain[0] - 12 * 2 * 32 * 100
+    assert flops_per_token(windowed, 100) == (plain[0], weights + 12 * 32 * 2 * seen // 100)
+    assert flops_per_token(half, 100) == (plain[0], weights + 12 * 32 * (seen + 5000) // 100)
+    assert flops_per_token(replace(spec, sliding_window=100), 100) == plain
+
+
+def test_flops_of_a_model_of_ones_own_count_its_parameters() -> None:
+    shapes = parameter_shapes(TINY)
+    more = shapes | {"layers.0.extra.weight": (10, 20)}
+    plain = flops_per_token(TINY, 100)
+    assert flops_per_token(TINY, 100, shapes) == plain
+    assert flops_per_token(TINY, 100, more) == (plain[0] + 1200, plain[1] + 1200)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.tokens import INDEX, MANIFEST, TOKENS, TokenFile, TokenWriter
+from phalanx.data.tokens import INDEX, MANIFEST, MASK, TOKENS, TokenFile, TokenWriter
 from phalanx.errors import DataError
 
 EOS = 7
@@ -141,3 +141,54 @@ def test_contents_are_verified_once(tmp_path: Path) -> None:
     os.utime(tokens, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     with pytest.raises(DataError, match="checksum"):
         TokenFile(tmp_path / "set").verify_once()
+
+
+def write_masked(folder: Path) -> TokenFile:
+    writer = TokenWriter(folder, 100, EOS, "key")
+    writer.extend(np.empty(0, np.uint16), np.empty(0, np.int64), np.empty(0, np.bool_))
+    writer.extend(np.array([1, 2, EOS]), np.array([3]), np.array([False, True, True]))
+    writer.extend(np.array([EOS, 3, EOS]), np.array([1, 2]), np.array([True, False, True]))
+    writer.finish()
+    return TokenFile(folder)
+
+
+def test_a_mask_is_kept_beside_the_tokens(tmp_path: Path) -> None:
+    file, plain = write_masked(tmp_path / "masked"), write(tmp_path / "plain", [[1, 2], [], [3]])
+    assert file.masked
+    assert not plain.masked
+    assert file.slice(0, 6).tolist() == plain.slice(0, 6).tolist()
+    assert file.mask(0, 6).tolist() == [False, True, True, True, False, True]
+    assert file.mask(3, 5).tolist() == [True, False]
+    assert plain.mask(1, 4).tolist() == [True, True, True]
+    assert file.mask(0, 6).dtype == np.bool_
+    assert file.checksum != plain.checksum
+    assert file.checksum.startswith(plain.checksum)
+    file.verify()
+    assert not (tmp_path / "plain" / MASK).exists()
+
+
+def test_a_set_has_a_mask_for_all_documents_or_for_none(tmp_path: Path) -> None:
+    for number, masks in enumerate([(None, np.array([True])), (np.array([True]), None)]):
+        writer = TokenWriter(tmp_path / str(number), 100, EOS, "key")
+        writer.extend(np.array([EOS]), np.array([1]), masks[0])
+        with pytest.raises(AssertionError, match="a mask for some documents"):
+            writer.extend(np.array([EOS]), np.array([1]), masks[1])
+    empty = TokenWriter(tmp_path / "empty", 100, EOS, "key")
+    empty.finish()
+    assert not TokenFile(tmp_path / "empty").masked
+
+
+def test_a_damaged_mask_is_named(tmp_path: Path) -> None:
+    file = write_masked(tmp_path / "set")
+    path = tmp_path / "set" / MASK
+    content = bytearray(path.read_bytes())
+    content[1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"mask\.bin.*checksum"):
+        file.verify()
+    shorten(path)
+    with pytest.raises(DataError, match="5 bytes, its manifest says 6"):
+        TokenFile(tmp_path / "set")
+    path.unlink()
+    with pytest.raises(DataError, match=r"mask\.bin.*missing"):
+        TokenFile(tmp_path / "set")

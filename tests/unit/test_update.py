@@ -9,16 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.optim import gradients
-from phalanx.optim.update import KINDS, AdamW, Slot, make_slot, zeros
+from phalanx.optim.update import AdamW, Slot, zeros
 
 RULE = AdamW(0.9, 0.95, 1e-8, 0.1)
+KINDS = ("param", *RULE.kinds)
 sizes = st.lists(st.integers(0, 300), min_size=1, max_size=5)
 dtypes = st.sampled_from([torch.float32, torch.float64])
 
 
 def a_slot(sizes: list[int], dtype: torch.dtype, seed: int) -> Slot:
     generator = torch.Generator().manual_seed(seed)
-    slot = make_slot([(f"p{i}", size) for i, size in enumerate(sizes)], KINDS, dtype, torch.device("cpu"), zeros)
+    slot: Slot = {}
+    for i, size in enumerate(sizes):
+        state = RULE.make(f"p{i}", (size,), size, dtype, torch.device("cpu"), zeros)
+        slot[f"p{i}"] = {"param": torch.zeros(size, dtype=dtype)} | state
     for kinds in slot.values():
         for kind, tensor in kinds.items():
             tensor.copy_(torch.randn(tensor.numel(), generator=generator, dtype=torch.float64))
@@ -163,7 +167,6 @@ def test_state_comes_from_the_callers_allocator() -> None:
         asked.append((name, kind, elements, dtype))
         return torch.zeros(elements, dtype=dtype, device=device)
 
-    slot = make_slot([("a", 3), ("b", 0)], ("param", "exp_avg"), torch.float64, torch.device("cpu"), allocate)
-    expected = [(name, kind, size) for name, size in (("a", 3), ("b", 0)) for kind in ("param", "exp_avg")]
-    assert asked == [(*item, torch.float64) for item in expected]
-    assert {name: list(kinds) for name, kinds in slot.items()} == {n: ["param", "exp_avg"] for n in ("a", "b")}
+    state = RULE.make("a", (3,), 3, torch.float64, torch.device("cpu"), allocate)
+    assert asked == [("a", kind, 3, torch.float64) for kind in RULE.kinds]
+    assert tuple(state) == RULE.kinds

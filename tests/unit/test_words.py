@@ -43,6 +43,11 @@ DETAILS = ("step", "loss", "pids", "pid", "rank", "signal", "exit_code", "bytes"
             "checkpoint of step 5 saved (1 MiB in 250 ms)",
         ),
         ({"kind": "evaluated", "step": 4, "loss": 2.0}, "held-out loss 2.0000, perplexity 7.4 after step 4"),
+        (
+            {"kind": "evaluated", "step": 4, "set": "held_out", "loss": 2},
+            "held-out loss 2.0000, perplexity 7.4 after step 4",
+        ),
+        ({"kind": "evaluated", "step": 4, "set": "math", "loss": 2.0}, "math loss 2.0000, perplexity 7.4 after step 4"),
         ({"kind": "finished", "step": 200, "seconds": 185}, "finished after step 200, 3 min 05 s"),
         ({"kind": "attempt_started", "attempt": 2, "pids": {"0": 8}}, "attempt 2 started with 1 rank (pid 8)"),
         ({"kind": "of_a_later_version", "time": 1, "weight": 3}, "of_a_later_version, weight 3"),

@@ -1,0 +1,129 @@
+"""The folder where prepared data lies: one folder a result, there whole or not at all, made by one process at a time.
+
+Where the cache is a URL, results lie below it as well: fetched from there, and put there once they are made.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx import storage
+from phalanx.data.tokens import sync_folder
+
+ABOUT = "prepared.json"  # what a result was made of; in a store it comes last and says that all is there
+LEFT_S = 7 * 24 * 3600.0  # what a killed run left is kept that long, so that it may go on
+_LEFT = re.compile(r"[a-z-]*[0-9a-f]{32}\.(partial|lock)")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """`folder` is local; `url` is where results are kept for others too, if anywhere."""
+
+    folder: Path
+    url: str | None
+    lock_timeout_s: float = storage.LOCK_TIMEOUT_S
+    storage_timeout_s: float = storage.TIMEOUT_S
+
+    def has(self, key: str) -> bool:
+        """Whether a result is here whole."""
+        return complete(self.folder / key)
+
+    def obtain(self, key: str, make: Callable[[Path, Path], None]) -> Path:
+        """The folder of a result: from here, from the store, or made by `make(partial, out)`.
+
+        `partial` is kept when `make` is interrupted and given to it again; what it writes to `out`, a fresh folder, is
+        the result. Raises ConfigError when another process holds it for too long.
+        """
+        folder = self.folder / key
+        if not complete(folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with storage.locked(self.folder / f"{key}.lock", self.lock_timeout_s):
+                if not complete(folder):  # whoever held the lock before may have made it
+                    partial = self.folder / f"{key}.partial"
+                    partial.mkdir(exist_ok=True)
+                    out = partial / "out"
+                    _fresh(out)  # a run may have been killed while it made it
+                    if not (self.url and self._fetch(key, out)):
+                        _fresh(out)
+                        make(partial, out)
+                    sync_folder(out)
+                    if folder.exists():  # somebody deleted a part of it
+                        shutil.rmtree(folder)
+                    os.rename(out, folder)
+                    sync_folder(folder.parent)
+                    shutil.rmtree(partial)
+        if self.url and not storage.exists(storage.join(self.url, key, ABOUT), self.storage_timeout_s):
+            self._put(key, folder)
+        return folder
+
+    def _fetch(self, key: str, out: Path) -> bool:
+        assert self.url is not None
+        base = storage.join(self.url, key)
+        try:
+            about = storage.read_bytes(storage.join(base, ABOUT), timeout_s=self.storage_timeout_s)
+        except FileNotFoundError:
+            return False
+        try:
+            for name in json.loads(about)["files"]:
+                storage.download(storage.join(base, name), out / name, self.storage_timeout_s)
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            # Somebody deleted or damaged a part of it: without this file it is put there again.
+            storage.remove([storage.join(base, ABOUT)], self.storage_timeout_s)
+            return False
+        (out / ABOUT).write_bytes(about)
+        return True
+
+    def _put(self, key: str, folder: Path) -> None:
+        assert self.url is not None
+        for name in [*json.loads((folder / ABOUT).read_text())["files"], ABOUT]:
+            storage.upload(folder / name, storage.join(self.url, key, name), self.storage_timeout_s)
+
+
+def _fresh(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def complete(folder: Path) -> bool:
+    """Whether a folder holds a whole result: nobody has deleted a part of it."""
+    try:
+        files = json.loads((folder / ABOUT).read_text())["files"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return all((folder / name).is_file() for name in files)
+
+
+def describe(out: Path, content: dict[str, Any]) -> None:
+    """Write what a result was made of, and its files, into its folder."""
+    files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
+    (out / ABOUT).write_text(json.dumps({"files": files, **content}, indent=1))
+
+
+def prune(folder: Path) -> None:
+    """Remove what killed runs left long ago and nobody holds."""
+    for path in sorted(folder.glob("*")):
+        if not _LEFT.fullmatch(path.name) or not _old(path):
+            continue
+        lock = path.with_suffix(".lock")
+        with contextlib.suppress(OSError), open(lock, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.suffix == ".partial":
+                shutil.rmtree(path)
+            lock.unlink(missing_ok=True)
+
+
+def _old(path: Path) -> bool:
+    try:
+        newest = max(one.lstat().st_mtime for one in (path, *path.glob("*")))
+    except OSError:  # its owner has just finished
+        return False
+    return time.time() - newest > LEFT_S

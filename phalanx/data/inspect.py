@@ -1,0 +1,134 @@
+"""What is in a token set: counts, lengths, the share that is learnt, and a few documents as text."""
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.data.cache import ABOUT
+from phalanx.data.packing import Form, Packed
+from phalanx.data.tokenizer import Tokenizer, load_tokenizer
+from phalanx.data.tokens import MANIFEST, TokenFile
+from phalanx.errors import ConfigError
+from phalanx.records import HELD_OUT
+
+BLOCK_TOKENS = 8 << 20
+BARS = 12  # of the histogram
+SAMPLE_TOKENS = 400  # shown of one document at most
+
+Run = tuple[str, bool]  # text, and whether it is learnt
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One token set. Lengths are of documents in tokens, EOS included; `lengths` has (from, to, documents) for each bar
+    of a histogram, `to` included. `used`: how many different ids occur. `filled`: the share of the rows' tokens that
+    are a document's, for sets that are packed. `samples`: (number of a document, its runs of text)."""
+
+    name: str
+    folder: str
+    documents: int
+    tokens: int
+    mean: float
+    median: float
+    p95: float
+    longest: int
+    lengths: list[tuple[int, int, int]]
+    vocab_size: int
+    used: int
+    learnt: int | None
+    rows: int | None
+    filled: float | None
+    too_long: int | None
+    samples: list[tuple[int, list[Run]]]
+
+
+def facts(name: str, folder: Path, tokenizer: Path | None, form: Form | None, samples: int) -> Facts:
+    """Look into a token set. `tokenizer` is needed for samples, `form` for how full its rows are.
+
+    Raises DataError for a set that cannot be read, ConfigError for a tokenizer that cannot be opened.
+    """
+    file = TokenFile(folder)
+    counts = np.zeros(file.vocab_size, np.int64)
+    learnt = 0
+    for start in range(0, file.tokens, BLOCK_TOKENS):
+        stop = min(start + BLOCK_TOKENS, file.tokens)
+        found = np.bincount(file.slice(start, stop))
+        if len(found) > len(counts):  # damaged: the loader names such a set
+            counts = np.pad(counts, (0, len(found) - len(counts)))
+        counts[: len(found)] += found
+        learnt += int(file.mask(start, stop).sum())
+    lengths = np.diff(file.index)
+    packed = Packed(file, form, seed=0) if form is not None and form.packed else None
+    backend = load_tokenizer(tokenizer) if tokenizer is not None and samples else None
+    some: list[int] = (
+        np.unique((2 * np.arange(samples) + 1) * file.documents // max(1, 2 * samples)).tolist()
+        if file.documents
+        else []
+    )
+    return Facts(
+        name=name,
+        folder=str(folder),
+        documents=file.documents,
+        tokens=file.tokens,
+        mean=float(lengths.mean()) if len(lengths) else 0.0,
+        median=float(np.median(lengths)) if len(lengths) else 0.0,
+        p95=float(np.percentile(lengths, 95)) if len(lengths) else 0.0,
+        longest=int(lengths.max(initial=0)),
+        lengths=_histogram(lengths),
+        vocab_size=file.vocab_size,
+        used=int((counts > 0).sum()),
+        learnt=learnt if file.masked else None,
+        rows=packed.count if packed else None,
+        filled=packed.filled if packed else None,
+        too_long=packed.too_long if packed else None,
+        samples=[(number, list(_runs(file, number, backend))) for number in some] if backend else [],
+    )
+
+
+def _histogram(lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> list[tuple[int, int, int]]:
+    """Bars whose widths grow by a factor: lengths of documents lie orders of magnitude apart."""
+    if not len(lengths):
+        return []
+    low, high = int(lengths.min()), int(lengths.max())
+    edges = np.unique(np.geomspace(low, high + 1, BARS + 1).round().astype(np.int64))
+    found, _ = np.histogram(lengths, edges)
+    bounds = itertools.pairwise(edges.tolist())
+    return [(a, b - 1, int(count)) for (a, b), count in zip(bounds, found, strict=True)]
+
+
+def _runs(file: TokenFile, number: int, tokenizer: Tokenizer) -> Iterator[Run]:
+    """A document's beginning as text, cut where learning begins or ends."""
+    start, stop = int(file.index[number]), int(file.index[number + 1])
+    stop = min(stop, start + SAMPLE_TOKENS)
+    tokens, mask = file.slice(start, stop), file.mask(start, stop)
+    borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
+    for a, b in itertools.pairwise(borders):
+        yield tokenizer.backend.decode(tokens[a:b].tolist(), skip_special_tokens=False), bool(mask[a])
+
+
+def sets_of(folder: Path) -> tuple[dict[str, Path], Path | None]:
+    """The token sets in a folder by name, and the tokenizer they were made with, where that is known.
+
+    `folder` is a token set or what `phalanx data prepare` names, which may hold two. Raises ConfigError for any other.
+    """
+    if (folder / MANIFEST).is_file():
+        return {folder.name: folder}, _tokenizer_of(folder.parent)
+    found = {name: folder / name for name in ("train", HELD_OUT) if (folder / name / MANIFEST).is_file()}
+    if not found:
+        raise ConfigError(
+            f"{folder} is neither a token set nor a recipe (.yaml); name a folder that phalanx data prepare printed"
+        )
+    return found, _tokenizer_of(folder)
+
+
+def _tokenizer_of(folder: Path) -> Path | None:
+    about = folder / ABOUT
+    if not about.is_file():
+        return None
+    named = Path(os.path.normpath(folder / json.loads(about.read_text())["tokenizer"]))
+    return named if named.is_dir() else None

@@ -1,0 +1,42 @@
+"""A shuffle that is computed for one element at a time, the same on every machine and in every version."""
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROUNDS = 8
+
+
+def order(seed: int, epoch: int, n: int, index: NDArray[np.integer], name: str = "") -> NDArray[np.int64]:
+    """The shuffled order of `n` things: where each of `index` (any shape, values in [0, n)) goes, as int64.
+
+    A bijection of range(n) for each (seed, epoch, name), computed element by element, so that no rank ever holds the
+    order; `name` keeps the orders of several things with the same seed apart.
+    Source: a Feistel network on the next power of two (Luby and Rackoff 1988) with cycle walking (Black and Rogaway
+    2002); its round function is the finaliser of splitmix64 (Steele et al. 2014).
+    """
+    assert not index.size or 0 <= index.min() <= index.max() < n, f"an index outside [0, {n})"
+    bits = (n - 1).bit_length()
+    right_bits = np.uint64((bits + 1) // 2)
+    left_mask, right_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << (bits + 1) // 2) - 1)
+    digest = hashlib.shake_256(f"phalanx order {seed} {epoch}{' ' * bool(name)}{name}".encode()).digest(8 * ROUNDS)
+    keys = np.frombuffer(digest, "<u8").astype(np.uint64)
+    result = index.astype(np.uint64).reshape(-1)
+    pending = np.arange(result.size)  # those still outside [0, n): the walk goes on for them alone
+    while pending.size:
+        value = result[pending]
+        left, right = value >> right_bits, value & right_mask
+        for number in range(0, ROUNDS, 2):
+            left ^= _mix(right + keys[number]) & left_mask
+            right ^= _mix(left + keys[number + 1]) & right_mask
+        value = (left << right_bits) | right
+        result[pending] = value
+        pending = pending[value >= n]
+    return result.astype(np.int64).reshape(index.shape)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,187 @@
+"""What a row is made of: a window of running text, or whole documents that fill it.
+
+A row has `seq_len` inputs and as many labels, cut from `seq_len + 1` tokens. Packing is a pure function of the
+documents' lengths and the seed: every rank computes it for itself.
+"""
+
+import bisect
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.order import order
+from phalanx.data.tokens import TokenFile
+from phalanx.errors import DataError
+
+
+@dataclass(frozen=True)
+class Form:
+    """How documents become rows. `packed`: whole documents, by packing; else windows of the text as it runs.
+
+    `isolated`: no attention across documents in windows, as packed rows always have it. `drop_long`: packed documents
+    that are too long for a row are left out instead of cut.
+    """
+
+    seq_len: int
+    packed: bool = False
+    isolated: bool = False
+    drop_long: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """`tokens` (seq_len + 1,) int64. `learnt` (seq_len,): which labels count; `lengths` int64: how many of the inputs
+    belong to each document, in all seq_len. Both None: all count, and all attend to all before them."""
+
+    tokens: NDArray[np.int64]
+    learnt: NDArray[np.bool_] | None = None
+    lengths: NDArray[np.int64] | None = None
+
+
+class Rows(Protocol):
+    """The rows of a token set, by number; `count` is how many there are."""
+
+    file: TokenFile
+    count: int
+
+    def row(self, number: int) -> Row: ...
+
+
+def rows_of(file: TokenFile, form: Form, seed: int) -> "Rows":
+    """The rows of a token set in the form asked for."""
+    return Packed(file, form, seed) if form.packed else Windows(file, form)
+
+
+class Windows:
+    """Windows of running text, one behind the other. They overlap by one token: labels are inputs shifted by one."""
+
+    def __init__(self, file: TokenFile, form: Form) -> None:
+        self.file, self._form = file, form
+        self.count = max(0, (file.tokens - 1) // form.seq_len)
+
+    def row(self, number: int) -> Row:
+        seq_len = self._form.seq_len
+        start = number * seq_len
+        tokens = _tokens(self.file, start, start + seq_len + 1)
+        if not self._form.isolated:
+            return Row(tokens)
+        index = self.file.index
+        inside = slice(np.searchsorted(index, start, side="right"), np.searchsorted(index, start + seq_len))
+        inner = np.array(index[inside] - start, np.int64)
+        learnt = np.ones(seq_len, np.bool_)
+        learnt[inner - 1] = False  # the end of a document says nothing about the next one
+        if index[inside.stop] == start + seq_len:
+            learnt[-1] = False
+        return Row(tokens, learnt, np.diff(inner, prepend=0, append=seq_len))
+
+
+class Packed:
+    """Rows of whole documents, each packed as full as possible.
+
+    Attributes: `too_long`, how many documents were longer than a row and so cut (or, with `drop_long`, left out), and
+    `filled`, the share of all rows' tokens that are a document's.
+    """
+
+    def __init__(self, file: TokenFile, form: Form, seed: int) -> None:
+        self.file, self._form = file, form
+        room = form.seq_len + 1
+        lengths = np.diff(file.index)
+        long = lengths > room
+        self.too_long = int(long.sum())
+        self._documents, self._first = pack(np.where(long, 0 if form.drop_long else room, lengths), room, seed)
+        self.count = len(self._first) - 1
+        kept = np.minimum(lengths[self._documents], room).sum()
+        self.filled = float(kept / (self.count * room)) if self.count else 0.0
+
+    def documents(self, number: int) -> list[int]:
+        """The numbers of the documents that lie in a row, in their order."""
+        return list(map(int, self._documents[self._first[number] : self._first[number + 1]]))
+
+    def row(self, number: int) -> Row:
+        room = self._form.seq_len + 1
+        documents = self._documents[self._first[number] : self._first[number + 1]]
+        starts = self.file.index[documents]
+        lengths = np.minimum(self.file.index[documents + 1] - starts, room)
+        ends = lengths.cumsum()
+        filled = int(ends[-1])
+        tokens = np.full(room, self.file.eos_id, np.int64)
+        learnt = np.zeros(room, np.bool_)
+        places = np.arange(filled) + np.repeat(starts - (ends - lengths), lengths)
+        tokens[:filled], learnt[:filled] = self.file.gather(places)
+        _check_tokens(self.file, tokens, int(starts[0]))
+        learnt[ends - lengths] = False  # nothing before it in its own document
+        if filled == room:
+            lengths[-1] -= 1  # the last token is a label only
+        elif filled < room - 1:
+            lengths = np.concatenate([lengths, [room - 1 - filled]])
+        return Row(tokens, learnt[1:], lengths)
+
+
+def pack(lengths: NDArray[np.int64], room: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pack documents of these lengths (none above `room`; those of length 0 are left out) into rows of `room` tokens.
+
+    Returns the documents, row by row, and where each row begins among them (one more than there are rows). Best fit
+    decreasing: the longest document first, each into the row with the least room that it fits in. Equal lengths
+    are handled together, so that time and memory depend on how many different ones there are; `seed` says which of
+    equal documents goes where. Source: Johnson et al. 1974 (best fit decreasing); Krell et al. 2021 (on a histogram).
+    """
+    assert not len(lengths) or lengths.max() <= room, "a document longer than a row"
+    shuffled = np.lexsort((order(seed, 0, max(1, len(lengths)), np.arange(len(lengths)), "packing"), lengths))
+    sizes, first, counts = np.unique(lengths[shuffled], return_index=True, return_counts=True)
+    # Rows of one make-up are one group: room left -> [(how many rows, ((size, how many of it), ...)), ...].
+    groups: dict[int, list[tuple[int, tuple[tuple[int, int], ...]]]] = {}
+    spaces: list[int] = []  # the keys of `groups`, ascending
+
+    def put(space: int, rows: int, made_of: tuple[tuple[int, int], ...]) -> None:
+        if space not in groups:
+            bisect.insort(spaces, space)
+        groups.setdefault(space, []).append((rows, made_of))
+
+    for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        left = count if size else 0
+        while left:
+            place = bisect.bisect_left(spaces, size)
+            space = spaces[place] if place < len(spaces) else room
+            each = space // size  # the row just begun has then the least room for the next of this size
+            if place < len(spaces):
+                rows, made_of = groups[space].pop()
+                if not groups[space]:
+                    del groups[space], spaces[place]
+            else:
+                rows, made_of = -(-left // each), ()
+            full = min(rows, left // each)
+            rest = left - full * each if full < rows else 0
+            if full:
+                put(space - each * size, full, (*made_of, (size, each)))
+            if rest:
+                put(space - rest * size, 1, (*made_of, (size, rest)))
+            if made_of and (unused := rows - full - bool(rest)):
+                put(space, unused, made_of)
+            left -= full * each + rest
+    taken = dict(zip(sizes.tolist(), first.tolist(), strict=True))
+    documents, row_sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for space in spaces:
+        for rows, made_of in groups[space]:
+            columns = []
+            for size, each in made_of:
+                columns.append(shuffled[taken[size] : taken[size] + rows * each].reshape(rows, each))
+                taken[size] += rows * each
+            documents.append(np.concatenate(columns, axis=1).ravel())
+            row_sizes.append(np.full(rows, sum(each for _, each in made_of), np.int64))
+    return np.concatenate(documents), np.concatenate([[0], np.cumsum(np.concatenate(row_sizes))])
+
+
+def _tokens(file: TokenFile, start: int, stop: int) -> NDArray[np.int64]:
+    tokens = file.slice(start, stop)
+    _check_tokens(file, tokens, start)
+    return tokens
+
+
+def _check_tokens(file: TokenFile, tokens: NDArray[np.int64], start: int) -> None:
+    if tokens.max() >= file.vocab_size:
+        raise DataError(
+            f"{file.folder} has a token beyond its vocabulary of {file.vocab_size} near number {start}, so the file is "
+            "damaged; delete that folder and prepare the data again"
+        )

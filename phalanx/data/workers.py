@@ -1,0 +1,173 @@
+"""Processes that encode chunks side by side; the first error in the order of the chunks is the one that is told.
+
+They are fresh interpreters, not forks, so the parent may have any number of threads; they end with it.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from phalanx.data.encode import Task
+from phalanx.data.sources import shown
+from phalanx.errors import ConfigError, DataError, PhalanxError, StorageError
+
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.data.encode import main; main()"
+TRIES = 2  # of a chunk whose worker dies
+RAISED: dict[str, type[PhalanxError]] = {error.__name__: error for error in (ConfigError, DataError, StorageError)}
+
+
+class _Worker:
+    """One process and the task that it works on."""
+
+    def __init__(self, number: int, log: Path) -> None:
+        self.number = number
+        self.log = log
+        self.task: int | None = None
+        self.rest = b""
+        with open(log, "wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", START, json.dumps(sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+            )
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        assert self.process.stdin is not None
+        return self.process.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def give(self, index: int, task: Task) -> None:
+        self.task = index
+        with contextlib.suppress(BrokenPipeError):  # it has died: the end of its output will say so
+            self.stdin.write((json.dumps(asdict(task)) + "\n").encode())
+            self.stdin.flush()
+
+    def lines(self) -> list[bytes] | None:
+        """What it has said since; None when it has ended."""
+        data = os.read(self.stdout.fileno(), 1 << 16)
+        if not data:
+            return None
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        return lines
+
+    def end(self) -> str:
+        """Kill it, and say how it had ended by itself."""
+        code = self.process.poll()
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.stdin, self.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        if code is None:
+            code = self.process.returncode
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
+        return f"{how}: {last[0]}" if last else how
+
+
+def run(tasks: Sequence[Task], count: int, logs: Path, on_bytes: Callable[[int], None]) -> None:
+    """Encode all tasks with up to `count` processes; their error output goes to `logs`.
+
+    Raises the error of the first task, in order, that has one: DataError, ConfigError, StorageError, OSError of the
+    cache; DataError too for a task whose worker died twice; RuntimeError with a traceback for anything else. No process
+    is left when it returns or raises, KeyboardInterrupt included.
+    """
+    waiting = deque(range(len(tasks)))
+    tries = [0] * len(tasks)
+    told = [0] * len(tasks)  # bytes counted of each, taken back when it is done again
+    failed: dict[int, Exception] = {}
+    workers: list[_Worker] = []
+    started = 0
+
+    with selectors.DefaultSelector() as selector:
+
+        def start() -> None:
+            nonlocal started
+            worker = _Worker(started, logs / f"worker-{started}.log")
+            started += 1
+            workers.append(worker)
+            selector.register(worker.stdout, selectors.EVENT_READ, worker)
+            assign(worker)
+
+        def assign(worker: _Worker) -> None:
+            worker.task = None
+            if waiting and not failed:
+                index = waiting.popleft()
+                tries[index] += 1
+                worker.give(index, tasks[index])
+
+        def hear(worker: _Worker, message: dict[str, Any]) -> None:
+            index = worker.task
+            assert index is not None, "an answer without a task"
+            if "bytes" in message:
+                told[index] += message["bytes"]
+                on_bytes(message["bytes"])
+                return
+            if "done" not in message:
+                failed[index] = _error(message, tasks[index])
+            assign(worker)
+
+        def bury(worker: _Worker) -> None:
+            selector.unregister(worker.stdout)
+            workers.remove(worker)
+            how, index = worker.end(), worker.task
+            if index is None:
+                return
+            on_bytes(-told[index])
+            told[index] = 0
+            if tries[index] < TRIES:
+                waiting.appendleft(index)
+                start()
+            else:
+                failed[index] = DataError(
+                    f"worker process {worker.number} died ({how}) at {_what(tasks[index])}, as one before it had done; "
+                    f"if memory ran out, lower data.workers"
+                )
+
+        try:
+            for _ in range(min(count, len(tasks))):
+                start()
+            while any(worker.task is not None for worker in workers):
+                if failed and all(worker.task is None or worker.task > min(failed) for worker in workers):
+                    break
+                for key, _ in selector.select():
+                    worker = key.data
+                    lines = worker.lines()
+                    if lines is None:
+                        bury(worker)
+                    for line in lines or ():
+                        hear(worker, json.loads(line))
+        finally:
+            for worker in workers:
+                worker.end()
+    if failed:
+        raise failed[min(failed)]
+
+
+def _error(message: dict[str, Any], task: Task) -> Exception:
+    if "errno" in message:
+        return OSError(message["errno"], message["message"], message["file"])
+    if message["error"] in RAISED:
+        return RAISED[message["error"]](message["message"])
+    return RuntimeError(f"at {_what(task)}:\n{message['message']}")
+
+
+def _what(task: Task) -> str:
+    more = f" and {len(task.chunk.paths) - 1} more" if len(task.chunk.paths) > 1 else ""
+    place = f", bytes {task.chunk.start} to {task.chunk.stop}" if task.chunk.stop else ""
+    return f"{shown(task.chunk.paths[0])}{more}{place}"

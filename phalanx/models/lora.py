@@ -1,0 +1,148 @@
+"""Low-rank adapters beside frozen weights (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021).
+
+A chosen matrix W (out, in) computes x W^T + alpha / rank * dropout(x) A^T B^T, where only A (rank, in) and B (out,
+rank) are trained. They are parameters `lora_a` and `lora_b` of the matrix's own module; no other parameter is renamed,
+and every other parameter of the model is frozen.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+from phalanx.models.draws import Draws, key, uniform
+from phalanx.models.layers import Linear
+from phalanx.models.spec import LORA_TARGETS, LoraSpec
+
+# A target of LORA_TARGETS -> its module in a block.
+MODULES = {name: f"{'attention' if name in ('q', 'k', 'v', 'o') else 'mlp'}.{name}" for name in LORA_TARGETS}
+# Places of an adapter's dropout, apart from those of the blocks' own, which count from 0 to twice the layers.
+_FIRST_PLACE = 1 << 20
+
+
+class LoraLinear(Linear):
+    """A linear layer with an adapter; `number` (below 8) tells its dropout from that of others in the block."""
+
+    def __init__(self, like: nn.Linear, lora: LoraSpec, number: int) -> None:
+        """Takes shape, device and dtype of `like`, and none of its values."""
+        device, dtype = like.weight.device, like.weight.dtype
+        super().__init__(like.in_features, like.out_features, like.bias is not None, device, dtype)
+        self.requires_grad_(False)
+        self.lora_a = nn.Parameter(torch.empty(lora.rank, like.in_features, device=device, dtype=dtype))
+        self.lora_b = nn.Parameter(torch.empty(like.out_features, lora.rank, device=device, dtype=dtype))
+        self.scale, self.dropout, self.number = lora.scale, lora.dropout, number
+
+    def forward(self, x: Tensor, draws: Draws | None = None, place: Tensor | None = None) -> Tensor:
+        """x (B, S, in) -> (B, S, out). With `draws`, `place` is the 0-dim number of the block's first dropout."""
+        base = F.linear(x, self.weight, self.bias)
+        if draws is not None and place is not None:
+            x = draws.dropout(x, place * 8 + (_FIRST_PLACE + self.number), self.dropout)
+        # The scale on the narrow side: rank instead of `out` products for each token.
+        return base + F.linear(F.linear(x, self.lora_a) * self.scale, self.lora_b)
+
+
+def apply_lora(model: nn.Module, lora: LoraSpec) -> None:
+    """Give the chosen matrices of each block of `model` (on meta) an adapter, and freeze every other parameter.
+
+    Raises ConfigError where the blocks of a user's own model lack a chosen matrix, or do not hand dropout's draws on.
+    """
+    blocks = model.get_submodule("layers")
+    assert isinstance(blocks, nn.ModuleList)
+    model.requires_grad_(False)
+    for index, block in enumerate(blocks):
+        for number, target in enumerate(LORA_TARGETS):
+            if target not in lora.targets:
+                continue
+            path = MODULES[target]
+            found = dict(block.named_modules()).get(path)
+            if not isinstance(found, nn.Linear):
+                raise ConfigError(
+                    f"model.lora.targets names {target}, but layers.{index} of the model has no linear layer {path}; "
+                    "choose targets that it has"
+                )
+            block.set_submodule(path, LoraLinear(found, lora, number))
+    if lora.dropout > 0.0:
+        _check_draws(model)
+
+
+def _check_draws(model: nn.Module) -> None:
+    """Raises ConfigError unless the draws of dropout reach each adapter: dropout is not left out in silence."""
+    missing = {name for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+    def note(module: nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
+        if any(isinstance(value, Draws) for value in (*inputs, *named.values())):
+            missing.discard(names[module])
+
+    names = {module: name for name, module in model.named_modules()}
+    hooks = [model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True) for name in missing]
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    try:
+        model(tokens, tokens, Draws(0, 0, torch.zeros(1, dtype=torch.int64, device="meta")))
+    except TypeError as error:
+        raise ConfigError(
+            "model.lora.dropout needs a block that hands `draws` and `place` on to its attention, its MLP and their "
+            f"linear layers, which the model's own does not ({error}); set model.lora.dropout to 0, or mend the block"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if missing:
+        raise ConfigError(
+            f"model.lora.dropout reaches {len(missing)} of the adapters not at all, as {min(missing)} is not handed "
+            "`draws`; set model.lora.dropout to 0, or mend the block"
+        )
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter `name` is of an adapter."""
+    return name.endswith((".lora_a", ".lora_b"))
+
+
+def adapter_names(lora: LoraSpec, layers: int) -> Iterator[tuple[str, str, str]]:
+    """(matrix, A, B): the names of each adapted matrix and of its adapter, layer by layer."""
+    for index in range(layers):
+        for target in lora.targets:
+            module = f"layers.{index}.{MODULES[target]}"
+            yield f"{module}.weight", f"{module}.lora_a", f"{module}.lora_b"
+
+
+def init_adapter_slice(
+    seed: int, name: str, start: int, stop: int, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype
+) -> Tensor:
+    """Initial values of elements [start, stop) of the flattened adapter parameter `name` of `shape`, 1-D.
+
+    A is uniform in +-1 / sqrt(in), as in PEFT, by coordinates; B is zero, so that a fresh adapter changes nothing.
+    """
+    if name.endswith(".lora_b"):
+        return torch.zeros(stop - start, device=device, dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    values = uniform(key(seed, name), start, stop, device=device, dtype=wide)
+    return values.mul_(2.0).sub_(1.0).mul_(shape[1] ** -0.5).to(dtype)
+
+
+def merged(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
+    """weight + scale * B A, computed in float32 (float64 where any of them is) and returned so."""
+    wide = torch.promote_types(torch.promote_types(weight.dtype, lora_a.dtype), torch.float32)
+    return torch.addmm(weight.to(wide), lora_b.to(wide), lora_a.to(wide), alpha=scale)
+
+
+def fingerprint(read: Callable[[str, int, int], Tensor], shapes: dict[str, tuple[int, ...]]) -> str:
+    """A checksum that tells the frozen weights of one model from those of another without reading them all.
+
+    Of every parameter it takes the shape, the stored dtype, and 64 elements at the start, in the middle and at the end.
+    `read(name, start, stop)` gives elements of a flattened parameter.
+    """
+    digest = hashlib.sha256()
+    for name, shape in shapes.items():
+        count = 1
+        for size in shape:
+            count *= size
+        digest.update(repr((name, tuple(shape))).encode())
+        for start in (0, count // 2, max(0, count - 64)):
+            part = read(name, start, min(start + 64, count))
+            digest.update(repr(part.dtype).encode())
+            digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,89 @@
+"""AdamW that keeps its two moments in 8 bits each: 2 bytes of state an element instead of 8.
+
+A moment is decoded, updated by the same kernel as AdamW's, and coded again, a portion at a time. A block of codes never
+leaves its row, and sharding never cuts a row, so any number of ranks keeps the same codes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from phalanx.optim.coded import Coded, blocks_of, code_of_zero
+from phalanx.optim.engine import Allocator
+from phalanx.optim.update import MOMENTS, AdamW, Slot, State, copy_over
+
+LEAST_ELEMENTS = 4096  # of a whole parameter; in smaller ones, and in vectors, moments stay as they are
+
+
+@dataclass(frozen=True)
+class AdamW8bit:
+    """`AdamW` with coded moments, of matrices of LEAST_ELEMENTS elements and more."""
+
+    adamw: AdamW
+    kinds: ClassVar[tuple[str, ...]] = MOMENTS
+
+    def make(
+        self,
+        name: str,
+        shape: Sequence[int],
+        elements: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        allocate: Allocator,
+    ) -> State:
+        if not _is_coded(shape):
+            return self.adamw.make(name, shape, elements, dtype, device, allocate)
+        rows, (count, length) = elements // shape[-1], blocks_of(shape[-1])
+        state = {}
+        for kind in MOMENTS:
+            codes = allocate(name, f"{kind}.codes", rows * count * length, torch.uint8, device)
+            scales = allocate(name, f"{kind}.scales", rows * count, dtype, device)
+            state[f"{kind}.codes"], state[f"{kind}.scales"] = codes.view(rows, count, length), scales.view(rows, count)
+            state[f"{kind}.codes"].fill_(code_of_zero(kind))
+        return state
+
+    def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        if not _is_coded(shape):
+            return self.adamw.state_bytes(shape, itemsize)
+        count, length = blocks_of(shape[-1])
+        return 2 * math.prod(shape[:-1]) * count * (length + itemsize)
+
+    def apply(
+        self,
+        source: Slot,
+        target: Slot,
+        grads: dict[str, torch.Tensor],
+        *,
+        step: int,
+        lr: float,
+        no_decay: frozenset[str],
+        divisor: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        copy_over(source, target)
+        divisor = self.adamw.divided(grads, divisor)
+        plain = {name: grad for name, grad in grads.items() if "exp_avg" in target[name]}
+        self.adamw.in_place(target, plain, step=step, lr=lr, no_decay=no_decay, divisor=divisor, skip=skip)
+        for name in grads.keys() - plain.keys():
+            mean, square = (Coded.of(target[name], kind, grads[name].numel()) for kind in MOMENTS)
+            for first, last in mean.portions():
+                part = slice(first * mean.columns, last * mean.columns)
+                decoded = {
+                    "param": target[name]["param"][part],
+                    "exp_avg": mean.rows(first, last),
+                    "exp_avg_sq": square.rows(first, last),
+                }
+                gradient = {name: grads[name][part]}
+                self.adamw.in_place(
+                    {name: decoded}, gradient, step=step, lr=lr, no_decay=no_decay, divisor=divisor, skip=skip
+                )
+                # Of a skipped step the same numbers are coded again, and give the same codes.
+                mean.put(first, last, decoded["exp_avg"])
+                square.put(first, last, decoded["exp_avg_sq"])
+
+
+def _is_coded(shape: Sequence[int]) -> bool:
+    return len(shape) > 1 and math.prod(shape) >= LEAST_ELEMENTS

@@ -1,0 +1,147 @@
+"""Numbers of a state in 8 bits each: blocks of a row share a scale, and a code is an entry of a fixed table.
+
+The table has more entries the nearer to zero (relative to the block's greatest), so that seven orders of magnitude are
+told apart. Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022. Two changes: the table for
+signed numbers holds -1 as it holds 1, and a positive number is never coded as zero (a second moment of zero would make
+its update huge). With the first, decoding and coding again gives the same codes and scales: a checkpoint may hold the
+decoded numbers, and a run that is resumed from it goes on bit by bit.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 256  # elements at most that share a scale
+PORTION_ELEMENTS = 2**24  # decoded at a time
+SIGNED = frozenset(["exp_avg"])
+# Blocks whose greatest is below count as zero: further down decoding would meet numbers that float32 holds inexactly.
+# The root of such a second moment is 1e-15, far below any eps.
+LEAST = 1e-30
+
+
+@functools.cache
+def table(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 256 numbers that codes stand for, in order, and the 255 places between them at which rounding changes."""
+    numbers = [0.0, 1.0]
+    for exponent in range(7):
+        # 2^exponent numbers (twice as many where no sign is needed) in the middles of equal parts of [0.1, 1], scaled.
+        edges = torch.linspace(0.1, 1.0, 2 ** (exponent if signed else exponent + 1) + 1, dtype=torch.float64)
+        middles = ((edges[1:] + edges[:-1]) / 2 * 10.0 ** (exponent - 6)).tolist()
+        numbers += middles + ([-middle for middle in middles] if signed else [])
+    values = torch.tensor(sorted(numbers), dtype=torch.float64)
+    if signed:
+        values[0] = -1.0  # in place of -0.993
+    between = (values[1:] + values[:-1]) / 2
+    if not signed:
+        between[0] = 0.0  # whatever is above zero stays above it
+    return values.to(device, dtype), between.to(device, dtype)
+
+
+def code_of_zero(kind: str) -> int:
+    values, _ = table(kind in SIGNED, torch.float32, torch.device("cpu"))
+    return int((values == 0).nonzero())
+
+
+def blocks_of(columns: int) -> tuple[int, int]:
+    """(blocks of a row, elements of a block): as few equal blocks as there can be; the last may be filled up."""
+    count = -(-columns // BLOCK)
+    return count, -(-columns // count)
+
+
+def code(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values (rows, columns) -> codes uint8 (rows, blocks, block) and scales (rows, blocks) in the values' dtype."""
+    rows, columns = values.shape
+    count, length = blocks_of(columns)
+    blocks = F.pad(values, (0, count * length - columns)).view(rows, count, length)
+    scales = blocks.abs().amax(dim=-1)
+    scales = torch.where(scales < LEAST, 0.0, scales)
+    shares = torch.where(scales[..., None] > 0, blocks / scales[..., None], 0.0)
+    fast = values.dtype == torch.float32 and values.device.type == "cpu"
+    return (looked_up(shares, signed) if fast else searched(shares, signed)), scales
+
+
+def searched(shares: torch.Tensor, signed: bool) -> torch.Tensor:
+    """The codes of numbers from -1 to 1: how many of the places between the table's numbers lie below each."""
+    _, between = table(signed, shares.dtype, shares.device)
+    return torch.bucketize(shares, between, out_int32=True).to(torch.uint8)
+
+
+def looked_up(shares: torch.Tensor, signed: bool) -> torch.Tensor:
+    """The same for float32: a binary search takes a CPU ten times as long.
+
+    Numbers with the same upper 16 bits lie so close together that at most one of the places is among them.
+    """
+    firsts, between = _look_up(signed, shares.device)
+    flat = shares.flatten()
+    first = firsts.index_select(0, (flat.view(torch.int32) >> 16).bitwise_and_(0xFFFF))
+    return first.add_(flat > between.index_select(0, first)).to(torch.uint8).view(shares.shape)
+
+
+@functools.cache
+def _look_up(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The code of the least float32 with each upper half (65536,), and the place above each code (256,)."""
+    upper = torch.arange(1 << 16, dtype=torch.int64, device=device)
+    least = (upper << 16) + torch.where(upper < 1 << 15, 0, 0xFFFF)  # of a negative number: the farthest from zero
+    _, between = table(signed, torch.float32, device)
+    firsts = torch.bucketize(least.to(torch.int32).view(torch.float32), between, out_int32=True)
+    return firsts, torch.cat((between, between.new_full((1,), torch.inf)))
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool, columns: int) -> torch.Tensor:
+    """The numbers (rows, columns) that codes and scales stand for, in the dtype of the scales."""
+    numbers, _ = table(signed, scales.dtype, scales.device)
+    found = numbers.index_select(0, codes.flatten().int()).view(codes.shape).mul_(scales[..., None])
+    return found.flatten(1)[:, :columns]
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A coded shard of one kind of state, of whole rows: codes (rows, blocks, block) and scales (rows, blocks)."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    elements: int
+    signed: bool
+
+    @classmethod
+    def of(cls, state: Mapping[str, torch.Tensor], kind: str, elements: int) -> "Coded":
+        """The view of what a state keeps flat under "KIND.codes" and "KIND.scales"."""
+        codes, scales = state[f"{kind}.codes"], state[f"{kind}.scales"]
+        return cls(codes, scales, elements, kind in SIGNED)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.scales.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.scales.device
+
+    @property
+    def columns(self) -> int:
+        return self.elements // max(1, self.scales.shape[0])
+
+    def portions(self) -> list[tuple[int, int]]:
+        """The rows, cut into runs of at most PORTION_ELEMENTS elements."""
+        rows, step = self.scales.shape[0], max(1, PORTION_ELEMENTS // max(1, self.columns))
+        return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """The decoded rows [first, last), flat."""
+        return decode(self.codes[first:last], self.scales[first:last], self.signed, self.columns).reshape(-1)
+
+    def put(self, first: int, last: int, values: torch.Tensor) -> None:
+        """Code flat values into the rows [first, last)."""
+        codes, scales = code(values.view(last - first, self.columns), self.signed)
+        self.codes[first:last] = codes
+        self.scales[first:last] = scales
+
+    def decoded(self) -> torch.Tensor:
+        """All elements, flat."""
+        out = torch.empty(self.elements, dtype=self.dtype, device=self.device)
+        for first, last in self.portions():
+            out[first * self.columns : last * self.columns] = self.rows(first, last)
+        return out

@@ -1,0 +1,80 @@
+"""What a dry run found, as tables for a terminal."""
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.report import words
+from phalanx.report.terminal import open_terminal
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the tables of `train.dry_run.dry_run`, and what its numbers leave out."""
+    terminal = open_terminal()
+    model, assumed, work, disk = (found[name] for name in ("model", "assumed", "work", "disk"))
+    ranks, kept = assumed["ranks"], disk["checkpoints_kept"]
+    memory = [(name, words.size(value)) for name, value in found["memory"].items()]
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for title, rows in {
+        "parameters": _parameters(model),
+        f"memory of one of {ranks} ranks" if ranks > 1 else "memory": [
+            *memory,
+            ("together", words.size(found["memory_total"])),
+        ],
+        "activations of one sequence": [
+            (f"memory.activations={mode}", words.size(value)) for mode, value in found["sequence"].items()
+        ],
+        "work": _work(work),
+        "disk": [
+            ("a checkpoint", f"{words.size(disk['checkpoint'])}, {kept} kept"),
+            ("an export", words.size(disk["export"])),
+            *([("its adapter alone", words.size(disk["adapter"]))] if disk["adapter"] else []),
+        ],
+    }.items():
+        table.add_row(Text(title, style="bold cyan"))
+        for name, value in rows:
+            table.add_row(f"  {name}", value, style="bold" if name == "together" else None)
+    terminal.print(Text(model["shape"], style="bold"))
+    terminal.print(table)
+    for note in notes(assumed):
+        terminal.print(note, style="dim")
+
+
+def notes(assumed: dict[str, Any]) -> list[str]:
+    """What was assumed, and what the numbers leave out."""
+    found = [
+        f"Reckoned for {assumed['dtype']}, engine {assumed['engine']}, {assumed['micro_batch']} sequence"
+        f"{'s' if assumed['micro_batch'] > 1 else ''} at a time, memory.activations={assumed['activations']}."
+    ]
+    if assumed["micro_batch_measured"]:
+        found.append(
+            "train.micro_batch is auto: the run measures what fits; each further sequence takes as much again."
+        )
+    if assumed["vocabulary_trained"]:
+        found.append("The tokenizer is still to be trained: on a small text it gets fewer tokens than assumed here.")
+    found.append(
+        "Left out: what compilation saves, the allocator's unused blocks, buffers of collectives, the driver and torch "
+        "itself; allow a fifth of the device for them. FLOPs are those of the model: recomputation is not counted."
+    )
+    return found
+
+
+def _parameters(model: dict[str, Any]) -> list[tuple[str, str]]:
+    whole = model["parameters"]
+    rows = [(name, f"{words.count(count)}  {100 * count / whole:4.1f} %") for name, count in model["parts"].items()]
+    trained = f"{words.count(model['trained'])}  {100 * model['trained'] / whole:.3g} %"
+    return [("all", f"{whole:,}"), *rows, ("trained", trained)]
+
+
+def _work(work: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("a step", f"{work['sequences_per_step']:,} sequences, {words.count(work['tokens_per_step'])} tokens"),
+        ("the run", f"{work['steps']:,} steps, {words.count(work['tokens'])} tokens"),
+        (
+            "FLOPs of a token",
+            f"{work['flops_per_token']:.3g}, {work['flops_per_token_causal']:.3g} with causal attention",
+        ),
+        ("FLOPs of a step", f"{work['flops_per_step']:.3g}"),
+        ("FLOPs of the run", f"{work['flops']:.3g}"),
+    ]

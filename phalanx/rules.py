@@ -1,0 +1,129 @@
+"""The update rules by name, and which keys and options each takes: plain data, to check a recipe without torch.
+
+Only element-wise rules are here: a rank may hold any part of any parameter, and updates it by itself.
+"""
+
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+BETAS = ("beta1", "beta2", "eps")
+
+
+@dataclass(frozen=True)
+class Known:
+    """One rule: its class in torch.optim (None: our own), the keys of `optim` that it reads, its further options."""
+
+    torch_class: str | None
+    keys: tuple[str, ...] = ("weight_decay",)
+    options: Mapping[str, type] = field(default_factory=dict)  # float: any number; bool: true or false
+
+
+RULES: dict[str, Known] = {
+    "adamw": Known(None, (*BETAS, "weight_decay")),
+    "adamw8bit": Known(None, (*BETAS, "weight_decay")),
+    "adam": Known("Adam", (*BETAS, "weight_decay"), {"amsgrad": bool, "decoupled_weight_decay": bool}),
+    "sgd": Known("SGD", options={"momentum": float, "dampening": float, "nesterov": bool}),
+    "adadelta": Known("Adadelta", options={"rho": float, "eps": float}),
+    "adagrad": Known("Adagrad", options={"lr_decay": float, "initial_accumulator_value": float, "eps": float}),
+    "adamax": Known("Adamax", (*BETAS, "weight_decay")),
+    "nadam": Known(
+        "NAdam", (*BETAS, "weight_decay"), {"momentum_decay": float, "decoupled_weight_decay": bool}
+    ),
+    "radam": Known("RAdam", (*BETAS, "weight_decay"), {"decoupled_weight_decay": bool}),
+    "rmsprop": Known("RMSprop", options={"alpha": float, "eps": float, "momentum": float, "centered": bool}),
+    "rprop": Known("Rprop", keys=()),
+    "asgd": Known("ASGD", options={"lambd": float, "alpha": float, "t0": float}),
+}  # fmt: skip
+REFUSED = {
+    "lbfgs": "it computes the loss several times in one step",
+    "adafactor": "it keeps sums of whole rows and columns, of which a rank may hold a part",
+    "muon": "it works on whole matrices, of which a rank may hold a part",
+    "sparseadam": "it is for sparse gradients, and there are none here",
+}
+ELSEWHERE = {"lr": ("lr",), "weight_decay": ("weight_decay",), "betas": ("beta1", "beta2"), "eps": ("eps",)}
+FORBIDDEN = ("foreach", "fused", "maximize", "capturable", "differentiable")
+READ_BY = {"power": "polynomial", "decay_share": "wsd", "decay_shape": "wsd"}  # keys of one schedule alone
+
+
+def default_weight_decay(rule: str) -> float:
+    """What `optim.weight_decay: auto` means."""
+    return 0.1 if rule in ("adamw", "adamw8bit") else 0.0
+
+
+def default_decay_steps(optim: Mapping[str, Any], steps: int) -> int:
+    """What `optim.decay_steps: auto` means for a run of `steps`, at least 1; one that ends within its warm-up, as when
+    something is tried out, leaves room for the rest."""
+    if steps > optim["warmup_steps"]:
+        return steps
+    stable = 1 - optim["decay_share"] if optim["schedule"] == "wsd" else 1.0
+    return max(steps, math.ceil(optim["warmup_steps"] / stable - 1e-9) if stable else optim["warmup_steps"])
+
+
+def problems(optim: Mapping[str, Any], changed: Collection[str]) -> list[str]:
+    """What of the section `optim` cannot work, as sentences; `changed`: its keys of another value than their default.
+
+    Choosing a weight decay of 0 is choosing nothing.
+    """
+    chosen = [key for key in changed if key != "weight_decay" or optim[key]]
+    unread = [
+        f"optim.{key} is set, but optim.schedule {optim['schedule']} does not use it; remove it, or choose {schedule}"
+        for key, schedule in READ_BY.items()
+        if key in chosen and optim["schedule"] != schedule
+    ]
+    return [*_rule_problems(optim["rule"], optim["options"], chosen), *unread, *_schedule_problems(optim)]
+
+
+def _schedule_problems(optim: Mapping[str, Any]) -> list[str]:
+    warmup, decay, share = (optim[key] for key in ("warmup_steps", "decay_steps", "decay_share"))
+    if decay == "auto":
+        return []
+    if warmup > decay:
+        return [f"optim.warmup_steps {warmup} exceeds optim.decay_steps {decay}; lower it"]
+    stable = math.floor(decay * (1 - share) + 1e-9)  # 10 steps of 100 at a share of 0.9, not 9
+    if optim["schedule"] == "wsd" and warmup > stable:
+        return [
+            f"optim.warmup_steps {warmup} reaches beyond step {stable}, where the last {share:g} of optim.decay_steps "
+            f"{decay} begins to decay; lower it, or optim.decay_share"
+        ]
+    return []
+
+
+def _rule_problems(rule: str, options: Mapping[str, bool | int | float], changed: Collection[str]) -> list[str]:
+    if reason := REFUSED.get(rule.lower()):  # torch writes LBFGS and Muon
+        return [f"optim.rule {rule} cannot be used, since {reason}; choose one of {', '.join(RULES)}"]
+    if rule not in RULES:
+        near = difflib.get_close_matches(rule.lower(), RULES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(RULES)}"
+        return [f"optim.rule {rule!r} is not known; {hint}"]
+    known = RULES[rule]
+    found = [
+        f"optim.{key} is set, but optim.rule {rule} does not use it; remove it, or choose another rule"
+        for key in (*BETAS, "weight_decay")
+        if key in changed and key not in known.keys
+    ]
+    return found + [sentence for name, value in options.items() if (sentence := _option_problem(rule, name, value))]
+
+
+def _option_problem(rule: str, name: str, value: bool | int | float) -> str | None:
+    known = RULES[rule].options
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"optim.options.{name} must be a finite number, not {value}"
+    if name in known:
+        if known[name] is bool and not isinstance(value, bool):
+            return f"optim.options.{name} must be true or false, not {value!r}"
+        if known[name] is float and isinstance(value, bool):
+            return f"optim.options.{name} must be a number, not {str(value).lower()}"
+        return None
+    keys = [f"optim.{key}" for key in ELSEWHERE.get(name, ()) if key == "lr" or key in RULES[rule].keys]
+    if keys:
+        return f"optim.options.{name} is not where {rule} reads it; set {' and '.join(keys)}"
+    if name in FORBIDDEN:
+        return f"optim.options.{name} cannot be chosen, since gradients are kept and summed in one way; remove it"
+    if not known:
+        return f"optim.options.{name} is not used, since {rule} has no further options; remove it"
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"the options of {rule} are {', '.join(known)}"
+    return f"optim.options.{name} is not known to {rule}; {hint}"

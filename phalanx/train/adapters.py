@@ -1,0 +1,119 @@
+"""A run that trains adapters: what they start from, which frozen weights they belong to, how they become one model."""
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.errors import ConfigError, RunError
+from phalanx.models.custom import on_meta, shapes_of
+from phalanx.models.hf import hf_name
+from phalanx.models.llama import Llama
+from phalanx.models.lora import adapter_names, fingerprint, merged
+from phalanx.models.peft import Adapter
+from phalanx.models.spec import ModelSpec
+from phalanx.models.weights import Weights
+from phalanx.records import BASE_WEIGHTS, RunPaths
+
+if TYPE_CHECKING:  # the loop runs where pydantic is not installed
+    from phalanx.config import Config, LoraSection
+
+ReadTensor = Callable[[str], torch.Tensor]  # our parameter's name -> the whole of it
+
+
+def opened(section: "LoraSection", layers: int, code: type[Llama]) -> Adapter | None:
+    """The adapter that a run starts from, or None where it starts from a fresh one."""
+    if section.adapter is None:
+        return None
+    return Adapter(Path(section.adapter).expanduser(), layers, functools.partial(hf_name, model_class=code))
+
+
+def resolve(config: "Config", layers: int, code: type[Llama]) -> list[tuple[str, Any, str]]:
+    """(key, value, reason) of each `auto` of model.lora, which for a model of `layers` blocks names an adapter.
+
+    Raises ConfigError where the adapter is of another shape than the recipe says.
+    """
+    section = config.model.lora
+    adapter = opened(section, layers, code) if section is not None else None
+    if section is None or adapter is None:
+        return []
+    chosen = []
+    lora = adapter.lora
+    own: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}
+    for name, value in own.items():
+        given = getattr(section, name)
+        if given == "auto":
+            chosen.append((f"model.lora.{name}", value, "the adapter's"))
+        elif given != value and not (isinstance(given, list) and set(given) == set(own["targets"])):
+            raise ConfigError(
+                f"model.lora.{name} is {given}, but the adapter {adapter.folder} has {value}; remove model.lora."
+                f"{name}, or start from another adapter"
+            )
+    return chosen
+
+
+def check(config: "Config", spec: ModelSpec, code: type[Llama]) -> int:
+    """The number of parameters of the adapters; raises ConfigError where the model or an adapter cannot take them."""
+    model = on_meta(spec, code)
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    assert config.model.lora is not None
+    adapter = opened(config.model.lora, spec.layers, code)
+    if adapter is not None:
+        adapter.check(shapes)
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def base_of(config: "Config", spec: ModelSpec, code: type[Llama]) -> str:
+    """The fingerprint of the frozen weights that the adapters of a run belong to."""
+    return fingerprint(_weights(config, code).read, shapes_of(code, spec))
+
+
+def _weights(config: "Config", code: type[Llama]) -> Weights:
+    assert config.model.from_hf is not None, "adapters need a model of which the weights are known"
+    return Weights(Path(config.model.from_hf).expanduser(), code)
+
+
+def whole_model(
+    config: "Config", spec: ModelSpec, code: type[Llama], paths: RunPaths, trained: ReadTensor
+) -> ReadTensor:
+    """Reads the parameters of the whole model: each frozen matrix with its adapter added, the others as they are.
+
+    Raises RunError when the folder of the frozen weights holds others than the run began with.
+    """
+    assert spec.lora is not None
+    lora, weights, shapes = spec.lora, _weights(config, code), shapes_of(code, spec)
+    if _noted_base(paths) != fingerprint(weights.read, shapes):
+        raise RunError(
+            f"model.from_hf {config.model.from_hf} does not hold the weights that the adapters of {paths.root} were "
+            "trained beside; restore that folder, or export the adapters alone, without --merge"
+        )
+    adapters = {matrix: (a, b) for matrix, a, b in adapter_names(lora, spec.layers)}
+
+    def read(name: str) -> torch.Tensor:
+        base = weights.read(name, 0, math.prod(shapes[name])).view(shapes[name])
+        if name not in adapters:
+            return base
+        a, b = (trained(part) for part in adapters[name])
+        return merged(base, a, b, lora.scale)
+
+    return read
+
+
+def _noted_base(paths: RunPaths) -> Any:
+    try:
+        return json.loads(paths.data.read_text(encoding="utf-8"))[BASE_WEIGHTS]["sha256"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{paths.data} cannot be read ({error}), so nobody knows which weights the adapters belong to; restore it"
+        ) from None
+
+
+def base_name(config: "Config") -> str:
+    """What an exported adapter says that its base model is: where the folder lies."""
+    assert config.model.from_hf is not None
+    folder = Path(config.model.from_hf).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else config.model.from_hf

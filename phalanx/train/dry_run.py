@@ -1,0 +1,255 @@
+"""What a run would be, found without data and without memory: parameters, bytes by item, operations, steps.
+
+Sizes come from the true shapes of a model on meta and from what the run itself counts by; activations are measured by
+walking one forward and backward pass with fake tensors, which have shapes and storages but hold nothing.
+"""
+
+import functools
+import math
+import tempfile
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx import balance, storage
+from phalanx.config import Config
+from phalanx.data.tokenizer import load_tokenizer
+from phalanx.errors import ConfigError
+from phalanx.models import layers
+from phalanx.models.custom import model_class, on_meta, shapes_of
+from phalanx.models.draws import Draws
+from phalanx.models.llama import Llama
+from phalanx.models.spec import ModelSpec, flops_per_token
+from phalanx.optim import gradients
+from phalanx.optim.choose import make_rule
+from phalanx.optim.engine import Precision
+from phalanx.parallel.apply import DTYPES, change_blocks
+from phalanx.recipe import resolve, update
+from phalanx.tasks.language import LanguageModel
+from phalanx.tasks.task import Batch
+from phalanx.train import adapters, copies
+from phalanx.train.build import spec_from_run
+from phalanx.train.probe import state_items
+
+MODES = ("none", "selective", "full")
+ADAPTERS = "adapters"  # the part of a model that they are
+# What the loss makes at once is measured with the activations, with the head's gradient in it.
+MEASURED = "gradient of the head"
+
+
+def dry_run(config: Config, ranks: int) -> dict[str, Any]:
+    """Sizes of the run that `config` describes on `ranks` ranks, as JSON-able tables; bytes are of one rank.
+
+    Without a `train.dtype` it is reckoned for accelerators with bf16. Reads at most a tokenizer and a config.json.
+    Raises ConfigError for what the run itself would refuse before it looks at data.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        return _dry_run(_local(config, Path(temporary)), ranks)
+
+
+def _local(config: Config, temporary: Path) -> Config:
+    """The recipe with local folders for those at URLs; of `model.from_hf` only the config.json is fetched."""
+    url = config.model.from_hf
+    if url is not None and storage.is_url(url):
+        name = "config.json"
+        try:
+            storage.download(storage.join(url, name), temporary / name, config.resilience.storage_timeout_s)
+        except FileNotFoundError:
+            raise ConfigError(f"model.from_hf {url} has no {name}; name a Hugging Face folder") from None
+        config = update(config, {"model.from_hf": str(temporary)})
+    return copies.fetched(config)
+
+
+def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
+    config, _ = resolve(config, device="accelerator", world=ranks)
+    vocabulary = None
+    if config.model.vocab_size == "auto" and not config.model.preset and not config.model.from_hf:
+        vocabulary = _vocabulary(config)
+        config = update(config, {"model.vocab_size": vocabulary})
+    spec = spec_from_run(config)
+    if of_adapter := adapters.resolve(config, spec.layers, model_class(config.model.code)):
+        config = update(config, {key: value for key, value, _ in of_adapter})
+        spec = spec_from_run(config)
+    model = on_meta(spec, model_class(config.model.code))
+    shapes = {name: (tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()}
+    counts = {name: math.prod(shape) for name, (shape, _) in shapes.items()}
+    parts = _parts(counts)
+    trained = sum(counts[name] for name, (_, trains) in shapes.items() if trains)
+
+    dtype, rule = _compute_dtype(config), make_rule(config.optim)
+    shard_over = ranks if config.parallel.data == "fsdp2" else 1
+    shared = torch.float32 if config.train.dtype == "mixed" and ranks > 1 else dtype
+    memory = state_items(spec, Precision(dtype, shared), shard_over, model_class(config.model.code), rule)
+    memory.pop(MEASURED)
+    most = max(balance.even(config.train.global_batch, ranks))
+    micro_batch = min(1 if config.train.micro_batch == "auto" else config.train.micro_batch, most)
+    at_once, sequences = {}, {}
+    for mode in MODES:
+        at_once[mode], sequences[mode] = activation_bytes(update(config, {"memory.activations": mode}), spec)
+    chosen = config.memory.activations
+    memory["activations"] = micro_batch * sequences[chosen]
+    memory["loss and the head's gradient"] = at_once[chosen]
+
+    whole = shapes_of(type(model), spec)
+    per_token, per_token_causal = flops_per_token(spec, config.data.seq_len, whole)
+    tokens = config.train.global_batch * config.data.seq_len
+    master = 8 if dtype == torch.float64 else 4
+    return {
+        "model": {
+            "shape": f"{spec.architecture}: {spec.layers} layers, width {spec.hidden}, {spec.heads} heads "
+            f"({spec.kv_heads} kv) of {spec.head_dim}, feed-forward {spec.intermediate}, vocabulary {spec.vocab_size}",
+            "parameters": sum(counts.values()),
+            "trained": trained,
+            "parts": parts,
+        },
+        "assumed": {
+            "ranks": ranks,
+            "engine": config.parallel.data,
+            "dtype": config.train.dtype,
+            "micro_batch": micro_batch,
+            "micro_batch_measured": config.train.micro_batch == "auto",
+            "activations": chosen,
+            "vocabulary_trained": vocabulary is not None and config.data.tokenizer in ("train", "auto"),
+        },
+        "memory": memory,
+        "memory_total": sum(memory.values()),
+        "sequence": sequences,
+        "work": {
+            "sequences_per_step": config.train.global_batch,
+            "tokens_per_step": tokens,
+            "steps": config.train.steps,
+            "tokens": tokens * config.train.steps,
+            "flops_per_token": per_token,
+            "flops_per_token_causal": per_token_causal,
+            "flops_per_step": per_token * tokens,
+            "flops": per_token * tokens * config.train.steps,
+        },
+        "disk": {
+            "checkpoint": checkpoint_bytes(config, trained),
+            "checkpoints_kept": config.checkpoint.keep,
+            "export": (sum(counts.values()) - parts.get(ADAPTERS, 0)) * min(dtype.itemsize, master),
+            "adapter": parts.get(ADAPTERS, 0) * master,
+        },
+    }
+
+
+def checkpoint_bytes(config: Config, trained: int) -> int:
+    """Bytes of the tensors of one checkpoint: the master weights and the rule's moments of what is trained."""
+    master = 8 if config.train.dtype == "fp64" else 4
+    return trained * master * (1 + len(make_rule(config.optim).kinds))
+
+
+def _compute_dtype(config: Config) -> torch.dtype:
+    """The compute type; of `mixed` that of the devices that have it in 16 bits."""
+    return DTYPES["bf16" if config.train.dtype == "mixed" else config.train.dtype]
+
+
+def activation_bytes(config: Config, spec: ModelSpec) -> tuple[int, int]:
+    """What a forward and backward pass adds at its height: (once, for each sequence), in bytes.
+
+    Walked with one and two blocks and one and three sequences, as the probe of `train.micro_batch` does with memory.
+    """
+    peaks = {(depth, batch): _peak(config, replace(spec, layers=depth), batch) for depth in (1, 2) for batch in (1, 3)}
+    each = {depth: (peaks[depth, 3] - peaks[depth, 1]) // 2 for depth in (1, 2)}
+    once = max(peaks[depth, 1] - each[depth] for depth in (1, 2))
+    return once, each[1] + max(each[2] - each[1], 0) * (spec.layers - 1)
+
+
+def _peak(config: Config, spec: ModelSpec, batch: int) -> int:
+    """Bytes at the height of one forward and backward pass, beside parameters; a gradient goes as soon as it is made,
+    as what becomes of gradients is the engine's affair."""
+    model = on_meta(spec, model_class(config.model.code))
+    eager = update(config, {"train.compile": False, "parallel.data": "single"})
+    # Only what is done to the model's own code is wanted: there are no ranks and there is no state.
+    change_blocks(model, eager)
+    # As on an accelerator: there a chunk of logits is larger than on a CPU.
+    chunk = layers.default_chunk(spec.vocab_size, torch.device("meta"))
+    model.head.cross_entropy_sum = functools.partial(layers.cross_entropy_sum, chunk=chunk)
+    with FakeTensorMode():
+        _replace_by_fakes(model, _compute_dtype(config))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_forget)
+        tokens = torch.zeros(batch, config.data.seq_len, dtype=torch.int64)
+        data = Batch({"tokens": tokens, "labels": tokens}, tokens.numel(), torch.arange(batch))
+        return height_of(model, data, config.data.seq_len)
+
+
+def height_of(model: Llama, data: Batch, seq_len: int) -> int:
+    """Most bytes that a forward and backward pass of `model` holds beside its parameters and `data`."""
+    live = LiveBytes([*model.parameters(), *data.inputs.values(), data.samples])
+    with live:
+        loss = LanguageModel(seq_len).loss_sum(model, data, Draws(0, 1, data.samples))
+        gradients.backward(loss, 1)
+    return live.peak
+
+
+def _forget(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _replace_by_fakes(model: nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            fake = torch.empty(parameter.shape, dtype=dtype)
+            module.register_parameter(name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make, until each is freed; those of `known` do not count."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        # By address: a storage is freed before its address can come again.
+        self._alive = dict.fromkeys((tensor.untyped_storage()._cdata for tensor in known), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for memory in _storages(made):
+            address, size = memory._cdata, memory.nbytes()
+            if address not in self._alive:
+                self._alive[address] = size
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(memory, self._freed, address)
+        return made
+
+    def _freed(self, address: int) -> None:
+        self.now -= self._alive.pop(address, 0)
+
+
+def _storages(made: Any) -> Iterator[torch.UntypedStorage]:
+    return (leaf.untyped_storage() for leaf in _pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor))
+
+
+def _vocabulary(config: Config) -> int:
+    """Rows of the embedding: the tokenizer's, as far as it is there to be asked."""
+    folder = Path(config.data.tokenizer).expanduser()
+    if config.data.tokenizer in ("auto", "train") or not folder.is_dir():
+        return config.data.tokenizer_vocab
+    return load_tokenizer(folder).vocab_size
+
+
+def _parts(counts: dict[str, int]) -> dict[str, int]:
+    """Parameters by part of the model; names are those of models/llama.py."""
+    parts: dict[str, int] = {}
+    for name, count in counts.items():
+        if "lora_" in name:
+            part = ADAPTERS
+        elif "norm" in name:
+            part = "norms"
+        elif name.startswith("layers."):
+            part = name.split(".")[2]  # attention, mlp, or what a model of one's own calls it
+        else:
+            part = name.split(".")[0]  # embed, head
+        parts[part] = parts.get(part, 0) + count
+    return parts

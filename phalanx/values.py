@@ -1,0 +1,68 @@
+"""The kinds of values that knobs take, and what is said of others."""
+
+import math
+import re
+import reprlib
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+
+Auto = Literal["auto"]
+STEPS = r"^[1-9]\d{0,14}-[1-9]\d{0,14}$"
+
+
+def no_bool(value: Any) -> Any:
+    """Refuse true and false, which pydantic would read as 1 and 0; in a recipe that is a slip of the pen."""
+    if isinstance(value, bool):
+        raise ValueError("is a number, not true or false")
+    return value
+
+
+def plain(value: str) -> str:
+    """Refuse what YAML can spell as an escape and no file name or text of a corpus holds."""
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("holds a character that is not text; remove it")
+    return value
+
+
+def as_list(value: Any) -> Any:
+    """One entry may be written without the brackets of a list."""
+    return [value] if isinstance(value, str | dict) else value
+
+
+def as_steps(value: Any) -> Any:
+    """Steps as `first-last`; YAML reads one alone as a number."""
+    if value is not None and not (isinstance(value, str) and re.fullmatch(STEPS, value)):
+        raise ValueError(f"must be the first and the last step, such as 10-12, not {reprlib.repr(value)}")
+    return value
+
+
+def as_sources(value: Any) -> Any:
+    """Sources in one list; what is wrong with an entry of a mixture in words that name it."""
+    entries = as_list(value)
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, str):
+            plain(entry)  # here, or it would be refused twice: as text, and for not being a section
+        if isinstance(entry, str | BaseModel):
+            continue
+        if not isinstance(entry, dict):
+            raise ValueError(f"must be text (quotes make it so), not {reprlib.repr(entry)}")
+        path, weight = entry.get("path"), entry.get("weight", 1.0)
+        paths = [path] if isinstance(path, str) else path
+        if not isinstance(paths, list) or not paths or not all(isinstance(name, str) for name in paths):
+            raise ValueError(
+                f"has an entry whose path is {reprlib.repr(path)}; write it as {{path: FILES, weight: NUMBER}}"
+            )
+        if type(weight) not in (int, float) or not 0 < weight < math.inf:
+            raise ValueError(f"has an entry whose weight is {reprlib.repr(weight)}; give it a number above 0")
+        if unknown := sorted(map(str, entry.keys() - {"path", "weight"})):
+            raise ValueError(f"has an entry with the unknown key {unknown[0][:60]!r}; it may have path and weight")
+    return entries
+
+
+Text = Annotated[str, AfterValidator(plain)]
+Steps = Annotated[str, Field(pattern=STEPS), BeforeValidator(as_steps)]
+Count = Annotated[int, Field(ge=1, le=2**53), BeforeValidator(no_bool)]
+CountOrZero = Annotated[int, Field(ge=0, le=2**53), BeforeValidator(no_bool)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(no_bool)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(no_bool)]

@@ -1,0 +1,169 @@
+"""Whole runs at a URL of a real S3 server: the same curve, from any machine, whatever happens on the way."""
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import mirror, storage
+from phalanx.checkpoint.read import find
+from phalanx.records import ExitCode, Kind, Placement, RunPaths, Url, read_lines, read_steps
+from tests.dist.command import RECIPE, call, phalanx, write_place
+from tests.helpers import run_ranks
+from tests.stores import S3Server, register
+
+OFTEN = ["train.steps=40", "checkpoint.every=2", "optim.decay_steps=40", "train.dtype=fp64"]
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with a text and a recipe."""
+    return write_place(tmp_path)
+
+
+def remotely(
+    placement: Placement, folder: str, arguments: list[str], environment: dict[str, str], kill_after: int | None = None
+) -> list[Any]:
+    """`call` with a command line, in a process that is killed when so many checkpoints have been saved."""
+    os.environ.update(environment)
+    register()
+    if kill_after is not None and os.fork() == 0:
+        while True:
+            events = [
+                event["kind"] for path in Path(folder).glob("*/runs/*/events.jsonl") for event in read_lines(path)
+            ]
+            if events.count(Kind.CHECKPOINT_SAVED) >= kill_after:
+                os.kill(os.getppid(), signal.SIGKILL)
+                os._exit(0)
+            time.sleep(0.005)
+    return list(call(placement, folder, [arguments])[0])
+
+
+def run_it(here: Path, server: S3Server, *arguments: str, **kwargs: Any) -> tuple[int, str, str]:
+    code, out, err = run_ranks(
+        remotely, 1, folder=str(here), arguments=list(arguments), environment=server.environment, **kwargs
+    )[0]
+    return code, out, err
+
+
+def curve(paths: RunPaths) -> list[Any]:
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in read_steps(paths.metrics)]
+
+
+def test_killed_and_resumed_on_another_machine(here: Path, bucket: str, s3_server: S3Server) -> None:
+    """Data, run folder, export and the weights of a further run: all of it in the store, and no disk in common."""
+    storage.upload(here / "text.jsonl", f"{bucket}/data/text.jsonl")
+    train = ["train", "recipe.yaml", "--ranks", "2", *OFTEN, f"data.source={bucket}/data/*.jsonl"]
+    with pytest.raises(AssertionError, match="killed by SIGKILL"):
+        run_it(here, s3_server, *train, "--run-dir", f"{bucket}/run", kill_after=1)
+    url = Url(f"{bucket}/run", 20)
+    begun = find(url / "checkpoints")
+    assert begun
+    assert begun[0] < 40
+    assert storage.exists(f"{bucket}/run/.lock")
+    code, out, err = run_it(here, s3_server, *train, "data.cache=other", "--run-dir", f"{bucket}/run/")
+    assert code == ExitCode.DONE, err
+    assert f"{bucket}/run/report.html" in out
+    assert not storage.exists(f"{bucket}/run/.lock")
+    code, _, err = phalanx(here, "train", "recipe.yaml", "--ranks", "2", *OFTEN, "--run-dir", "whole")
+    assert code == ExitCode.DONE, err
+    with mirror.looked_at(f"{bucket}/run") as paths:
+        assert curve(paths) == curve(RunPaths(here / "whole"))
+        resumed = [event["step"] for event in read_lines(paths.events) if event["kind"] == Kind.RESUMED]
+    assert resumed == begun[:1]
+    names = {entry.url.removeprefix(f"{bucket}/run/") for entry in storage.listing(f"{bucket}/run", recursive=True)}
+    assert {"config.yaml", "data.json", "versions.json", "report.html", "tokenizer/tokenizer.json",
+            "logs/attempt-002/rank-00001.log"} <= names  # fmt: skip
+
+    code, out, err = run_it(here, s3_server, "export", f"{bucket}/run", f"{bucket}/model", "--dtype", "fp64")
+    assert code == 0, err
+    assert out.endswith(f"step 40 of {bucket}/run is now the Hugging Face folder {bucket}/model\n")
+    code, _, err = phalanx(here, "export", "whole", "model", "--dtype", "fp64")
+    assert code == 0, err
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert storage.read_bytes(f"{bucket}/model/{name}") == (here / "model" / name).read_bytes()
+    assert list((here / "other").glob("export-*")) == []
+
+    (here / "next.yaml").write_text(
+        RECIPE.replace("{hidden: 16, layers: 1, heads: 2, intermediate: 32}", f"{{from_hf: '{bucket}/model'}}")
+    )
+    code, _, err = run_it(here, s3_server, "train", "next.yaml", "--ranks", "1", "--run-dir", f"{bucket}/next")
+    assert code == ExitCode.DONE, err
+    with mirror.looked_at(f"{bucket}/next") as paths:
+        config = paths.config.read_text()
+    assert config.count(f"{bucket}/model") == 2  # the model's folder and the tokenizer's: as they are anywhere
+
+
+def as_a_machine(placement: Placement, folder: str, arguments: list[str], environment: dict[str, str]) -> list[Any]:
+    """One rank as torchrun starts it on a machine of its own, with a cache of its own."""
+    ranks = {"RANK": placement.rank, "GROUP_RANK": placement.rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    os.environ.update(environment | {name: str(value) for name, value in ranks.items()})
+    return list(call(placement, folder, [[*arguments, f"data.cache=cache-{placement.rank}"]])[0])
+
+
+def test_ranks_that_share_no_disk(here: Path, bucket: str, s3_server: S3Server) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
+                "TORCHELASTIC_RESTART_COUNT": "0"}  # fmt: skip
+    arguments = ["train", "recipe.yaml", "--run-dir", f"{bucket}/run"]
+    for steps in (2, 4):
+        results = run_ranks(
+            as_a_machine, 2, folder=str(here), arguments=[*arguments, f"train.steps={steps}"],
+            environment=s3_server.environment | torchrun,
+        )  # fmt: skip
+        assert [code for code, _, _ in results] == [ExitCode.DONE] * 2, results
+    manifest = json.loads(storage.read_bytes(f"{bucket}/run/checkpoints/step-00000004/manifest.json"))
+    assert sorted(manifest["files"]) == [f"rank-0000{rank}.attempt-2.safetensors" for rank in (0, 1)]
+    with mirror.looked_at(f"{bucket}/run") as paths:
+        assert [(record["step"], record["attempt"]) for record in read_steps(paths.metrics)] == [
+            (1, 1), (2, 1), (3, 2), (4, 2)
+        ]  # fmt: skip
+    assert [list((here / f"cache-{rank}").glob("runs/*/report.html")) != [] for rank in (0, 1)] == [True, False]
+
+
+def test_a_store_that_fails_during_the_run(here: Path, tmp_path: Path) -> None:
+    """Training waits for no save but the last; what is skipped is an event, and the curve is the same."""
+    code, _, err = run_ranks(
+        flaky, 1, folder=str(here), arguments=["train", "recipe.yaml", "--ranks", "1", *OFTEN, "train.steps=8",
+                                               "--run-dir", f"faulty://{tmp_path}/store/run"],
+    )[0]  # fmt: skip
+    assert code == ExitCode.DONE, err
+    assert (
+        phalanx(here, "train", "recipe.yaml", "--ranks", "1", *OFTEN, "train.steps=8", "--run-dir", "whole")[0]
+        == ExitCode.DONE
+    )
+    store = RunPaths(tmp_path / "store" / "run")
+    assert curve(store) == curve(RunPaths(here / "whole"))
+    assert max(find(store.has_checkpoints)) == 8
+    failed = [event["reason"] for event in read_lines(store.events) if event["kind"] == Kind.CHECKPOINT_FAILED]
+    assert any("still running" in reason for reason in failed)
+    assert not [path for path in store.root.rglob("*") if path.name.endswith(".partial")]
+
+
+def flaky(placement: Placement, folder: str, arguments: list[str]) -> list[Any]:
+    """A command line with a slow store of which one operation in twenty fails."""
+    from phalanx import patience
+
+    patience.FIRST_PAUSE_S = 0.001
+    faults = register()
+    faults.rate, faults.slow_s = 0.05, 0.1
+    return list(call(placement, folder, [arguments])[0])
+
+
+def test_credentials_that_are_missing_are_a_sentence(here: Path, bucket: str, s3_server: S3Server) -> None:
+    without = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "")
+    server = type("Server", (), {"environment": s3_server.environment | without})()
+    for arguments in (["train", "recipe.yaml", "--run-dir", f"{bucket}/run"], ["report", f"{bucket}/run"]):
+        code, _, err = run_it(here, server, *arguments)
+        assert code == ExitCode.CONFIG
+        assert err.startswith("error: s3://")
+        assert "credentials are missing" in err
+        assert err.count("\n") == 1
+    assert not list((here / "cache").glob("runs/*"))

@@ -1,0 +1,107 @@
+"""Ranks that compute in different types: one curve, exchanged in float32, and the same weights everywhere."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx import accelerator, recipe
+from phalanx.comm import collectives
+from phalanx.errors import ConfigError
+from phalanx.optim import fsdp2
+from phalanx.records import Placement
+from tests.helpers import run_ranks
+from tests.numerics import runs
+from tests.numerics.runs import distance, farthest, same_bits, walk
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MIXED = {"train.dtype": "mixed", "train.steps": 8, "train.micro_batch": 2}
+
+
+def train(placement: Placement, run: str, data: str, types: list[str], changes: dict[str, Any]) -> list[Any]:
+    """A run in which each rank's device is best at another type; what travelled, and what each computes with."""
+    accelerator.best_dtype = lambda device: TYPES[types[placement.rank]]
+    travelled: set[str] = set()
+
+    def noting(function: Any) -> Any:
+        def call(output: torch.Tensor, shard: torch.Tensor, *rest: Any) -> Any:
+            travelled.update((str(output.dtype), str(shard.dtype)))
+            return function(output, shard, *rest)
+
+        return call
+
+    fsdp2.collectives.all_gather = noting(collectives.all_gather)
+    fsdp2.collectives.reduce_scatter = noting(collectives.reduce_scatter)
+    described = runs.job(run, data, MIXED | changes, placement.world)
+    with runs.loop_of(placement, described) as loop:
+        assert loop.run(loop.restore()) == 0
+        saved = runs.state(Path(run))
+        with loop.parts.engine.full_parameters() as whole:
+            for name, tensor in whole.items():
+                assert tensor.dtype == TYPES[types[placement.rank]]
+                assert torch.equal(tensor.flatten(), saved[f"param/{name}"].to(tensor.dtype)), name
+    return [sorted(travelled), loop.parts.engine.loss_scale is not None]
+
+
+def mixed(folder: Path, tokens: Path, types: list[str], **changes: Any) -> tuple[runs.Outcome, list[Any]]:
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    arguments = {"run": str(folder), "data": str(tokens), "types": types, "changes": dotted}
+    found = run_ranks(train, len(types), timeout_s=120, **arguments)
+    return runs.outcome(folder), found
+
+
+@pytest.mark.parametrize(
+    ("types", "activations"),
+    [(["bf16", "fp32"], "none"), (["fp32", "bf16", "fp16"], "none"), (["fp16", "fp32"], "full")],
+)
+def test_unlike_ranks_walk_the_curve_of_float32(
+    types: list[str], activations: str, tokens: Path, tmp_path: Path
+) -> None:
+    exact = walk(1, tmp_path / "exact", tokens, train__steps=8, train__dtype="fp32")
+    unlike, found = mixed(tmp_path / "mixed", tokens, types, memory__activations=activations)
+    apart = max(abs(a - b) for a, b in zip(unlike.losses, exact.losses, strict=True))
+    print(f"{types}: losses {apart:.1e} apart, parameters {distance(unlike.state, exact.state, 'param'):.1e}")
+    assert 0 < apart < 2e-2
+    for travelled, scaled in found:
+        assert travelled == ["torch.float32"]
+        assert scaled is ("fp16" in types), "all ranks scale or none"
+    assert {tensor.dtype for tensor in unlike.state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_alike_they_are_the_plain_types_to_the_bit(ranks: int, tokens: Path, tmp_path: Path) -> None:
+    # What is gathered wide and rounded on arrival is what is rounded before it travels.
+    narrow = walk(ranks, tmp_path / "bf16", tokens, train__steps=8, train__dtype="bf16", train__micro_batch=2)
+    gathered, _ = mixed(tmp_path / "mixed", tokens, ["bf16"] * ranks)
+    assert gathered.losses == narrow.losses
+    assert same_bits(gathered.state, narrow.state)
+
+
+def test_one_rank_computes_in_what_it_has(tokens: Path, tmp_path: Path) -> None:
+    found = walk(1, tmp_path / "mixed", tokens, train__steps=3, train__dtype="mixed")
+    plain = walk(1, tmp_path / "plain", tokens, train__steps=3, train__dtype="fp32")
+    assert farthest(found.losses, plain.losses) == 0.0
+
+
+def disagree(placement: Placement, run: str, data: str) -> str:
+    changes = {"train.dtype": "bf16" if placement.rank else "fp32"}
+    try:
+        runs.train(placement, run, data, changes)
+    except ConfigError as error:
+        return str(error)
+    return "it trained"
+
+
+def test_ranks_that_resolved_the_type_each_for_itself_are_refused(tokens: Path, tmp_path: Path) -> None:
+    for rank, said in enumerate(run_ranks(disagree, 2, run=str(tmp_path), data=str(tokens))):
+        assert f"(rank {rank} has {'bf16' if rank else 'fp32'})" in said
+        assert said.endswith("set train.dtype=mixed")
+
+
+def test_auto_is_mixed_where_devices_differ() -> None:
+    config = recipe.check({"model": {"hidden": 16, "layers": 1, "heads": 2}}, "the recipe")
+    for bf16, differ, expected in ((True, False, "bf16"), (False, False, "fp16"), (False, True, "mixed")):
+        resolved, reasons = recipe.resolve(config, device="gpu", world=2, bf16=bf16, differ=differ)
+        assert resolved.train.dtype == expected
+        assert "train.dtype" in [key for key, _, _ in reasons]

@@ -1,0 +1,177 @@
+"""Attention with a window, with several documents in a row, and with both, against what they mean."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.models import attention as module
+from phalanx.models.attention import attention, has_kernel
+from phalanx.models.llama import Llama, init_slice
+from phalanx.models.spec import ModelSpec
+from phalanx.parallel import activations
+
+ROWS, LENGTH = 3, 300
+# Of all kinds: whole rows, equal neighbours, single tokens, empty ones, and the padding at the end.
+OFFSETS = [0, 300, 300, 350, 400, 450, 451, 600, 600, 750, 900, 900, 900]
+SPEC = ModelSpec(
+    architecture="mistral", vocab_size=96, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48,
+    max_seq_len=512, sliding_window=5, full_attention_layers=(1,),
+)  # fmt: skip
+
+
+def inputs(kv_heads: int = 2, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(ROWS, heads, LENGTH, 8) for heads in (4, kv_heads, kv_heads)]
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def meant(q: Tensor, k: Tensor, v: Tensor, window: int | None, segments: list[int] | None) -> Tensor:
+    """One position after another: the softmax of its scores with those that it sees, in Hugging Face's words."""
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+    starts = segments or range(0, ROWS * LENGTH, LENGTH)
+    out = []
+    for row in range(ROWS):
+        for i in range(LENGTH):
+            first = max(start for start in starts if start <= row * LENGTH + i) - row * LENGTH
+            first = (
+                first if window is None else max(first, i - window + 1)
+            )  # i - j < window, as in sliding_window_overlay
+            scores = q[row, :, i : i + 1] @ k[row, :, first : i + 1].transpose(1, 2) / q.shape[3] ** 0.5
+            out.append((scores.softmax(-1) @ v[row, :, first : i + 1])[:, 0])
+    return torch.stack(out).unflatten(0, (ROWS, LENGTH)).transpose(1, 2)
+
+
+def with_gradients(
+    function: Callable[..., Tensor], parts: list[Tensor], *args: object, **options: object
+) -> list[Tensor]:
+    out = function(*parts, *args, **options)
+    return [out.detach(), *torch.autograd.grad(out.sin().sum(), parts)]
+
+
+@pytest.mark.parametrize("segments", [None, OFFSETS])
+@pytest.mark.parametrize("window", [None, 1, 7, 140, 300])
+def test_every_way_is_what_is_meant(window: int | None, segments: list[int] | None) -> None:
+    offsets = None if segments is None else torch.tensor(segments, dtype=torch.int32)
+    expected = with_gradients(meant, inputs(), window, segments)
+    found = with_gradients(attention, inputs(), window=window, segments=offsets)
+    plain = with_gradients(module._masked, inputs(), window, offsets)
+    for want, fast, slow in zip(expected, found, plain, strict=True):
+        torch.testing.assert_close(fast, want, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(slow, want, rtol=1e-10, atol=1e-12)
+
+
+def test_far_pairs_cost_nothing() -> None:
+    """Products grow with length x window, and with the squares of the documents' lengths."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def work(length: int, window: int | None, segments: list[int] | None) -> int:
+        q = torch.randn(1, 2, length, 8)
+        with FlopCounterMode(display=False) as counter:
+            attention(q, q, q, window=window, segments=None if segments is None else torch.tensor(segments))
+        return counter.get_total_flops()
+
+    whole = work(4096, None, None)
+    assert work(4096, 128, None) == pytest.approx(whole * 2 * 128 / 4096, rel=0.05)
+    assert work(4096, None, [0, 1024, 2048, 3072, 4096]) == whole / 4
+    assert work(4096, 128, [0, 2048, 4096]) == pytest.approx(whole * 2 * 128 / 4096, rel=0.1)
+
+
+def test_what_is_compiled_takes_the_mask_and_no_walk() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for window, segments in ((7, OFFSETS), (7, None)):
+        offsets = None if segments is None else torch.tensor(segments, dtype=torch.int32)
+        expected = with_gradients(attention, inputs(), window=window, segments=offsets)
+        found = with_gradients(compiled, inputs(), window=window, segments=offsets)
+        for want, got in zip(expected, found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+class _Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return attention(x * x, x.sin(), x.cos(), segments=torch.tensor([0, 3, 8], dtype=torch.int32)).square()
+
+
+@pytest.mark.parametrize("selective", [True, False])
+def test_a_kernel_may_be_tried_while_a_block_is_recomputed(selective: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def for_newer_devices(q: Tensor, k: Tensor, v: Tensor, *rest: object, **named: object) -> Tensor:
+        tries.append(F.scaled_dot_product_attention(q, k, v).sum().backward())
+        raise RuntimeError("only for newer devices")
+
+    monkeypatch.setattr(module, "_WITHOUT_KERNEL", ())
+    monkeypatch.setattr(module, "varlen_attn", for_newer_devices)
+    x = torch.linspace(-1, 1, 64, dtype=torch.bfloat16).view(1, 2, 8, 4).requires_grad_()
+    block = _Square()
+    activations.recompute([block], selective)
+    module._tried.cache_clear()
+    (found,) = torch.autograd.grad(block(x).float().sum(), x)
+    assert len(tries) == 1
+    (expected,) = torch.autograd.grad(_Square()(x).float().sum(), x)
+    assert torch.equal(found, expected)
+    module._tried.cache_clear()
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "repeats"), [
+    (True, torch.float16, False), (False, torch.float16, True), (False, torch.float32, True),
+    (False, torch.float64, False),
+])  # fmt: skip
+def test_grouped_heads_are_repeated_where_no_kernel_takes_them(
+    kernel: bool, dtype: torch.dtype, repeats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WITHOUT_KERNEL", ("cpu",))
+    monkeypatch.setattr(module, "_tried", lambda device, dtype, head_dim: kernel)
+    assert module._lacks_grouped_kernel(torch.empty(1, 4, 8, 8, dtype=dtype, device="meta")) is repeats
+    assert not module._lacks_grouped_kernel(torch.empty(1, 4, 8, 8, dtype=dtype))
+
+
+def test_there_is_no_kernel_on_a_cpu_and_none_for_float32() -> None:
+    assert not has_kernel(torch.device("cpu"), torch.bfloat16, 64)
+    assert not has_kernel(torch.device("meta"), torch.float32, 64)
+
+
+def build(spec: ModelSpec) -> Llama:
+    model = Llama(spec).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = init_slice(spec, 0, name, 0, parameter.numel(), "cpu", torch.float64)
+            parameter.copy_(values.view_as(parameter) * (1 if "norm" in name else 10))
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "qwen3"])
+def test_packed_documents_are_as_each_alone(architecture: str) -> None:
+    """Logits, loss and gradients of four documents in two rows, and of the same four as rows of their own."""
+    model = build(replace(SPEC, architecture=architecture))
+    lengths = [12, 8, 15, 3]
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(0, 96, (1, length), generator=generator) for length in lengths]
+    rows = torch.cat(
+        [torch.cat(documents[:2], 1), torch.cat([*documents[2:], torch.zeros(1, 2, dtype=torch.int64)], 1)]
+    )
+    positions = torch.cat([torch.arange(n) for n in (*lengths, 2)]).view(2, 20)
+    segments = torch.tensor([0, 12, 20, 35, 38, 40, 40, 40], dtype=torch.int32)
+    labels = rows.roll(-1, 1)
+    labels[:, -1] = -100
+    labels[1, 17:] = -100
+    together = model(rows, positions=positions, segments=segments).flatten(0, 1)
+    loss = model(rows, labels, positions=positions, segments=segments)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    alone, losses = [], []
+    for index, document in enumerate(documents):
+        alone.append(model(document)[0])
+        own = labels.flatten()[segments[index] : segments[index + 1]][None]
+        losses.append(model(document, own))
+    torch.testing.assert_close(together[:38], torch.cat(alone), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(loss, torch.stack(losses).sum(), rtol=1e-12, atol=0)
+    for packed, single in zip(
+        gradients, torch.autograd.grad(torch.stack(losses).sum(), list(model.parameters())), strict=True
+    ):
+        torch.testing.assert_close(packed, single, rtol=1e-9, atol=1e-11)
+    crossing = model(rows, positions=positions)[0, 12:]
+    assert not torch.allclose(crossing, together[12:20], rtol=1e-3)

@@ -1,0 +1,180 @@
+"""A dry run's numbers against a real run's: parameters, state, checkpoint, and the bytes a pass really allocates."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx import recipe
+from phalanx.models.hf import config_from_spec
+from phalanx.models.llama import Llama
+from phalanx.models.spec import PRESETS, parameter_count
+from phalanx.parallel.apply import change_blocks
+from phalanx.records import Placement
+from phalanx.report import sizes, words
+from phalanx.tasks.language import LanguageModel
+from phalanx.tasks.task import Batch
+from phalanx.train.dry_run import LiveBytes, activation_bytes, dry_run, height_of
+from tests.helpers import ROOT, run_ranks
+from tests.numerics import runs
+
+MODEL = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab_size": 300}
+
+
+def checked(model: dict[str, Any], **sections: Any) -> recipe.Config:
+    return recipe.check({"model": model, "data": {"seq_len": 32}, **sections}, "a recipe")
+
+
+def state_of(placement: Placement, run: str, data: str) -> list[int]:
+    """Elements of state that this rank holds, and bytes, in a run of the tests' recipe."""
+    described = runs.job(run, data, {}, placement.world)
+    with runs.loop_of(placement, described) as loop:
+        loop.restore()
+        pieces = list(loop.parts.engine.pieces())
+        return [
+            sum(piece.tensor.numel() for piece in pieces if piece.kind == "param"),
+            sum(piece.tensor.numel() * piece.tensor.element_size() for piece in pieces),
+        ]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_state_is_what_engines_hold(ranks: int, tmp_path: Path) -> None:
+    runs.write_tokens(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    config = runs.job(tmp_path / "run", tmp_path / "data", {}, ranks).config
+    found = dry_run(config, ranks)
+    held = run_ranks(state_of, ranks, run=str(tmp_path / "run"), data=str(tmp_path / "data"))
+    assert sum(elements for elements, _ in held) == found["model"]["parameters"] == found["model"]["trained"]
+    together = sum(size for _, size in held)
+    assert together == found["disk"]["checkpoint"]
+    mine = found["memory"]["master weights"] + found["memory"]["optimizer state"]
+    assert mine == pytest.approx(together / ranks, abs=2)
+    # Shards are of whole rows: with few of them some ranks hold a little more than their share.
+    assert max(size for _, size in held) < 1.2 * mine
+
+
+def test_a_checkpoint_has_the_size_that_was_foretold(tmp_path: Path) -> None:
+    runs.write_tokens(tmp_path / "data")
+    runs.walk(1, tmp_path / "run", tmp_path / "data", train__steps=1)
+    config = runs.job(tmp_path / "run", tmp_path / "data", {}, 1).config
+    written = sum(path.stat().st_size for path in (tmp_path / "run" / "checkpoints").glob("*/*.safetensors"))
+    foretold = dry_run(config, 1)["disk"]["checkpoint"]
+    assert foretold < written < foretold + 20_000  # the files' headers
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_activations_are_what_a_pass_allocates(mode: str) -> None:
+    """The fake pass beside a real one, whose allocations torch.profiler counts."""
+    config = checked(MODEL, train={"dtype": "fp32", "compile": False}, memory={"activations": mode})
+    config, _ = recipe.resolve(config, device="cpu", world=1)
+    spec = recipe_spec(config)
+    once, each = activation_bytes(config, spec)
+    measured = {batch: real_height(config, spec, batch) for batch in (2, 4)}
+    assert once + 4 * each == pytest.approx(measured[4], rel=0.1)
+    assert each == pytest.approx((measured[4] - measured[2]) / 2, rel=0.1)
+
+
+def recipe_spec(config: recipe.Config) -> Any:
+    from phalanx.config import spec_of
+
+    return spec_of(config)
+
+
+def real_height(config: recipe.Config, spec: Any, batch: int) -> int:
+    model = Llama(spec)
+    change_blocks(model, config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+        parameter.register_post_accumulate_grad_hook(forget)
+    tokens = torch.randint(0, spec.vocab_size, (batch, config.data.seq_len))
+    data = Batch({"tokens": tokens, "labels": tokens}, tokens.numel(), torch.arange(batch))
+    height_of(model, data, config.data.seq_len)  # what the first pass alone allocates
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss = LanguageModel(config.data.seq_len).loss_sum(model, data, None)
+        loss.backward()
+        del loss
+    events = profiler.profiler.kineto_results.events()
+    held = height = 0
+    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        height = max(height, held)
+    return height
+
+
+def forget(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def test_recomputation_saves_what_it_should() -> None:
+    found = dry_run(checked(MODEL | {"layers": 8}), 1)["sequence"]
+    assert found["none"] > 2 * found["full"]
+    assert found["none"] > found["selective"] > found["full"]
+
+
+def test_live_bytes_follow_storages_not_tensors() -> None:
+    known = torch.zeros(1000)
+    with LiveBytes([known]) as live:
+        view = known[10:]
+        assert live.now == 0
+        made = view + 1
+        other = made.view(10, 99)
+        assert live.now == made.untyped_storage().nbytes() == 990 * 4
+        del made
+        assert live.now == 990 * 4
+        del other
+        assert live.now == 0
+    assert live.peak == 990 * 4
+
+
+@pytest.mark.parametrize("preset", ["llama-3-8b", "llama-3.1-405b"])
+def test_presets_take_no_memory(preset: str) -> None:
+    config = recipe.check({"model": {"preset": preset}, "data": {"seq_len": 8192}}, "a recipe")
+    found = dry_run(config, 64)
+    count = parameter_count(PRESETS[preset])
+    assert found["model"]["parameters"] == sum(found["model"]["parts"].values()) == count
+    assert found["disk"]["checkpoint"] == 12 * count
+    assert found["memory"]["master weights"] == 4 * count // 64
+    assert found["work"]["tokens_per_step"] == 32 * 8192
+    assert found["work"]["flops"] == found["work"]["flops_per_token"] * found["work"]["tokens"]
+    assert found["memory_total"] == sum(found["memory"].values())
+
+
+def test_the_command_prints_what_was_found_and_touches_no_data(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"model": MODEL, "data": {"source": "gone.jsonl", "seq_len": 32}}))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", "--dry-run", "--ranks", "2", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == dry_run(recipe.load(tmp_path / "recipe.yaml"), 2)
+    assert os.listdir(tmp_path) == ["recipe.yaml"]
+
+
+def test_the_tables_hold_every_number(capsys: pytest.CaptureFixture[str]) -> None:
+    found = dry_run(checked(MODEL), 2)
+    sizes.show(found)
+    text = capsys.readouterr().out
+    assert "memory of one of 2 ranks" in text
+    assert f"{found['model']['parameters']:,}" in text
+    for value in (*found["memory"].values(), found["memory_total"], *found["sequence"].values()):
+        assert words.size(value) in text
+    assert "train.micro_batch is auto" in text
+    assert "allow a fifth of the device" in text
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_of_a_hugging_face_folder_the_config_is_enough(scheme: str, tmp_path: Path) -> None:
+    spec = recipe_spec(checked(MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(config_from_spec(spec, torch.bfloat16)))
+    lora = {"rank": 4, "targets": ["q", "down"]}
+    found = dry_run(checked({"from_hf": f"{scheme}{tmp_path}", "lora": lora}), 1)
+    adapters = 3 * 4 * ((64 + 64) + (96 + 64))
+    assert found["model"]["trained"] == found["model"]["parts"]["adapters"] == adapters
+    assert found["model"]["parameters"] == parameter_count(spec) + adapters
+    assert found["disk"]["checkpoint"] == 12 * adapters
+    assert found["memory"]["frozen weights"] == 2 * parameter_count(spec)
+    assert os.listdir(tmp_path) == ["config.json"]

@@ -1,0 +1,57 @@
+"""Exports to a URL: file by file, what makes it a model last, and no half of one."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from phalanx import patience, recipe
+from phalanx.errors import ConfigError, StorageError
+from phalanx.records import Url
+from phalanx.train import exports
+from tests.stores import Faults
+
+FILES = ("model-1.safetensors", "model-2.safetensors")
+
+
+def write(url: Url, cache: Path, seen: list[list[str]]) -> None:
+    config = recipe.check({"model": {"preset": "llama-3.2-1b"}, "data": {"cache": str(cache)}}, "here")
+    with exports.target(url, config) as (local, take):
+        assert isinstance(local, Path)
+        assert take is not None
+        local.mkdir()
+        for name in FILES:
+            (local / name).write_text(name)
+            take(local / name)
+            seen.append([path.name for path in local.iterdir()])  # at most one shard is on the disk
+        for name in ("config.json", "tokenizer.json"):
+            (local / name).write_text(name)
+
+
+def test_what_makes_it_a_model_comes_last(faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.001)
+    there, seen = tmp_path / "there", []
+    faults.rate = 0.1
+    write(Url(f"faulty://{there}", 20), tmp_path / "cache", seen)
+    faults.rate = 0
+    assert seen == [[], []]
+    assert {path.name: path.read_text() for path in there.iterdir()} == {
+        name: name for name in (*FILES, "config.json", "tokenizer.json")
+    }
+    order = sorted(there.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert order[-1].name == "config.json"
+    assert list((tmp_path / "cache").iterdir()) == []
+    with pytest.raises(ConfigError, match="is not empty"):
+        write(Url(f"faulty://{there}", 20), tmp_path / "cache", seen)
+    assert exports.LAST[0] == "config.json"
+
+
+def test_one_that_fails_is_taken_away(faults: Faults, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    faults.error = lambda: OSError(errno.ENOSPC, "No space left on device")
+    faults.fails_at = 12  # within the second shard
+    with pytest.raises(StorageError, match="make room there"):
+        write(Url(f"faulty://{there}", 20), tmp_path / "cache", [])
+    assert len(faults.calls) > 12
+    assert list(there.iterdir()) == []
+    assert list((tmp_path / "cache").iterdir()) == []

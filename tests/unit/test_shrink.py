@@ -1,0 +1,135 @@
+"""Tiny recipes: what shrinks, what stays, and that the recipes which come with Phalanx all have a legal tiny twin."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx import recipe
+from phalanx.config import Config, get, leaves
+from phalanx.models.spec import PRESETS, ModelSpec, parameter_count, problems
+from phalanx.records import RunPaths, read_steps
+from phalanx.shrink import changes, shrunk, tiny_spec
+from tests.helpers import ROOT
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+def nothing_here(source: str) -> bool:
+    return source in ("stdlib", "stdlib-chat", "chatml")
+
+
+def tiny(tree: dict[str, Any], here: bool = False) -> Config:
+    return shrunk(recipe.check(tree, "a recipe"), (lambda source: True) if here else nothing_here)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_recipes_have_tiny_twins(path: Path) -> None:
+    config = recipe.load(path)
+    found = shrunk(config, nothing_here, ("tiny-model", False) if config.model.from_hf else None)
+    assert found.train.steps <= 10
+    assert found.data.seq_len <= 256
+    assert all(nothing_here(str(source)) for source in found.data.source)
+    kept = (
+        "data.format",
+        "data.loss_on",
+        "optim.rule",
+        "optim.lr",
+        "optim.schedule",
+        "memory.activations",
+        "model.lora",
+    )
+    for key, _ in leaves():
+        if key.startswith(kept) or key.split(".")[0] in ("parallel", "memory", "comm", "report"):
+            assert get(found, key) == get(config, key), key
+    assert shrunk(found, nothing_here, ("tiny-model", False) if config.model.from_hf else None) == found
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_stay_of_their_kind(name: str) -> None:
+    spec = PRESETS[name]
+    small = tiny_spec(spec, 64)
+    assert problems(small) == []
+    assert parameter_count(replace(small, vocab_size=1)) < 2_000_000
+    for field in (
+        "architecture",
+        "vocab_size",
+        "rope_theta",
+        "rope_scaling",
+        "norm_eps",
+        "tie_embeddings",
+        "max_seq_len",
+    ):
+        assert getattr(small, field) == getattr(spec, field)
+    assert (small.heads == small.kv_heads) == (spec.heads == spec.kv_heads)
+    assert (small.hidden == small.heads * small.head_dim) == (spec.hidden == spec.heads * spec.head_dim)
+    assert small.intermediate / small.hidden == pytest.approx(spec.intermediate / spec.hidden, rel=0.1)
+    found = tiny({"model": {"preset": name}, "data": {"tokenizer": "a-folder"}}, here=True)
+    assert recipe.check(found.model_dump(mode="json"), "it").model.vocab_size == spec.vocab_size
+
+
+@given(
+    kv_heads=st.integers(1, 20),
+    groups=st.integers(1, 40),
+    head_dim=st.integers(1, 130).map(lambda half: 2 * half),
+    ratio=st.sampled_from([0.25, 0.5, 1.0, 2.0]),
+    layers=st.integers(1, 200),
+    window=st.none() | st.integers(1, 10_000),
+)
+def test_any_shape_that_is_possible_stays_so(
+    kv_heads: int, groups: int, head_dim: int, ratio: float, layers: int, window: int | None
+) -> None:
+    heads = kv_heads * groups
+    spec = ModelSpec(
+        architecture="qwen3", vocab_size=100, hidden=max(1, int(heads * head_dim * ratio)), layers=layers, heads=heads,
+        kv_heads=kv_heads, head_dim=head_dim, intermediate=3 * heads * head_dim, max_seq_len=4096,
+        sliding_window=window, full_attention_layers=(layers - 1,),
+    )  # fmt: skip
+    small = tiny_spec(spec, 64)
+    assert problems(small) == []
+    assert small.layers <= 2
+    assert small.hidden <= 256
+    assert all(layer < small.layers for layer in small.full_attention_layers)
+    assert (small.sliding_window is None) == (window is None)
+
+
+def test_a_mixture_keeps_its_weights_and_what_is_here() -> None:
+    sources = ["stdlib", {"path": ["s3://far/away/*"], "weight": 3.0}]
+    tree = {"model": {"preset": "llama-3-8b"}, "data": {"source": sources, "validation": {"far": ["gone.jsonl"]}}}
+    found = tiny(tree)
+    assert found.data.source[0] == "stdlib"
+    assert found.data.source[1].model_dump() == {"path": ["stdlib"], "weight": 3.0}  # type: ignore[union-attr]
+    assert found.data.validation == {}
+    assert tiny(tree, here=True).data.source == recipe.check(tree, "it").data.source
+    assert "data.source: stdlib, s3://far/away/* (3) -> stdlib, stdlib (3)" in changes(recipe.check(tree, "it"), found)
+
+
+def test_steps_to_look_into_move_into_the_run() -> None:
+    base = {"hidden": 64, "layers": 1, "heads": 2}
+    found = tiny({"model": base, "train": {"steps": 100, "profile": "50-60", "memory_snapshot": 70}})
+    assert (found.train.profile, found.train.memory_snapshot) == ("2-3", 9)
+    found = tiny({"model": base, "train": {"steps": 100, "profile": "4-5"}})
+    assert found.train.profile == "4-5"
+
+
+def test_a_recipe_for_a_model_that_is_not_here_trains_on_two_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "phalanx", "train", str(ROOT / "recipes" / "continue-from-hf.yaml"), "--shrink"]
+    options = ["--ranks", "2", "data.source=text.jsonl", "data.cache=cache", "report.tensorboard=false"]
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"a few words " * (5 + i % 9)}"}}\n' for i in range(200)))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    paths = RunPaths(tmp_path / "runs" / "continue-from-hf-shrunk")
+    assert [step["step"] for step in read_steps(paths.metrics)] == list(range(1, 11))
+    assert "train.global_batch: 64 -> 8" in done.stdout
+    (model,) = (tmp_path / "cache").glob("tiny-*")
+    assert f"model.from_hf: hf/model -> {Path('cache') / model.name}" in done.stdout
+    assert (model / "model.safetensors").stat().st_size < 1_000_000
