@@ -163,7 +163,7 @@ def start_memory_history(device: torch.device) -> bool:
 
 
 def save_memory_history(device: torch.device, path: Path) -> bool:
-    """Write what was noted as the file that pytorch.org/memory_viz reads, and stop noting; False where there is none."""
+    """Write what was noted as the file that PyTorch's memory_viz reads, and stop noting; False where there is none."""
     try:
         memory = torch.get_device_module(device).memory
         memory._dump_snapshot(str(path))

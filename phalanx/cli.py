@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx import __version__, config, mirror, recipe, storage
+from phalanx import __version__, config, mirror, patience, recipe, storage
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.records import ExitCode, Kind, RunPaths, Url
 
@@ -144,7 +144,8 @@ def export(
             mirror.note(paths, Kind.EXPORTED, folder=str(target), step=step)
         trained = saved_config(paths)
     adapter = trained is not None and trained.model.lora is not None and not merge
-    typer.echo(f"step {step} of {run} is now the {'PEFT adapter' if adapter else 'Hugging Face'} folder {folder}")
+    made = "PEFT adapter" if adapter else "Hugging Face"
+    typer.echo(f"step {step} of {patience.shown(run)} is now the {made} folder {patience.shown(folder)}")
 
 
 @app.command()

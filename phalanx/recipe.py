@@ -188,7 +188,9 @@ def resolve(
         chosen.append(("train.compile", not on_cpu, why))
     if config.optim.decay_steps == "auto" and config.train.steps:  # with no steps yet, the next start decides
         steps = rules.default_decay_steps(config.optim.model_dump(), max(config.train.steps, 1))
-        chosen.append(("optim.decay_steps", steps, "train.steps at the start of the run"))
+        longer = steps > max(config.train.steps, 1)
+        why = "train.steps ends within the warm-up" if longer else "train.steps at the start of the run"
+        chosen.append(("optim.decay_steps", steps, why))
     if config.optim.weight_decay == "auto":
         decay = rules.default_weight_decay(config.optim.rule)
         chosen.append(("optim.weight_decay", decay, f"the update rule is {config.optim.rule}"))

@@ -95,13 +95,13 @@ class Packed:
         kept = np.minimum(lengths[self._documents], room).sum()
         self.filled = float(kept / (self.count * room)) if self.count else 0.0
 
-    def documents(self, number: int) -> list[int]:
+    def documents(self, number: int) -> NDArray[np.int64]:
         """The numbers of the documents that lie in a row, in their order."""
-        return list(map(int, self._documents[self._first[number] : self._first[number + 1]]))
+        return self._documents[self._first[number] : self._first[number + 1]]
 
     def row(self, number: int) -> Row:
         room = self._form.seq_len + 1
-        documents = self._documents[self._first[number] : self._first[number + 1]]
+        documents = self.documents(number)
         starts = self.file.index[documents]
         lengths = np.minimum(self.file.index[documents + 1] - starts, room)
         ends = lengths.cumsum()

@@ -41,7 +41,7 @@ def _load(path: Path, changed_ns: int) -> type[Llama]:
     sys.modules[_MODULE] = module  # dataclasses and the like look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a program that ends itself would end this one, and in silence
         raise ConfigError(f"model.code {path} cannot be run: {_where(error, path)}; mend the file") from error
     found = vars(module).get("Model")
     if found is None:
@@ -54,7 +54,7 @@ def _load(path: Path, changed_ns: int) -> type[Llama]:
     return found
 
 
-def _where(error: Exception, path: Path) -> str:
+def _where(error: Exception | SystemExit, path: Path) -> str:
     """The error and the line of the user's file that it came from."""
     if isinstance(error, SyntaxError):
         return f"{error.msg} in line {error.lineno}"
@@ -100,9 +100,25 @@ def check_class(model_class: type[Llama], spec: ModelSpec) -> int:
             f"the class Model of model.code has the parameter {outside[0]} outside embed, layers and head, the units "
             "that are sharded and gathered; move it into one of them"
         )
-    count = 0
-    for name, parameter in model.named_parameters():
-        hf_name(name, model_class)
+    named = dict(model.named_parameters())
+    if twice := [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in named]:
+        raise ConfigError(
+            f"the class Model of model.code has one parameter under several names ({twice[0]} is the second), which "
+            "would part when they get memory; give each part its own, or hand the one on in the forward pass"
+        )
+    if frozen := [name for name, parameter in named.items() if not parameter.requires_grad]:
+        raise ConfigError(
+            f"the class Model of model.code freezes {frozen[0]}, which no checkpoint would hold and no export find; "
+            "leave requires_grad as it is, or train adapters beside frozen weights (model.lora)"
+        )
+    count, ours = 0, dict[str, str]()
+    for name, parameter in named.items():
+        theirs = hf_name(name, model_class)
+        if ours.setdefault(theirs, name) != name:
+            raise ConfigError(
+                f"the class Model of model.code gives {ours[theirs]} and {name} one Hugging Face name, {theirs}, so an "
+                "export would lose one of them; mend hf_names"
+            )
         try:
             init_slice(spec, 0, name, 0, 1, "cpu", torch.float32, model_class)
         except Exception as error:

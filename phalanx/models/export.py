@@ -57,10 +57,10 @@ def export(
     """Writes a folder that `AutoModelForCausalLM` and `AutoTokenizer` load, holding one tensor in memory at a time.
 
     `tensor_of(our_name)` gives a parameter, flat or shaped, in any dtype and on any device; it is asked once for each,
-    in order. `progress` gets the bytes of each tensor as it is done, `finished` each file of weights, which it may take
-    away. Tokenizer files, and a generation_config.json, are copied from `tokenizer_folder`. The folder appears complete
-    or not at all. Raises ConfigError if it exists and is not empty, or cannot be written, or if a class of one's own
-    names no parameter there.
+    in order, and may use the memory of the one before again. `progress` gets the bytes of each tensor as it is done,
+    `finished` each file of weights, which it may take away. Tokenizer files, and a generation_config.json, are copied
+    from `tokenizer_folder`. The folder appears complete or not at all. Raises ConfigError if it exists and is not
+    empty, or cannot be written, or if a class of one's own names no parameter there.
     """
     config = config_from_spec(spec, dtype, original_config, bos_id, eos_id, model_class)
     shapes = {name: (hf_name(name, model_class), shape) for name, shape in shapes_of(model_class, spec).items()}

@@ -142,7 +142,8 @@ def _architecture(config: dict[str, Any], where: str, model_class: type[Llama]) 
     if not isinstance(named[0], str) or named[0] not in ARCHITECTURES:
         raise ConfigError(
             f"{where} has the architecture {named[0]}, which cannot be trained here; use a folder of a "
-            f"supported one: {', '.join([*(own or []), *ARCHITECTURES])}."
+            f"supported one: {', '.join([*(own or []), *ARCHITECTURES])}"
+            f"{'; or set model.code to the file that defines its class' if BASE_KEY in config else ''}."
         )
     return ARCHITECTURES[named[0]]
 

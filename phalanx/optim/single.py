@@ -58,8 +58,10 @@ class Single:
     def initialise(self, fill: Callable[[Shard], None]) -> None:
         self.model.to_empty(device=self.mesh.device)
         parameters = self.parameters
-        for name in parameters.keys() - {*self._trained}:
-            frozen = parameters[name]
+        trained = {*self._trained}
+        for name, frozen in parameters.items():  # in order, as they lie in files
+            if name in trained:
+                continue
             fill(Shard(name, 0, frozen.numel(), tuple(frozen.shape), frozen.data.view(-1), trainable=False))
         parameters = {name: parameters[name] for name in self._trained}
         self._slot = {}

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -65,7 +66,7 @@ def job(run: str | Path, data: str | Path, changes: dict[str, Any], world: int) 
 
     What is called train... there is trained on, two sets as a mixture of weights 3 and 1; all others are evaluated on.
     """
-    tree = recipe.apply_overrides(RECIPE, [])
+    tree = copy.deepcopy(RECIPE)
     for key, value in changes.items():
         section, dot, leaf = key.partition(".")
         if dot:

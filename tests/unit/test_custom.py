@@ -42,6 +42,7 @@ BROKEN = {
     "no luck": "raise ValueError('no luck')",
     "in line 3": "x = 1\n\ndef f(:\n",
     "No module named 'nowhere'": "import nowhere",
+    "SystemExit: 0 in line 2": "import sys\nsys.exit(0)",
 }
 
 
@@ -67,6 +68,8 @@ LATE = {
     "buffer frequencies": "self.register_buffer('frequencies', torch.zeros(3))",
     "parameter extra.weight outside": "self.extra = nn.Linear(3, 3, bias=False)",
     "no Hugging Face name for its parameter layers.0.extra.weight": "self.layers[0].extra = nn.Linear(3, 3)",
+    "several names (layers.1.mlp.up.weight is": "self.layers[1].mlp.up.weight = self.layers[0].mlp.up.weight",
+    "freezes embed.weight": "self.embed.requires_grad_(False)",
     "cannot be built: RuntimeError: oh no in line 8": "raise RuntimeError('oh no')",
     "cannot run: TypeError": "self.layers[0].forward = lambda x: x",
     "returns no sum of losses": "self.head.forward = lambda hidden, *rest: hidden",
@@ -90,6 +93,16 @@ def test_a_start_that_there_is_not_is_refused(tmp_path: Path) -> None:
         check_class(model_class(path), SPEC)
 
 
+def test_two_parameters_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        f"{HEAD}\nclass Model(Llama):\n"
+        "    hf_names = HF_NAMES | {'layers.{i}.mlp_norm.weight': 'model.layers.{i}.input_layernorm.weight'}\n"
+    )
+    with pytest.raises(ConfigError, match=r"mlp_norm.weight one Hugging Face name, model\.layers\.0\.input_layernorm"):
+        check_class(model_class(path), SPEC)
+
+
 def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(f"{HEAD}\nclass Model(Llama):\n    mark = 1\n")
@@ -108,7 +121,7 @@ def test_its_config_json_says_whose_it_is_and_what_it_is_built_on() -> None:
     assert (config["architectures"], config["model_type"]) == (["SquaredLlamaForCausalLM"], "squared_llama")
     assert (config["hidden_act"], config[BASE_KEY]) == ("relu2", "qwen3")
     assert spec_from_config(config, "config.json", own) == spec
-    with pytest.raises(ConfigError, match="SquaredLlamaForCausalLM"):
+    with pytest.raises(ConfigError, match=r"SquaredLlamaForCausalLM.* or set model\.code to the file"):
         spec_from_config(config, "config.json")
     with pytest.raises(ConfigError, match=BASE_KEY):
         spec_from_config(config | {BASE_KEY: "gpt"}, "config.json", own)
@@ -142,7 +155,7 @@ def test_the_example_trains_goes_on_exports_and_loads(tmp_path: Path, monkeypatc
     kept = tmp_path / "own" / "run" / "model.py"
     assert kept.read_text() == EXAMPLE.read_text()
     # What writes text with the run takes the class from there, and lets it make itself known to transformers.
-    own, asked = model_class(kept), []
+    own, asked = model_class(kept), list[None]()
     known = own.register
     monkeypatch.setattr(own, "register", staticmethod(lambda: asked.append(known())))
     with opened(kept.parent, Sampling(max_tokens=3)) as writer:

@@ -5,8 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from phalanx.train.export import _special_ids
+from phalanx import recipe
+from phalanx.models.export import export
+from phalanx.models.llama import HF_NAMES, Llama
+from phalanx.models.spec import ModelSpec
+from phalanx.train.export import _natural_dtype, _special_ids
 
 ADDED = {"added_tokens": [{"content": "<début>", "id": 3}, {"content": "</s>", "id": 4}]}
 
@@ -39,3 +44,17 @@ def test_a_tokenizer_of_other_types_names_none(tmp_path: Path, config: Any, toke
 def test_bytes_that_are_no_text_name_none(tmp_path: Path) -> None:
     (write(tmp_path, {}, ADDED) / "tokenizer.json").write_bytes(b"\xff\xfe")
     assert _special_ids(tmp_path) == {}
+
+
+class Renamed(Llama):
+    """As a class of one's own that calls its embedding something else."""
+
+    hf_names = HF_NAMES | {"embed.weight": "model.table.weight"}
+
+
+def test_a_model_of_ones_own_goes_out_in_the_type_it_came_in(tmp_path: Path) -> None:
+    spec = ModelSpec(vocab_size=8, hidden=4, layers=1, heads=2, kv_heads=2, head_dim=2, intermediate=4, max_seq_len=8)
+    shapes = {name: tuple(each.shape) for name, each in Renamed(spec).named_parameters()}
+    export(tmp_path / "hf", spec, lambda name: torch.zeros(shapes[name]), torch.float16, model_class=Renamed)
+    config = recipe.check({"model": {"from_hf": str(tmp_path / "hf")}}, "here")
+    assert _natural_dtype(config, Renamed) == torch.float16

@@ -2,6 +2,7 @@ import json
 import math
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from phalanx.errors import ConfigError
+from phalanx.models import weights as weights_module
 from phalanx.models.export import export, plan_shards
-from phalanx.models.hf import config_from_spec, read_config, spec_from_config
+from phalanx.models.hf import config_from_spec, hf_name, read_config, spec_from_config
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.spec import PRESETS, ModelSpec, RopeScaling, parameter_shapes
 from phalanx.models.weights import Weights
@@ -328,6 +330,58 @@ def test_a_damaged_folder_is_one_sentence(kind: str, tmp_path: Path) -> None:
         read_model(folder)
     assert sentence in str(caught.value)
     assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("chunk_bytes", [2, 7, 64, 2 << 20])
+def test_any_range_is_read_as_any_dtype(chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_module, "_CHUNK_BYTES", chunk_bytes)
+    whole = values(SPEC)("layers.0.mlp.up.weight").to(torch.bfloat16)
+    weights = Weights(write(tmp_path / "model", dtype=torch.bfloat16))
+    for start, stop in ((0, whole.numel()), (33, 34), (5, 777), (9, 9)):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            apart = torch.full((2 * (stop - start) + 1,), 7.0, dtype=dtype)
+            for out in (apart[1 : stop - start + 1], apart[1::2]):
+                weights.read_into("layers.0.mlp.up.weight", start, stop, out)
+                assert torch.equal(out, whole[start:stop].to(dtype))
+            assert apart[0] == 7.0
+    for start, stop in ((-1, 3), (5, 4), (0, whole.numel() + 1)):
+        with pytest.raises(ValueError, match="was asked for"):
+            weights.read("layers.0.mlp.up.weight", start, stop)
+
+
+def test_what_is_read_stays_no_part_of_the_process(tmp_path: Path) -> None:
+    """A mapped file would be counted as its memory."""
+    folder = write(tmp_path / "model")
+    weights = Weights(folder)
+    weights.check(SPEC)
+    read = weights.read("embed.weight", 0, 100)
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    assert read.shape == (100,)
+
+
+def test_a_file_that_shrinks_meanwhile_is_one_sentence(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    weights = Weights(folder)
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 4)
+    last = "head.norm.weight"  # they lie in the file as the model names them
+    with pytest.raises(ConfigError, match=r"model\.safetensors has become shorter"):
+        weights.read(last, 0, math.prod(parameter_shapes(SPEC)[last]))
+
+
+def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def tensor_of(name: str) -> torch.Tensor:
+        assert not [each for each in alive if each() is not None]
+        tensor = values(SPEC)(name).to(torch.bfloat16)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    export(tmp_path / "out", SPEC, tensor_of, torch.bfloat16)
+    assert len(alive) == len(parameter_shapes(SPEC))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name in parameter_shapes(SPEC):
+        assert torch.equal(found[hf_name(name)].flatten(), values(SPEC)(name).to(torch.bfloat16))
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx import balance
-from phalanx.data.loader import Loader, Sample
+from phalanx.data.loader import ORDER_BLOCK, Loader, Sample, shuffled
 from phalanx.data.order import order
 from phalanx.data.packing import Form
 from phalanx.data.tokens import TokenFile, TokenWriter
@@ -58,6 +58,13 @@ def test_order_is_element_wise_and_one_to_one_for_huge_n(n: int, data: st.DataOb
     assert len(set(together.tolist())) == len(index)
     assert ((together >= 0) & (together < n)).all()
     assert together.tolist() == [int(order(5, 2, n, index[i : i + 1])[0]) for i in range(len(index))]
+
+
+@pytest.mark.parametrize("n", [1, ORDER_BLOCK, 3 * ORDER_BLOCK + 5])
+def test_an_order_that_is_remembered_in_blocks_is_the_same(n: int) -> None:
+    for index in (np.arange(n), np.arange(n // 3, n), np.arange(n)[::-7], np.empty(0, np.int64)):
+        for epoch, name in ((0, ""), (1, "source 1")):
+            assert shuffled(5, epoch, n, index, name).tolist() == order(5, epoch, n, index, name).tolist()
 
 
 def test_order_looks_shuffled_and_differs_by_seed_and_epoch() -> None:
