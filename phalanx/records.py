@@ -281,6 +281,15 @@ def write_atomic(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder (creations, renames) survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a JSON-lines file; a torn line (a writer died in it) is passed over."""
     if not path.exists():

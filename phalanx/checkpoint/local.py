@@ -13,6 +13,7 @@ from typing import Any
 from phalanx.checkpoint.read import MANIFEST, canonical, find, is_whole, step_folder
 from phalanx.checkpoint.snapshot import Content
 from phalanx.errors import CheckpointError
+from phalanx.records import sync_folder
 
 
 class Local:
@@ -86,15 +87,6 @@ def commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
         remove_folder(final)
     os.rename(temporary, final)
     sync_folder(final.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a folder's own entries (names, renames) to disk."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def remove_folder(path: Path) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.tokens import sync_folder, token_dtype, write_synced
+from phalanx.data.tokens import token_dtype, write_synced
 from phalanx.errors import ConfigError, DataError
-from phalanx.records import TOKENIZER_FILES, VOCABULARY_FILES
+from phalanx.records import TOKENIZER_FILES, VOCABULARY_FILES, sync_folder
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257  # the 256 bytes and the end of text

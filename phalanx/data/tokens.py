@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import DataError
-from phalanx.records import write_atomic
+from phalanx.records import sync_folder, write_atomic
 
 FORMAT_VERSION = 1
 TOKENS = "tokens.bin"
@@ -31,15 +31,6 @@ CHECK_BYTES = 16 << 20  # how much of a file is read at a time to check it
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The narrowest little-endian type that holds every id below `vocab_size`."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder (creations, renames) survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def write_synced(path: Path, content: bytes) -> None:

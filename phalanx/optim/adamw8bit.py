@@ -13,7 +13,7 @@ import torch
 
 from phalanx.optim.coded import Coded, blocks_of, code_of_zero
 from phalanx.optim.engine import Allocator
-from phalanx.optim.update import MOMENTS, AdamW, Slot, State, copy_over
+from phalanx.optim.update import MOMENTS, AdamW, Change, Slot, State, copy_over
 
 LEAST_ELEMENTS = 4096  # of a whole parameter; in smaller ones, and in vectors, moments stay as they are
 
@@ -56,17 +56,12 @@ class AdamW8bit:
         source: Slot,
         target: Slot,
         grads: dict[str, torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-        no_decay: frozenset[str],
-        divisor: torch.Tensor,
-        skip: torch.Tensor,
+        change: Change,
     ) -> None:
         copy_over(source, target)
-        divisor = self.adamw.divided(grads, divisor)
+        change = self.adamw.divided(grads, change)
         plain = {name: grad for name, grad in grads.items() if "exp_avg" in target[name]}
-        self.adamw.in_place(target, plain, step=step, lr=lr, no_decay=no_decay, divisor=divisor, skip=skip)
+        self.adamw.in_place(target, plain, change)
         for name in grads.keys() - plain.keys():
             mean, square = (Coded.of(target[name], kind, grads[name].numel()) for kind in MOMENTS)
             for first, last in mean.portions():
@@ -77,9 +72,7 @@ class AdamW8bit:
                     "exp_avg_sq": square.rows(first, last),
                 }
                 gradient = {name: grads[name][part]}
-                self.adamw.in_place(
-                    {name: decoded}, gradient, step=step, lr=lr, no_decay=no_decay, divisor=divisor, skip=skip
-                )
+                self.adamw.in_place({name: decoded}, gradient, change)
                 # Of a skipped step the same numbers are coded again, and give the same codes.
                 mean.put(first, last, decoded["exp_avg"])
                 square.put(first, last, decoded["exp_avg_sq"])

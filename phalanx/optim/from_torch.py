@@ -13,7 +13,7 @@ import torch
 
 from phalanx.errors import ConfigError
 from phalanx.optim.engine import Allocator
-from phalanx.optim.update import Slot, State
+from phalanx.optim.update import Change, Slot, State
 from phalanx.rules import BETAS, RULES
 
 PORTION_ELEMENTS = 2**24  # updated at a time: the new state lies beside the old one until it is known whether it counts
@@ -52,12 +52,7 @@ class FromTorch:
         source: Slot,
         target: Slot,
         grads: dict[str, torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-        no_decay: frozenset[str],
-        divisor: torch.Tensor,
-        skip: torch.Tensor,
+        change: Change,
     ) -> None:
         if target is not source:
             for name in source.keys() - grads.keys():
@@ -68,12 +63,12 @@ class FromTorch:
             old = [{kind: source[name][kind][part] for kind in kinds} for name, part in portion]
             new = [{kind: tensor.clone() for kind, tensor in state.items()} for state in old]
             for (name, part), state in zip(portion, new, strict=True):
-                state["param"].grad = grads[name][part] / divisor
-            decayed = [name not in no_decay for name, _ in portion]
-            self._step(new, decayed, step, lr)
+                state["param"].grad = grads[name][part] / change.divisor
+            decayed = [name not in change.no_decay for name, _ in portion]
+            self._step(new, decayed, change.step, change.lr)
             for (name, part), before, after in zip(portion, old, new, strict=True):
                 for kind in kinds:
-                    target[name][kind][part] = torch.where(skip > 0, before[kind], after[kind])
+                    target[name][kind][part] = torch.where(change.skip > 0, before[kind], after[kind])
 
     def _step(self, states: Sequence[State], decayed: Sequence[bool], step: int, lr: float) -> None:
         """Let the class update parameters and state in place."""

@@ -22,7 +22,7 @@ from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh
 from phalanx.optim import gradients
 from phalanx.optim.engine import Allocator, Piece, Precision, Shard
-from phalanx.optim.update import Read, Rule, Slot, load, pieces, zeros
+from phalanx.optim.update import Change, Read, Rule, Slot, load, pieces, zeros
 
 
 class Fsdp2:
@@ -142,9 +142,8 @@ class Fsdp2:
             squares, nominal_weight=self.nominal_weight, total_weight=total, clip=clip, scale=self.loss_scale
         )
         slot = self._slot()
-        self.rule.apply(
-            slot, slot, grads, step=self.step + 1, lr=lr, no_decay=self._no_decay, divisor=divisor, skip=skip
-        )  # fmt: skip
+        change = Change(step=self.step + 1, lr=lr, no_decay=self._no_decay, divisor=divisor, skip=skip)
+        self.rule.apply(slot, slot, grads, change)
         self.model.zero_grad(set_to_none=True)
         return norm, skip, total
 

@@ -9,7 +9,7 @@ from torch import nn
 from phalanx.comm.mesh import Mesh
 from phalanx.optim import gradients
 from phalanx.optim.engine import Allocator, Piece, Precision, Shard
-from phalanx.optim.update import Read, Rule, Slot, load, pieces, zeros
+from phalanx.optim.update import Change, Read, Rule, Slot, load, pieces, zeros
 
 # Gradients are widened to the master's type in portions, so that the copies stay small beside the state.
 PORTION_ELEMENTS = 2**26
@@ -114,18 +114,10 @@ class Single:
         norm, divisor, skip = gradients.fold(
             squares, nominal_weight=self.nominal_weight, total_weight=total, clip=clip, scale=self.loss_scale
         )
+        change = Change(step=self.step + 1, lr=lr, no_decay=self._no_decay, divisor=divisor, skip=skip)
         for names in _portions(grads):
             wide = {name: grads[name].reshape(-1).to(self._master_dtype) for name in names}
-            self.rule.apply(
-                self._slot,
-                self._slot,
-                wide,
-                step=self.step + 1,
-                lr=lr,
-                no_decay=self._no_decay,
-                divisor=divisor,
-                skip=skip,
-            )
+            self.rule.apply(self._slot, self._slot, wide, change)
         self._accumulated = {}
         for parameter in parameters.values():
             parameter.grad = None

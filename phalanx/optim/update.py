@@ -5,7 +5,7 @@ one: with two slots the old state survives until the new one is complete. Both w
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -18,6 +18,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 State = dict[str, torch.Tensor]  # what is kept of one shard: "param", and what the rule made
 Slot = dict[str, State]  # by parameter name
 Read = Callable[[str, str, int, int, torch.Tensor], None]  # name, kind, start, stop, out
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a step asks of every element: the number of the `step` (the first is 1) and its learning rate; which
+    parameters are not decayed; what gradients are divided by before use; whether (1.0) the state is carried over as it
+    is. The last two are one-element tensors on the device, so that nothing waits for the host."""
+
+    step: int
+    lr: float
+    no_decay: frozenset[str]
+    divisor: torch.Tensor
+    skip: torch.Tensor
 
 
 class Rule(Protocol):
@@ -48,19 +61,9 @@ class Rule(Protocol):
         source: Slot,
         target: Slot,
         grads: dict[str, torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-        no_decay: frozenset[str],
-        divisor: torch.Tensor,
-        skip: torch.Tensor,
+        change: Change,
     ) -> None:
-        """Write the state after `step` (the first is 1) into `target`.
-
-        `grads` are flat gradients of the shards, divided by `divisor` before use (they may be overwritten); where
-        `skip` is 1.0 the state is carried over as it is. Both are one-element tensors on the device, so that nothing
-        waits for the host.
-        """
+        """Write the state after the step into `target`; `grads`, flat and of the shards, may be overwritten."""
         ...
 
 
@@ -131,42 +134,31 @@ class AdamW:
         source: Slot,
         target: Slot,
         grads: dict[str, torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-        no_decay: frozenset[str],
-        divisor: torch.Tensor,
-        skip: torch.Tensor,
+        change: Change,
     ) -> None:
         copy_over(source, target)
-        divisor = self.divided(grads, divisor)
-        self.in_place(target, grads, step=step, lr=lr, no_decay=no_decay, divisor=divisor, skip=skip)
+        self.in_place(target, grads, self.divided(grads, change))
 
-    def divided(self, grads: Mapping[str, torch.Tensor], divisor: torch.Tensor) -> torch.Tensor:
-        """The divisor that is left for the kernel, which reads it in float32: too coarse for a proof in float64."""
+    def divided(self, grads: Mapping[str, torch.Tensor], change: Change) -> Change:
+        """With the divisor left for the kernel, which reads it in float32: too coarse for a proof in float64."""
         if all(grad.dtype != torch.float64 for grad in grads.values()):
-            return divisor.float()
-        torch._foreach_div_(list(grads.values()), divisor)
-        return torch.ones_like(divisor, dtype=torch.float32)
+            return replace(change, divisor=change.divisor.float())
+        torch._foreach_div_(list(grads.values()), change.divisor)
+        return replace(change, divisor=torch.ones_like(change.divisor, dtype=torch.float32))
 
     def in_place(
         self,
         slot: Slot,
         grads: Mapping[str, torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-        no_decay: frozenset[str],
-        divisor: torch.Tensor,
-        skip: torch.Tensor,
+        change: Change,
     ) -> None:
         """The update of a slot whose moments are plain tensors."""
         for decay in (True, False):
-            names = [name for name in grads if (name not in no_decay) is decay and grads[name].numel()]
+            names = [name for name in grads if (name not in change.no_decay) is decay and grads[name].numel()]
             if not names:
                 continue
             # One step count a tensor: the kernel takes a list and reads an entry for each.
-            count = torch.full((), float(step), dtype=torch.float32, device=grads[names[0]].device)
+            count = torch.full((), float(change.step), dtype=torch.float32, device=grads[names[0]].device)
             torch._fused_adamw_(
                 [slot[name]["param"] for name in names],
                 [grads[name] for name in names],
@@ -174,13 +166,13 @@ class AdamW:
                 [slot[name]["exp_avg_sq"] for name in names],
                 [],
                 [count] * len(names),
-                lr=lr,
+                lr=change.lr,
                 beta1=self.beta1,
                 beta2=self.beta2,
                 weight_decay=self.weight_decay if decay else 0.0,
                 eps=self.eps,
                 amsgrad=False,
                 maximize=False,
-                grad_scale=divisor,
-                found_inf=skip,
+                grad_scale=change.divisor,
+                found_inf=change.skip,
             )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.optim.adamw8bit import LEAST_ELEMENTS, AdamW8bit
 from phalanx.optim.coded import BLOCK, Coded, blocks_of, code, code_of_zero, decode, looked_up, searched, table
-from phalanx.optim.update import AdamW, Slot, load, pieces, zeros
+from phalanx.optim.update import AdamW, Change, Slot, load, pieces, zeros
 
 CPU = torch.device("cpu")
 RULE = AdamW8bit(AdamW(0.9, 0.95, 1e-8, 0.1))
@@ -101,10 +101,8 @@ def some_grads(slot: Slot, step: int) -> dict[str, torch.Tensor]:
 
 def take(rule: AdamW | AdamW8bit, source: Slot, target: Slot, step: int, skip: float = 0.0) -> None:
     dtype = next(iter(source.values()))["param"].dtype
-    rule.apply(
-        source, target, some_grads(source, step), step=step, lr=1e-2, no_decay=frozenset(["norm"]),
-        divisor=torch.tensor(2.0, dtype=dtype), skip=torch.tensor(skip),
-    )  # fmt: skip
+    change = Change(step, 1e-2, frozenset(["norm"]), torch.tensor(2.0, dtype=dtype), skip=torch.tensor(skip))
+    rule.apply(source, target, some_grads(source, step), change)
 
 
 SHAPES = {"matrix": (5, 1000), "small": (60, 60), "norm": (5000,), "odd": (9, 700)}
@@ -148,10 +146,8 @@ def test_it_follows_adamw_and_a_row_is_updated_alike_wherever_it_lies() -> None:
     part["matrix"] |= RULE.make("matrix", (5, 1000), 3000, torch.float64, CPU, zeros)
     for step in range(1, 30):
         grads = {"matrix": some_grads(coded, step)["matrix"][2000:]}
-        RULE.apply(
-            part, part, grads, step=step, lr=1e-2, no_decay=frozenset(),
-            divisor=torch.tensor(2.0, dtype=torch.float64), skip=torch.zeros(()),
-        )  # fmt: skip
+        change = Change(step, 1e-2, frozenset(), torch.tensor(2.0, dtype=torch.float64), skip=torch.zeros(()))
+        RULE.apply(part, part, grads, change)
         take(RULE, coded, coded, step)
         take(RULE.adamw, exact, exact, step)
     torch.testing.assert_close(part["matrix"]["param"], coded["matrix"]["param"][2000:], rtol=1e-12, atol=1e-12)

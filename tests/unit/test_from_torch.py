@@ -13,7 +13,7 @@ from phalanx.config import OptimSection
 from phalanx.errors import ConfigError
 from phalanx.optim.choose import make_rule
 from phalanx.optim.from_torch import FromTorch
-from phalanx.optim.update import Slot, zeros
+from phalanx.optim.update import Change, Slot, zeros
 from phalanx.recipe import check, resolve
 
 CPU = torch.device("cpu")
@@ -68,7 +68,10 @@ def take(rule: FromTorch, source: Slot, target: Slot, step: int, skip: float = 0
     if skip:
         grads = {name: grad * float("nan") for name, grad in grads.items()}
     rule.apply(
-        source, target, grads, step=step, lr=lr, no_decay=frozenset(["norm"]), divisor=divisor, skip=torch.tensor(skip)
+        source,
+        target,
+        grads,
+        Change(step=step, lr=lr, no_decay=frozenset(["norm"]), divisor=divisor, skip=torch.tensor(skip)),
     )
 
 

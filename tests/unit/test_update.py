@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.optim import gradients
-from phalanx.optim.update import AdamW, Slot, zeros
+from phalanx.optim.update import AdamW, Change, Slot, zeros
 
 RULE = AdamW(0.9, 0.95, 1e-8, 0.1)
 KINDS = ("param", *RULE.kinds)
@@ -51,11 +51,13 @@ def apply(
         source,
         target,
         some_grads(source, seed),
-        step=step,
-        lr=1e-2,
-        no_decay=frozenset(["p1"]),
-        divisor=torch.tensor(divisor, dtype=wide),
-        skip=torch.tensor(float(skip)),
+        Change(
+            step=step,
+            lr=1e-2,
+            no_decay=frozenset(["p1"]),
+            divisor=torch.tensor(divisor, dtype=wide),
+            skip=torch.tensor(float(skip)),
+        ),
     )
 
 
@@ -84,7 +86,7 @@ def test_a_shard_is_updated_as_its_part_of_the_whole(sizes: list[int], dtype: to
         shard = {name: {kind: take(tensor).clone() for kind, tensor in kinds.items()} for name, kinds in whole.items()}
         grads = {name: take(grad).clone() for name, grad in some_grads(whole, 1).items()}
         one, no = torch.ones((), dtype=dtype), torch.zeros(())
-        RULE.apply(shard, shard, grads, step=3, lr=1e-2, no_decay=frozenset(["p1"]), divisor=one, skip=no)
+        RULE.apply(shard, shard, grads, Change(step=3, lr=1e-2, no_decay=frozenset(["p1"]), divisor=one, skip=no))
         parts.append(shard)
     apply(whole, whole)
     for name, kinds in whole.items():
@@ -98,7 +100,7 @@ def test_a_skipped_step_leaves_even_what_is_not_finite_alone() -> None:
     before = copy.deepcopy(slot)
     grads = {"p0": torch.full((7,), float("nan"))}
     one = torch.ones(())
-    RULE.apply(slot, slot, grads, step=1, lr=1.0, no_decay=frozenset(), divisor=one, skip=torch.ones(()))
+    RULE.apply(slot, slot, grads, Change(step=1, lr=1.0, no_decay=frozenset(), divisor=one, skip=torch.ones(())))
     assert same(slot, before)
 
 
@@ -130,7 +132,7 @@ def test_twenty_steps_equal_torch_with_its_own_clipping(
         squares = gradients.sum_of_squares(grads.values(), dtype, torch.device("cpu"))
         ours, divisor, skip = gradients.fold(squares, nominal_weight=nominal, total_weight=weight, clip=clip)
         assert ours.item() == pytest.approx(norm.item(), rel=tolerance)
-        RULE.apply(slot, slot, grads, step=step, lr=lr, no_decay=frozenset(["p1"]), divisor=divisor, skip=skip)
+        RULE.apply(slot, slot, grads, Change(step=step, lr=lr, no_decay=frozenset(["p1"]), divisor=divisor, skip=skip))
     for name, parameter in theirs.items():
         apart = (slot[name]["param"] - parameter.detach()).abs().max() / parameter.detach().abs().max()
         print(f"{name}: {apart.item():.1e}")
@@ -143,7 +145,7 @@ def test_what_has_no_gradient_is_carried_over() -> None:
     source, target = a_slot([4, 3], torch.float64, seed=0), a_slot([4, 3], torch.float64, seed=9)
     one, no = torch.ones((), dtype=torch.float64), torch.zeros(())
     grads = {"p0": torch.ones(4, dtype=torch.float64)}
-    RULE.apply(source, target, grads, step=1, lr=1e-2, no_decay=frozenset(), divisor=one, skip=no)
+    RULE.apply(source, target, grads, Change(step=1, lr=1e-2, no_decay=frozenset(), divisor=one, skip=no))
     assert all(torch.equal(target["p1"][kind], source["p1"][kind]) for kind in KINDS)
     assert not torch.equal(target["p0"]["param"], source["p0"]["param"])
 
@@ -155,7 +157,7 @@ def test_only_named_parameters_are_spared_the_decay() -> None:
     before = copy.deepcopy(slot)
     grads = {name: torch.zeros(5, dtype=torch.float64) for name in slot}
     one, no = torch.ones((), dtype=torch.float64), torch.zeros(())
-    RULE.apply(slot, slot, grads, step=1, lr=0.5, no_decay=frozenset(["p1"]), divisor=one, skip=no)
+    RULE.apply(slot, slot, grads, Change(step=1, lr=0.5, no_decay=frozenset(["p1"]), divisor=one, skip=no))
     torch.testing.assert_close(slot["p0"]["param"], before["p0"]["param"] * (1 - 0.5 * 0.1), rtol=1e-15, atol=0)
     assert torch.equal(slot["p1"]["param"], before["p1"]["param"])
 
