@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx import __version__, config, mirror, patience, recipe, storage
+from phalanx import __version__, config, mirror, recipe, storage
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.records import ExitCode, Kind, RunPaths, Url
+from phalanx.records import ExitCode, Kind, RunPaths, Url, shown
 
 if TYPE_CHECKING:
     from phalanx.data.prepare import Prepared
@@ -145,7 +145,7 @@ def export(
         trained = saved_config(paths)
     adapter = trained is not None and trained.model.lora is not None and not merge
     made = "PEFT adapter" if adapter else "Hugging Face"
-    typer.echo(f"step {step} of {patience.shown(run)} is now the {made} folder {patience.shown(folder)}")
+    typer.echo(f"step {step} of {shown(run)} is now the {made} folder {shown(folder)}")
 
 
 @app.command()

@@ -7,7 +7,6 @@ driver) end at once with a sentence. The time counts from the last byte that got
 
 import errno
 import random
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from phalanx.errors import ConfigError, StorageError
+from phalanx.records import shown
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 _CREDENTIAL_ERRORS = frozenset({
@@ -31,19 +31,8 @@ _NEVER_MENDED = (
     ImportError, TypeError, ValueError, IsADirectoryError, NotADirectoryError, FileExistsError
 )  # fmt: skip
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG)
-SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 T = TypeVar("T")
-
-
-def shown(url: str) -> str:
-    """A URL without what may be secret in it: user, password, query."""
-    found = SCHEME.match(url)
-    if found is None:
-        return url
-    rest = url[found.end() :].partition("?")[0]
-    host, slash, path = rest.partition("/")
-    return f"{found[0]}{host.rpartition('@')[2]}{slash}{path}"
 
 
 class _Left(Exception):

@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ TOKENIZER_FILES = (
 BASE_WEIGHTS = "base weights"  # in data.json, what a run's adapters belong to
 MANIFEST = "manifest.json"  # of a checkpoint
 HELD_OUT = "held_out"  # the set to evaluate on that was kept back of the training documents
+
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")  # how a URL begins
 
 
 class ExitCode(enum.IntEnum):
@@ -117,6 +120,16 @@ class StepRecord:
     time: float = field(default_factory=time.time)  # seconds since the epoch
 
 
+def shown(url: str) -> str:
+    """A URL without what may be secret in it: user, password, query."""
+    found = SCHEME.match(url)
+    if found is None:
+        return url
+    rest = url[found.end() :].partition("?")[0]
+    host, slash, path = rest.partition("/")
+    return f"{found[0]}{host.rpartition('@')[2]}{slash}{path}"
+
+
 @dataclass(frozen=True)
 class Url:
     """A folder or file at a URL, named as a Path names one; `timeout_s` is for how long its store is tried."""
@@ -137,9 +150,7 @@ class Url:
 
     def __str__(self) -> str:
         """Without a user, password or query, as this is shown and recorded."""
-        scheme, _, rest = self.text.partition("?")[0].partition("://")
-        host, slash, path = rest.partition("/")
-        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+        return shown(self.text)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from phalanx.errors import ConfigError
-from phalanx.patience import SCHEME, Attempt, T, patiently, shown, words
+from phalanx.patience import Attempt, T, patiently, words
+from phalanx.records import SCHEME, shown
 
 TIMEOUT_S = 300.0
 CHUNK_BYTES = 8 << 20

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from phalanx import storage
 from phalanx.data.tokens import TokenFile
 from phalanx.errors import ConfigError, DataError, StorageError
+from phalanx.records import shown
 
 HEADER = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -115,7 +116,7 @@ class Bytes:
         if storage.is_url(path):
             found = storage.entry(path, timeout_s)
             if found is None:
-                raise FileNotFoundError(2, "there is no such file", storage.shown(path))
+                raise FileNotFoundError(2, "there is no such file", shown(path))
             self.size = found.size
         else:
             self.size = os.stat(path).st_size
@@ -137,7 +138,7 @@ class Bytes:
 @contextlib.contextmanager
 def opened(path: str, timeout_s: float = storage.TIMEOUT_S) -> Iterator[Pair]:
     """The pair of an `.idx` file. Raises DataError for one that cannot be used."""
-    name = storage.shown(path)
+    name = shown(path)
     try:
         index = Bytes(path, timeout_s)
         whole = np.frombuffer(index.read(0, index.size), np.uint8)

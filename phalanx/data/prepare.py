@@ -44,7 +44,6 @@ from phalanx.data.sources import (
     is_held_out,
     list_files,
     record_digest,
-    shown,
     text_digest,
 )
 from phalanx.data.tokenizer import (
@@ -57,7 +56,7 @@ from phalanx.data.tokenizer import (
 )
 from phalanx.data.tokens import FORMAT_VERSION, TokenFile, TokenWriter
 from phalanx.errors import ConfigError, DataError, StorageError
-from phalanx.records import HELD_OUT
+from phalanx.records import HELD_OUT, shown
 
 if TYPE_CHECKING:
     from phalanx.config import DataSection

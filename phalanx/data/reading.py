@@ -30,10 +30,10 @@ from phalanx.data.sources import (
     Format,
     Record,
     SourceFile,
-    shown,
     unreadable,
 )
 from phalanx.errors import DataError, StorageError
+from phalanx.records import shown
 
 # Of source, in one chunk. A kill costs the work on the chunks at hand, some seconds; with many chunks, processes end
 # together, but each costs three files until all are joined.

@@ -17,6 +17,7 @@ from typing import Any
 
 from phalanx import storage
 from phalanx.errors import DataError
+from phalanx.records import shown
 
 STDLIB = "stdlib"
 STDLIB_CHAT = "stdlib-chat"
@@ -121,11 +122,6 @@ def check_format(files: Iterable[SourceFile], format: str) -> None:
                 f"{shown(file.path)} is {what}, but data.format is {format}, which needs records (.jsonl, .json, "
                 f".parquet); set data.format=text or name files of records"
             )
-
-
-def shown(path: str) -> str:
-    """A path or URL as a user may see it, without secrets."""
-    return storage.shown(path)
 
 
 def ending(path: str) -> str:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from phalanx.data.encode import Task
-from phalanx.data.sources import shown
 from phalanx.errors import ConfigError, DataError, PhalanxError, StorageError
+from phalanx.records import shown
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.data.encode import main; main()"
 TRIES = 2  # of a chunk whose worker dies
