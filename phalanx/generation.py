@@ -73,11 +73,23 @@ class Writer:
         return self._generate(self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False), show, echo, [])
 
     def answer(self, messages: list[dict[str, str]], show: bool) -> str:
-        """The assistant's next turn of a conversation."""
-        inputs = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        return self._generate(inputs, show, False, self._stop)
+        """The assistant's next turn of a conversation; the oldest turns are left out where it has grown too long."""
+        return self._generate(self._fitting(messages), show, False, self._stop)
+
+    def _fitting(self, messages: list[dict[str, str]]) -> Any:
+        """The tokens of as much of a conversation as leaves room for the answer in the model's positions: what the
+        system says stays, and the last question, however long it is."""
+        system = [one for one in messages[:1] if one["role"] == "system"]
+        turns = messages[len(system) :]
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        while True:
+            inputs = self.tokenizer.apply_chat_template(
+                [*system, *turns], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            length = inputs["input_ids"].shape[1]
+            if positions is None or length + self.sampling.max_tokens <= positions or len(turns) <= 2:
+                return inputs
+            turns = turns[2:]  # a question and its answer
 
     def prepare_chat(self) -> None:
         """Look up how an answer ends. Raises ConfigError where there is no template, or it fails."""
@@ -192,18 +204,8 @@ def opened(model: Path | str, sampling: Sampling, phases: Phases = untold) -> It
     with _found(model) as paths:
         folder = paths.root
         if paths.config.is_file():
-            from phalanx.train.build import class_of_run
-            from phalanx.train.export import export_run
-            from phalanx.train.folder import saved_config
-
             with tempfile.TemporaryDirectory() as temporary:
-                with phases() as progress:
-                    show = functools.partial(progress, "export")
-                    export_run(paths, Path(temporary) / "model", None, show, note=False, merge=None)
-                config = saved_config(paths)
-                if config is not None:
-                    class_of_run(config, paths).register()  # so that transformers knows a model of a user's own
-                yield Writer(*_load(Path(temporary) / "model", None, phases), sampling)
+                yield Writer(*_load_run(paths, Path(temporary) / "model", phases), sampling)
         elif (folder / ADAPTER).is_file():
             yield Writer(*_load(_base_of(folder), folder, phases), sampling)
         elif (folder / "config.json").is_file():
@@ -213,6 +215,29 @@ def opened(model: Path | str, sampling: Sampling, phases: Phases = untold) -> It
                 f"{model} is neither a run folder nor a Hugging Face folder nor an adapter's; name one that holds a "
                 "model"
             )
+
+
+def _load_run(paths: RunPaths, folder: Path, phases: Phases) -> tuple[Any, Any]:
+    """A run's newest checkpoint by way of `folder`; of a run with adapters these alone, added to the weights that they
+    were trained beside, as the whole model would be as large on the disk as in memory."""
+    from phalanx.train.adapters import check_base
+    from phalanx.train.build import class_of_run, spec_from_run
+    from phalanx.train.copies import fetched
+    from phalanx.train.export import export_run
+    from phalanx.train.folder import saved_config
+
+    config = saved_config(paths)
+    apart = config is not None and config.model.lora is not None and config.model.code is None
+    with phases() as progress:
+        show = functools.partial(progress, "export")
+        export_run(paths, folder, None, show, note=False, merge=False if apart else None)
+    if config is not None and apart:
+        base = fetched(config)
+        check_base(base, spec_from_run(base, paths), class_of_run(base, paths), paths)
+        return _load(Path(str(base.model.from_hf)).expanduser(), folder, phases)
+    if config is not None:
+        class_of_run(config, paths).register()  # so that transformers knows a model of a user's own
+    return _load(folder, None, phases)
 
 
 @contextlib.contextmanager

@@ -85,12 +85,8 @@ def whole_model(
     Raises RunError when the folder of the frozen weights holds others than the run began with.
     """
     assert spec.lora is not None
+    check_base(config, spec, code, paths)
     lora, weights, shapes = spec.lora, _weights(config, code), shapes_of(code, spec)
-    if _noted_base(paths) != fingerprint(weights.read, shapes):
-        raise RunError(
-            f"model.from_hf {config.model.from_hf} does not hold the weights that the adapters of {paths.root} were "
-            "trained beside; restore that folder, or export the adapters alone, without --merge"
-        )
     adapters = {matrix: (a, b) for matrix, a, b in adapter_names(lora, spec.layers)}
 
     def read(name: str) -> torch.Tensor:
@@ -101,6 +97,15 @@ def whole_model(
         return merged(base, a, b, lora.scale)
 
     return read
+
+
+def check_base(config: "Config", spec: ModelSpec, code: type[Llama], paths: RunPaths) -> None:
+    """Raises RunError when the folder of the frozen weights holds others than the run began with."""
+    if _noted_base(paths) != base_of(config, spec, code):
+        raise RunError(
+            f"model.from_hf {config.model.from_hf} does not hold the weights that the adapters of {paths.root} were "
+            "trained beside; restore that folder, or export the adapters alone, without --merge"
+        )
 
 
 def _noted_base(paths: RunPaths) -> Any:

@@ -120,6 +120,30 @@ def test_a_conversation_is_remembered(
     assert shown.rstrip() == f"{first}\n{second}".rstrip() or shown.split() == f"{first} {second}".split()
 
 
+def test_a_long_conversation_loses_its_oldest_turns(chatty: Path) -> None:
+    with opened(chatty, GREEDY) as writer:
+        writer.prepare_chat()
+        first = {"role": "system", "content": "be brief"}
+        turns = [
+            {"role": role, "content": f"{number} " + "some words " * 20}
+            for number in range(8)
+            for role in ("user", "assistant")
+        ][:-1]
+        everything = writer.tokenizer.apply_chat_template([first, *turns], add_generation_prompt=True, tokenize=False)
+        writer.model.config.max_position_embeddings = 300
+        kept = writer.tokenizer.decode(writer._fitting([first, *turns])["input_ids"][0])
+        length = writer._fitting([first, *turns])["input_ids"].shape[1]
+        more = [first, *turns[-2 * kept.count("<|im_start|>user") - 1 :]]  # with one question more
+        longer = writer.tokenizer.apply_chat_template(more, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert length <= 300 - 12 < len(longer)
+        assert len(writer.tokenizer(everything)["input_ids"]) > 300
+        assert kept.startswith("<|im_start|>system\nbe brief") and everything.endswith(kept.partition("<|im_end|>")[2])
+        assert "<|im_start|>user" in kept.split("<|im_end|>")[1], "an answer without its question"
+        writer.model.config.max_position_embeddings = 40
+        alone = writer.tokenizer.decode(writer._fitting([first, *turns])["input_ids"][0])
+        assert alone.count("<|im_start|>user") == 1 and "7 some words" in alone
+
+
 def test_one_message_is_answered(chatty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     converse(chatty, "some words", None, GREEDY)
     with opened(chatty, GREEDY) as writer:
