@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -44,6 +45,11 @@ def _run_dir(text: str) -> str:
     """An empty one, as of a shell's variable that was never set, would be the working folder."""
     if not text:
         raise ConfigError("--run-dir is empty, so there is no folder to put the run into; name one or leave it out")
+    if storage.is_url(text) and "?" in text:
+        raise ConfigError(
+            f"--run-dir {shown(text)} has a query (?...), behind which no file of the run could be named; give such "
+            "options in the environment or the store's own configuration, and leave it out"
+        )
     return text
 
 
@@ -266,10 +272,18 @@ def data_prepare(
             raise ConfigError(f"a recipe has its own settings; write data.{key}={value} behind it instead of an option")
         wanted, patience = _data_of(recipe.load(Path(sources[0]), sources[1:]))
     else:
+        if recipes := [source for source in sources if _is_recipe(source)]:
+            raise ConfigError(
+                f"{recipes[0]} is a recipe and stands behind a source; prepare all data of a recipe by naming it alone"
+            )
         # A whole recipe, so that it is checked as one; of its model nothing is asked.
         tree = {"model": {"hidden": 2, "layers": 1, "heads": 1}, "data": {"source": sources, **given}}
         wanted, patience = _data_of(recipe.check(tree, "the command line"))
-    done = _prepared(wanted, patience)
+    try:
+        done = _prepared(wanted, patience)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the parts that are done are kept, and the same command goes on from there", err=True)
+        raise typer.Exit(128 + signal.SIGINT) from None
     for name, folder in _sets_of(done).items():
         typer.echo(_size_of(name, folder))
 
@@ -297,6 +311,11 @@ def data_inspect(
         folders, tokenizer = _sets_of(done), tokenizer or done.tokenizer_folder
     elif overrides:
         raise ConfigError(f"{overrides[0]} changes a recipe, but {subject} is none; leave it out")
+    elif storage.is_url(subject):
+        raise ConfigError(
+            f"{shown(subject)} is a URL, and token sets are looked at on this machine; name a folder, or a recipe "
+            "whose data.cache is that URL"
+        )
     else:
         folders, known = inspect.sets_of(Path(subject).expanduser().absolute())
         tokenizer = tokenizer or known

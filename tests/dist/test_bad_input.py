@@ -412,6 +412,10 @@ def test_data_commands(here: Path) -> None:
     assert "m.bin exists; choose another prefix" in refused(here, "data", "megatron", f"{made[1]}/train", "m")
     found = refused(here, "data", "prepare", "recipe.yaml", "--vocab", "300")
     assert found.startswith("a recipe has its own settings; write data.tokenizer_vocab=300 behind it")
+    found = refused(here, "data", "prepare", "text.jsonl", "recipe.yaml")
+    assert found.startswith("recipe.yaml is a recipe and stands behind a source; prepare all data of a recipe")
+    found = refused(here, "data", "inspect", "memory://user:secret@place/sets")
+    assert found.startswith("memory://place/sets is a URL, and token sets are looked at on this machine")
     code, out, _ = phalanx(here, "data", "prepare", "recipe.yaml", "data.validation={dev: text.jsonl}")
     assert code == 0
     assert [text.partition(":")[0] for text in out.splitlines()[-3:]] == ["train", "held_out", "dev"]

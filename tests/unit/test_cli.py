@@ -247,6 +247,28 @@ def test_a_wrong_command_line_is_explained(arguments: list[str]) -> None:
     assert heavy == []
 
 
+INTERRUPTED = """
+import signal, sys
+from phalanx import cli
+from phalanx.data import workers
+workers.run = lambda *arguments: signal.raise_signal(signal.SIGINT)  # as the terminal does in the midst of the work
+sys.argv[1:] = ["data", "prepare", "text.jsonl", "--cache", "cache", "--vocab", "280"]
+cli.main()
+"""
+
+
+def test_an_interrupted_preparation_says_that_it_can_go_on(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"{number} words " * 2000}) for number in range(200)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        "interrupted; the parts that are done are kept, and the same command"
+    )
+
+
 @pytest.mark.parametrize("place", [0, 1, 3])
 def test_debug_anywhere_shows_where_an_error_comes_from(place: int, here: Path) -> None:
     arguments = ["config", "show", "gone.yaml"]

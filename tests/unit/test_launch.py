@@ -91,11 +91,16 @@ def test_a_stop_while_data_is_prepared_leaves_only_its_parts(here: Path, number:
     assert not (here / "run").exists()
 
 
-def test_an_empty_run_dir_is_refused(here: Path) -> None:
-    with start(here, f"{TRAIN} --run-dir ''", stderr=subprocess.PIPE) as run:
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [("''", "error: --run-dir is empty"), ("'memory://a/run?token=secret'", "error: --run-dir memory://a/run has a")],
+)
+def test_a_run_dir_that_cannot_be_is_refused(here: Path, place: str, expected: str) -> None:
+    with start(here, f"{TRAIN} --run-dir {place}", stderr=subprocess.PIPE) as run:
         _, err = run.communicate(timeout=60)
     assert run.returncode == ExitCode.CONFIG
-    assert err.startswith("error: --run-dir is empty")
+    assert err.startswith(expected)
+    assert "secret" not in err
     assert err.count("\n") == 1
 
 
