@@ -77,6 +77,7 @@ def shrink(wanted: Config, show: bool = True) -> Config:
     """The recipe in tiny; says what it changed."""
     from phalanx import shrink as tiny
 
+    agent.preload(["phalanx.data.chat"])  # with numpy, whose threads would forbid to fork later
     tiny_hf = fork_call(_tiny_hf, recipe.to_yaml(wanted), timeout_s=None) if wanted.model.from_hf else None
     config = tiny.shrunk(wanted, _is_here, tiny_hf)
     if show:

@@ -247,6 +247,14 @@ def test_a_wrong_command_line_is_explained(arguments: list[str]) -> None:
     assert heavy == []
 
 
+def test_a_shrunk_run_starts_whatever_libraries_do(here: Path) -> None:
+    """By themselves numerical libraries start threads when they are imported, beside which nothing may be forked."""
+    free = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "2")
+    done = phalanx("train", "recipe.yaml", "--shrink", "train.steps=1", folder=here, environment=free)
+    assert done.returncode == 0, done.stderr
+    assert "finished after step 1" in done.stdout
+
+
 INTERRUPTED = """
 import signal, sys
 from phalanx import cli
