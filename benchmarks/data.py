@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
+from phalanx.balance import Division
 from phalanx.config import DataSection
 from phalanx.data.loader import Loader
-from phalanx.data.packing import Form
+from phalanx.data.packing import Form, rows_of
 from phalanx.data.prepare import prepare
 from phalanx.data.reading import Meter, plan, records
 from phalanx.data.sources import Format, list_files
@@ -109,18 +110,16 @@ def loading(folder: Path, turns: int) -> tuple[list[Row], list[Check]]:
     for seq_len, batch in SHAPES:
         for name, made, packed in (("text", text, False), ("chat, packed", chat, True)):
             loader = Loader(
-                [(TokenFile(path), weight) for path, weight in made.train],
-                Form(seq_len, packed=packed),
+                [(rows_of(TokenFile(path), Form(seq_len, packed=packed), 0), weight) for path, weight in made.train],
                 global_batch=batch,
                 seed=0,
                 rank=0,
-                micro_batch=batch,
             )
             task = LanguageModel(seq_len, isolated=packed)
             times = []
             for step in range(turns):
                 begun = time.perf_counter()
-                for samples in loader.batches(step, [batch]):
+                for samples in loader.batches(step, Division((batch,), 1)):
                     task.collate(samples)
                 times.append(time.perf_counter() - begun)
             rows.append(

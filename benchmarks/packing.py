@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.harness import Row, at_least, at_most, machine, options, report, result, spread
 from phalanx import accelerator
+from phalanx.balance import Division
 from phalanx.config import DataSection
 from phalanx.data.loader import Loader
 from phalanx.data.order import order
@@ -75,12 +76,12 @@ def padded_batches(file: TokenFile, documents: list[int]) -> list[Batch]:
 def works(file: TokenFile, steps: int) -> list[Work]:
     """The documents of some steps of a run, in a random order for the padded peer, as a data set is shuffled."""
     form = Form(SEQ_LEN, packed=True)
-    loader = Loader([(file, 1.0)], form, ROWS, 0, 0, MICRO_ROWS)
     rows = Packed(file, form, 0)
+    loader = Loader([(rows, 1.0)], ROWS, 0, 0)
     task = LanguageModel(SEQ_LEN, isolated=True)
     found = []
     for step in range(steps):
-        packed = [task.collate(samples) for samples in loader.batches(step, [ROWS])]
+        packed = [task.collate(samples) for samples in loader.batches(step, Division((ROWS,), -(-ROWS // MICRO_ROWS)))]
         numbers = order(0, 0, rows.count, np.arange(step * ROWS, (step + 1) * ROWS))
         documents = [document for number in numbers for document in rows.documents(int(number))]
         shuffled = np.random.default_rng(step).permutation(documents).tolist()

@@ -89,6 +89,8 @@ def settings(case: Case) -> Any:
             rule="adamw", options={}, lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
             weight_decay=DECAY, clip_norm=CLIP, schedule="constant", warmup_steps=0, decay_steps=1, min_lr_ratio=1.0,
         ),
+        task=SimpleNamespace(kind="language", code=None, options={}),
+        balance=SimpleNamespace(work="even", hardware=None),
         parallel=SimpleNamespace(data="single"),
         memory=SimpleNamespace(activations=case.activations),
     )  # fmt: skip
@@ -158,16 +160,18 @@ def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
 
 def batches_of(case: Case, tokens: Path) -> Callable[[int], tuple[Tensor, Tensor]]:
     """The trainer's own batches: a function of the step (the first is 0) to tokens and labels, on the host."""
+    from phalanx.balance import Division
     from phalanx.data.loader import Loader
-    from phalanx.data.packing import Form
+    from phalanx.data.packing import Form, rows_of
     from phalanx.data.tokens import TokenFile
     from phalanx.tasks.language import LanguageModel
 
-    loader = Loader([(TokenFile(tokens), 1.0)], Form(case.seq_len), case.global_batch, SEED, 0, case.global_batch)
+    rows = rows_of(TokenFile(tokens), Form(case.seq_len), SEED)
+    loader = Loader([(rows, 1.0)], case.global_batch, SEED, 0)
     task = LanguageModel(case.seq_len)
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
-        [samples] = loader.batches(step, [case.global_batch])
+        [samples] = loader.batches(step, Division((case.global_batch,), 1))
         inputs = task.collate(samples).inputs
         return inputs["tokens"], inputs["labels"]
 

@@ -115,6 +115,12 @@ def _says_bf16(module: Any) -> bool:
         return bool(module.is_bf16_supported())
 
 
+def wait(device: torch.device) -> None:
+    """Hold the host until the device has done all that was queued."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Start a new measurement of `peak_memory`."""
     if device.type == "cpu":

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -93,15 +93,29 @@ def train(
         bool, typer.Option("--shrink", help="Train a tiny copy of the recipe on CPU, in a run folder of its own.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
+    node_count: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Nodes of the run, each of which is started by this command.")
+    ] = None,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Which of the nodes this one is, from 0.")] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where nodes meet: tcp://HOST:PORT of node 0, or file:///FOLDER they share."),
+    ] = None,
+    rendezvous_timeout: Annotated[
+        float | None, typer.Option(min=1.0, help="Seconds that nodes wait for a missing one. Default: 600.")
+    ] = None,
 ) -> None:
     """Train a model; in a folder that holds the same run already, go on where it stopped.
 
     Uses the accelerators there are, or CPU ranks. Under torchrun or srun it joins the ranks that were started.
     """
-    from phalanx import launch
+    from phalanx import launch, nodes
 
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run; add that or leave it out")
+    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, os.environ)
+    if meeting is not None and dry_run:
+        raise ConfigError("--dry-run looks at a recipe on this machine alone; leave --nodes out")
     wanted = recipe.load(recipe_path, overrides or [])
     place = run_dir if run_dir is not None else f"runs/{recipe_path.stem}"
     if shrink:
@@ -110,7 +124,10 @@ def train(
     if dry_run:
         _dry_run(wanted, ranks or 1, as_json)
         return
-    raise typer.Exit(launch.train(wanted, _run_paths(place, wanted), ranks, os.environ, on_cpu=shrink))
+    paths = _run_paths(place, wanted)
+    if meeting is not None:
+        raise typer.Exit(nodes.train(wanted, paths, ranks, meeting, os.environ, on_cpu=shrink))
+    raise typer.Exit(launch.train(wanted, paths, ranks, os.environ, on_cpu=shrink))
 
 
 def _dry_run(wanted: config.Config, ranks: int, as_json: bool) -> None:
@@ -150,8 +167,9 @@ def export(
             mirror.note(paths, Kind.EXPORTED, folder=str(target), step=step)
         trained = saved_config(paths)
     adapter = trained is not None and trained.model.lora is not None and not merge
-    made = "PEFT adapter" if adapter else "Hugging Face"
-    typer.echo(f"step {step} of {shown(run)} is now the {made} folder {shown(folder)}")
+    own = trained is not None and trained.task.code is not None
+    made = "PEFT adapter folder" if adapter else "folder" if own else "Hugging Face folder"
+    typer.echo(f"step {step} of {shown(run)} is now the {made} {shown(folder)}")
 
 
 @app.command()
@@ -193,6 +211,27 @@ def generate(
         generation.converse(model, prompt, system, sampling, show)
     else:
         generation.complete(model, prompt if prompt is not None else "def ", sampling, show)
+
+
+@app.command()
+def hardware(
+    recipe_path: RecipeFile,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Local ranks. Default: one per accelerator; one on a machine without."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("hardware.json"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, what is written and the shares.")] = False,
+) -> None:
+    """Measure the devices of this machine for a recipe's model, and show the shares that follow.
+
+    `phalanx train` does it by itself; with balance.hardware=FILE it takes what was measured before.
+    """
+    from phalanx import survey
+
+    wanted = recipe.load(recipe_path, overrides or [])
+    raise typer.Exit(survey.survey(wanted, ranks, out.expanduser(), os.environ, as_json))
 
 
 @app.command()
@@ -270,17 +309,19 @@ def data_prepare(
         if given:
             key, value = next(iter(given.items()))
             raise ConfigError(f"a recipe has its own settings; write data.{key}={value} behind it instead of an option")
-        wanted, patience = _data_of(recipe.load(Path(sources[0]), sources[1:]))
+        wanted = _data_of(recipe.load(Path(sources[0]), sources[1:]))
     else:
         if recipes := [source for source in sources if _is_recipe(source)]:
             raise ConfigError(
                 f"{recipes[0]} is a recipe and stands behind a source; prepare all data of a recipe by naming it alone"
             )
         # A whole recipe, so that it is checked as one; of its model nothing is asked.
-        tree = {"model": {"hidden": 2, "layers": 1, "heads": 1}, "data": {"source": sources, **given}}
-        wanted, patience = _data_of(recipe.check(tree, "the command line"))
+        model: dict[str, Any] = {"hidden": 2, "layers": 1, "heads": 1}
+        if _are_shards(sources):
+            model["architecture"], given["format"] = "bert", "masked"
+        wanted = _data_of(recipe.check({"model": model, "data": {"source": sources, **given}}, "the command line"))
     try:
-        done = _prepared(wanted, patience)
+        done = _prepared(wanted)
     except KeyboardInterrupt:
         typer.echo("interrupted; the parts that are done are kept, and the same command goes on from there", err=True)
         raise typer.Exit(128 + signal.SIGINT) from None
@@ -305,9 +346,10 @@ def data_inspect(
 
     form = None
     if _is_recipe(subject):
-        wanted, patience = _data_of(recipe.load(Path(subject), overrides or []))
-        done = _prepared(wanted, patience)
-        form = Form(wanted.seq_len, wanted.format != "text", wanted.isolate_documents, wanted.too_long == "drop")
+        whole = _data_of(recipe.load(Path(subject), overrides or []))
+        done, wanted = _prepared(whole), whole.data
+        talks = wanted.format in ("chat", "prompt")
+        form = Form(wanted.seq_len, talks, wanted.isolate_documents, wanted.too_long == "drop")
         folders, tokenizer = _sets_of(done), tokenizer or done.tokenizer_folder
     elif overrides:
         raise ConfigError(f"{overrides[0]} changes a recipe, but {subject} is none; leave it out")
@@ -340,24 +382,35 @@ def _is_recipe(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def _data_of(whole: config.Config) -> tuple[config.DataSection, float]:
-    """The data of a recipe with its tokenizer chosen, and for how long a store is tried."""
+def _are_shards(sources: list[str]) -> bool:
+    """Whether HDF5 files are named, which hold nothing but masked sequences."""
+    from phalanx.data.sources import SHARDS, list_files
+
+    return any(file.kind == SHARDS for file in list_files(sources))
+
+
+def _data_of(whole: config.Config) -> config.Config:
+    """The recipe with its tokenizer chosen, for its data."""
     from phalanx.data.tokenizer import default_tokenizer
     from phalanx.train import copies
 
+    if whole.task.code is not None:
+        raise ConfigError(
+            f"task.code {whole.task.code} reads its own data, as it is; there is nothing to prepare or to look at here"
+        )
     wanted = copies.fetched(whole, weights=False)
     if wanted.data.tokenizer == "auto":
         chosen, _ = default_tokenizer(wanted.model.from_hf)
         wanted = recipe.update(wanted, {"data.tokenizer": chosen})
-    return wanted.data, wanted.resilience.storage_timeout_s
+    return wanted
 
 
-def _prepared(wanted: config.DataSection, storage_timeout_s: float) -> "Prepared":
-    from phalanx.data.prepare import prepare
+def _prepared(wanted: config.Config) -> "Prepared":
+    from phalanx.data.prepare_records import prepare_for
     from phalanx.report.progress import phases
 
     with phases() as progress:
-        return prepare(wanted, progress, storage_timeout_s=storage_timeout_s)
+        return prepare_for(wanted, progress)
 
 
 def _sets_of(done: "Prepared") -> dict[str, Path]:
@@ -368,9 +421,9 @@ def _sets_of(done: "Prepared") -> dict[str, Path]:
 
 
 def _size_of(name: str, folder: Path) -> str:
-    from phalanx.data.tokens import TokenFile
+    from phalanx.data.inspect import opened
 
-    file = TokenFile(folder)
+    file = opened(folder)
     return (
         f"{name}: {file.tokens:,} tokens in {file.documents:,} documents, vocabulary {file.vocab_size:,}, in {folder}"
     )

@@ -12,112 +12,54 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field, JsonValue
 
-from phalanx import balance, rules
 from phalanx.errors import ConfigError
+from phalanx.model_config import LoraSection, ModelSection
 from phalanx.models import spec as shapes
-from phalanx.models.spec import MOST_LAYERS, PRESETS, LoraSpec, ModelSpec, RopeScaling
-from phalanx.values import Auto, Count, CountOrZero, Fraction, Positive, Steps, Text, as_list, as_sources, no_bool
-
-LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
-
-
-def knob(default: Any, doc: str, *, trajectory: bool = False) -> Any:
-    """A field with its documentation; `trajectory=True` where changing it changes the loss curve."""
-    return Field(default=default, description=doc, json_schema_extra={"trajectory": trajectory})
-
-
-class Section(BaseModel):
-    """A group of knobs: immutable, and closed to unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RopeScalingSection(Section):
-    """Rotary frequencies stretched beyond the context they were trained for, as transformers does it."""
-
-    rule: Literal["linear", "dynamic", "yarn", "llama3"] = knob(
-        "llama3", "which frequencies are stretched; dynamic: none up to model.max_seq_len", trajectory=True
-    )
-    factor: Positive = knob(8.0, "how many times longer the context becomes", trajectory=True)
-    low_freq_factor: Positive = knob(
-        1.0, "llama3: wavelengths above original_max_seq_len / this are stretched", trajectory=True
-    )
-    high_freq_factor: Positive = knob(
-        4.0, "llama3: wavelengths below original_max_seq_len / this are kept", trajectory=True
-    )
-    original_max_seq_len: Count = knob(
-        8192, "llama3 and yarn: the context length before stretching, tokens", trajectory=True
-    )
-    beta_fast: Positive = knob(
-        32.0, "yarn: waves that turn more often than this in original_max_seq_len are kept", trajectory=True
-    )
-    beta_slow: Positive = knob(1.0, "yarn: waves that turn less often than this are stretched", trajectory=True)
-    attention_factor: Positive | None = knob(
-        None, "yarn: scale of cosines and sines; default: 0.1 ln(factor) + 1", trajectory=True
-    )
+from phalanx.models import spec_problems
+from phalanx.models.spec import PRESETS, LoraSpec, ModelSpec, RopeScaling
+from phalanx.values import (
+    Auto,
+    Count,
+    CountOrZero,
+    Fraction,
+    Positive,
+    Section,
+    Steps,
+    Text,
+    as_list,
+    as_sources,
+    as_work,
+    knob,
+    no_bool,
+)
 
 
-class LoraSection(Section):
-    """Low-rank adapters: each chosen matrix W becomes W + alpha / rank * B A, and only A and B are trained."""
+class TaskSection(Section):
+    """What a sample and its loss are."""
 
-    adapter: Text | None = knob(None, "a PEFT adapter folder to start from; default: A drawn, B zero", trajectory=True)
-    rank: Count | Auto = knob("auto", "rows of A, columns of B; auto: the adapter's, else 16", trajectory=True)
-    alpha: Positive | Auto = knob(
-        "auto", "the product is scaled by alpha / rank; auto: the adapter's, else twice the rank", trajectory=True
-    )
-    dropout: Fraction = knob(0.0, "probability of zeroing an input element of A", trajectory=True)
-    targets: Annotated[list[LoraTarget], Field(min_length=1), BeforeValidator(as_list)] | Auto = knob(
+    kind: Literal["auto", "language", "masked", "tag", "classify", "own"] = knob(
         "auto",
-        "which matrices of each block get an adapter: q, k, v, o, gate, up, down; auto: the adapter's, else all",
+        "language: the next token; of a BERT masked: masked tokens, tag: a label for each word, classify: one for each "
+        "text; own: what task.code says; auto: own where that is set, masked for a BERT, else language",
         trajectory=True,
     )
-
-
-class ModelSection(Section):
-    """What is trained. Shapes come from `preset` or `from_hf`; a shape set here replaces the preset's."""
-
-    preset: Text | None = knob(
-        None, "a published shape, such as llama-3.2-1b; see `phalanx config presets`", trajectory=True
+    mask_share: Fraction = knob(0.15, "masked: share of a sequence's tokens that are predicted", trajectory=True)
+    whole_word: bool = knob(False, "masked: all pieces of a word are predicted, or none", trajectory=True)
+    next_sentence: bool = knob(
+        False, "masked: also whether the second of two segments follows the first", trajectory=True
     )
-    from_hf: Text | None = knob(None, "a Hugging Face folder: its shapes and its weights", trajectory=True)
-    architecture: Literal["llama", "mistral", "qwen2", "qwen3"] | None = knob(
-        None,
-        "qwen2 adds biases to q, k and v, qwen3 norms to q and k; default: the preset's, else llama",
+    labels: Annotated[list[Text], Field(min_length=1)] | Auto = knob(
+        "auto",
+        "tag and classify: names of the labels, in their order in the model; auto: those of from_hf where they are "
+        "enough, else all that the data has",
         trajectory=True,
     )
     code: Text | None = knob(
-        None, "a Python file whose class Model is trained instead of the built-in", trajectory=True
+        None, "a Python file whose class Task brings a network, data and a loss of one's own", trajectory=True
     )
-    vocab_size: Count | Auto = knob(
-        "auto", "rows of the embedding; auto: the preset's, else the tokenizer's", trajectory=True
-    )
-    hidden: Count | None = knob(None, "width of the residual stream", trajectory=True)
-    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS), BeforeValidator(no_bool)] | None = knob(
-        None, "number of blocks", trajectory=True
-    )
-    heads: Count | None = knob(None, "attention heads", trajectory=True)
-    kv_heads: Count | None = knob(None, "key and value heads; default: as many as heads", trajectory=True)
-    head_dim: Count | None = knob(None, "width of one head; default: hidden / heads", trajectory=True)
-    intermediate: Count | None = knob(
-        None, "width of the feed-forward layer; default: 8/3 hidden, up to a multiple of 64", trajectory=True
-    )
-    sliding_window: Count | None = knob(
-        None, "tokens back that a position attends to, itself included (not for llama); default: all", trajectory=True
-    )
-    max_seq_len: Count | None = knob(
-        None, "longest sequence the model is declared for, tokens; default: data.seq_len", trajectory=True
-    )
-    rope_theta: Positive | None = knob(None, "base of the rotary frequencies; default: 10000", trajectory=True)
-    rope_scaling: RopeScalingSection | None = knob(
-        None, "stretched rotary frequencies (Llama 3.1 and later)", trajectory=True
-    )
-    norm_eps: Positive | None = knob(None, "epsilon inside RMSNorm; default: 1e-5", trajectory=True)
-    tie_embeddings: bool | None = knob(None, "the head shares the embedding's weights; default: false", trajectory=True)
-    init_std: Positive | None = knob(None, "standard deviation of initial weights; default: 0.02", trajectory=True)
-    dropout: Fraction = knob(0.0, "probability of zeroing a residual branch's output element", trajectory=True)
-    lora: LoraSection | None = knob(None, "train small adapters beside frozen weights", trajectory=True)
+    options: dict[Text, JsonValue] = knob({}, "arguments of that class", trajectory=True)
 
 
 class SourceSection(Section):
@@ -140,8 +82,11 @@ class DataSection(Section):
     validation: dict[Text, Annotated[list[Text], Field(min_length=1), BeforeValidator(as_list)]] = knob(
         {}, "further sets to evaluate on, by name; all of their documents are held out", trajectory=True
     )
-    format: Literal["text", "chat", "prompt"] = knob(
-        "text", "text: running text; chat: conversations; prompt: prompts and completions", trajectory=True
+    format: Literal["text", "chat", "prompt", "masked"] = knob(
+        "text",
+        "text: running text; chat: conversations; prompt: prompts and completions; masked: HDF5 shards of sequences "
+        "that are masked already",
+        trajectory=True,
     )
     tokenizer: Text = knob(
         "auto", "a tokenizer folder; train: byte-level BPE on the source; auto: from_hf's, else train", trajectory=True
@@ -153,6 +98,12 @@ class DataSection(Section):
     messages_key: Text = knob("messages", "the key that holds the messages of a conversation", trajectory=True)
     prompt_key: Text = knob("prompt", "the key that holds a prompt", trajectory=True)
     completion_key: Text = knob("completion", "the key that holds its completion", trajectory=True)
+    tokens_key: Text = knob("tokens", "tag: the key that holds the words of a sentence", trajectory=True)
+    tags_key: Text = knob("ner_tags", "tag: the key that holds their tags", trajectory=True)
+    label_key: Text = knob("label", "classify: the key or column that holds the label of a text", trajectory=True)
+    pair_key: Text | None = knob(
+        None, "classify: the key or column that holds a second text; default: there is none", trajectory=True
+    )
     chat_template: Text | None = knob(
         None, "a Jinja file, or chatml, to use instead of the tokenizer's", trajectory=True
     )
@@ -160,7 +111,7 @@ class DataSection(Section):
         "assistant", "chat and prompt: which tokens are learnt, the answers or everything", trajectory=True
     )
     too_long: Literal["truncate", "drop"] = knob(
-        "truncate", "chat and prompt: what happens to a document longer than seq_len", trajectory=True
+        "truncate", "chat, prompt, tag, classify: what happens to a document longer than seq_len", trajectory=True
     )
     isolate_documents: bool = knob(
         False, "text: no attention across documents, as chat and prompt always have it", trajectory=True
@@ -243,6 +194,20 @@ class ParallelSection(Section):
     )
 
 
+class BalanceSection(Section):
+    """Which rank does how much."""
+
+    work: Annotated[Literal["auto", "even", "measured-once"] | list[CountOrZero], BeforeValidator(as_work)] = knob(
+        "auto",
+        "sequences of a step for each rank; auto: as each is measured, again and again; measured-once: by "
+        "hardware.json alone; even: the same for all; a list: the numbers themselves, in order of rank",
+    )
+    hardware: Text | None = knob(
+        None,
+        "a file that `phalanx hardware` wrote; null: that of the run folder, measured at the start if it is missing",
+    )
+
+
 class MemorySection(Section):
     """Memory for time."""
 
@@ -288,10 +253,12 @@ class Config(Section):
     """A whole run."""
 
     model: ModelSection = ModelSection()
+    task: TaskSection = TaskSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
     parallel: ParallelSection = ParallelSection()
+    balance: BalanceSection = BalanceSection()
     memory: MemorySection = MemorySection()
     comm: CommSection = CommSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -309,14 +276,14 @@ def spec_of(config: Config, hf_spec: ModelSpec | None = None) -> ModelSpec:
     """The model's shapes from `config`, or from a Hugging Face folder's `hf_spec`. `model.vocab_size` must be resolved
     unless a preset or a folder gives it. Raises ConfigError with every impossible shape."""
     if config.model.preset is not None and config.model.preset not in PRESETS:
-        raise ConfigError(_unknown_preset(config.model.preset))
-    spec = _shape(config, hf_spec)
-    if found := _shape_problems(config, spec):
+        raise ConfigError(unknown_preset(config.model.preset))
+    spec = shape_of(config, hf_spec)
+    if found := shape_problems(config, spec):
         raise ConfigError("the model's shapes are impossible: " + "; ".join(found))
     return spec
 
 
-def _shape(config: Config, hf_spec: ModelSpec | None, vocab_size: int = 0) -> ModelSpec:
+def shape_of(config: Config, hf_spec: ModelSpec | None, vocab_size: int = 0) -> ModelSpec:
     """The shapes as they are asked for, possible or not; `vocab_size` stands in where nothing gives one."""
     model = config.model
     if hf_spec is not None:
@@ -338,12 +305,39 @@ def _shape(config: Config, hf_spec: ModelSpec | None, vocab_size: int = 0) -> Mo
             intermediate=default_intermediate(model.hidden),
             max_seq_len=config.data.seq_len,
         )
+        if model.architecture == "bert":
+            wide = 4 * model.hidden
+            spec = replace(spec, intermediate=wide, norm_eps=1e-12, tie_embeddings=True, segment_kinds=2)
     given = {name: getattr(model, name) for name in SHAPE_FIELDS if getattr(model, name) is not None}
     if model.rope_scaling is not None:
         given["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
     if model.vocab_size != "auto":
         given["vocab_size"] = model.vocab_size
-    return replace(spec, **given, dropout=model.dropout, lora=_lora(model.lora))
+    spec = replace(spec, **given, dropout=model.dropout, lora=_lora(model.lora))
+    spec = replace(spec, attention_dropout=model.attention_dropout)
+    return _encoder(config, spec) if spec.architecture == "bert" else spec
+
+
+def is_bert(config: Config) -> bool:
+    """Whether the recipe alone says that the model is a BERT."""
+    preset = PRESETS.get(config.model.preset or "")
+    return (config.model.architecture or (preset.architecture if preset else "")) == "bert"
+
+
+def _encoder(config: Config, spec: ModelSpec) -> ModelSpec:
+    """A BERT with the head that its task needs."""
+    model, task = config.model, config.task
+    heads = {"masked": "masked-next" if task.next_sentence else "masked", "tag": "tags", "classify": "classes"}
+    objective = heads.get("masked" if task.kind == "auto" else task.kind, "language")
+    labels = tuple(task.labels) if task.labels != "auto" and objective in ("tags", "classes") else ()
+    spec = replace(spec, objective=objective, labels=labels)
+    if model.hidden is not None or model.heads is not None:  # nothing that a preset says about heads holds any more
+        spec = replace(
+            spec,
+            kv_heads=spec.heads if model.kv_heads is None else spec.kv_heads,
+            head_dim=max(1, spec.hidden // spec.heads) if model.head_dim is None else spec.head_dim,
+        )
+    return spec
 
 
 def _lora(section: LoraSection | None) -> LoraSpec | None:
@@ -354,8 +348,19 @@ def _lora(section: LoraSection | None) -> LoraSpec | None:
     return LoraSpec(rank=section.rank, alpha=section.alpha, targets=ordered, dropout=section.dropout)
 
 
-def _shape_problems(config: Config, spec: ModelSpec) -> list[str]:
-    found = [sentence.rstrip(".") for sentence in shapes.problems(spec)]
+def shape_problems(config: Config, spec: ModelSpec) -> list[str]:
+    """Why no such model can be, or none for these sequences."""
+    found = [sentence.rstrip(".") for sentence in spec_problems.problems(spec)]
+    bert, kind = spec.architecture == "bert", config.task.kind
+    if bert and spec.objective == "language":
+        found.append(f"a BERT does not do task.kind {kind}; set it to masked, tag or classify")
+    if not bert and kind in ("masked", "tag", "classify"):
+        found.append(
+            f"task.kind {kind} needs a BERT, and the model is a {spec.architecture}; use another model or task"
+        )
+    if bert and (config.model.lora is not None or config.model.code is not None):
+        key = "model.lora" if config.model.lora is not None else "model.code"
+        found.append(f"{key} is for models that predict the next token, and the model is a BERT; remove it")
     if config.data.seq_len > spec.max_seq_len:
         found.append(
             f"data.seq_len {config.data.seq_len} is longer than the model's {spec.max_seq_len} positions "
@@ -364,90 +369,11 @@ def _shape_problems(config: Config, spec: ModelSpec) -> list[str]:
     return found
 
 
-def _unknown_preset(name: str) -> str:
+def unknown_preset(name: str) -> str:
+    """A sentence on a preset that there is not."""
     near = difflib.get_close_matches(name, PRESETS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
     return f"model.preset {name!r} is not known; {hint}"
-
-
-def problems(config: Config) -> list[str]:
-    """Combinations that cannot work, as sentences; pure numbers and no files."""
-    found = []
-    model, train, optim, data = config.model, config.train, config.optim, config.data
-    shape_given = [name for name in SHAPE_FIELDS if getattr(model, name) is not None]
-    if model.preset and model.from_hf:
-        found.append("model.preset and model.from_hf both say what the shapes are; remove one of them")
-    elif model.from_hf and (shape_given or model.vocab_size != "auto"):
-        named = ", ".join(
-            f"model.{name}" for name in [*shape_given, *(["vocab_size"] if model.vocab_size != "auto" else [])]
-        )
-        found.append(f"{named} cannot be set together with model.from_hf, whose folder fixes the shapes; remove it")
-    elif not model.preset and not model.from_hf:
-        missing = [f"model.{name}" for name in ("hidden", "layers", "heads") if getattr(model, name) is None]
-        if missing:
-            found.append(f"{', '.join(missing)} must be set, or model.preset, or model.from_hf")
-        else:
-            found += _shape_problems(config, _shape(config, None, vocab_size=1))
-    elif model.preset and model.preset not in PRESETS:
-        found.append(_unknown_preset(model.preset))
-    elif model.preset:
-        found += _shape_problems(config, _shape(config, None))
-    if model.lora is not None and not model.from_hf:
-        why = "model.lora trains adapters beside frozen weights, and weights that were only drawn are worth no adapter"
-        found.append(f"{why}; set model.from_hf to the folder of a trained model, or remove model.lora")
-    if train.micro_batch != "auto" and train.micro_batch > train.global_batch:
-        found.append(
-            f"train.micro_batch {train.micro_batch} is larger than train.global_batch {train.global_batch}; lower it"
-        )
-    changed = {key for key, info in type(optim).model_fields.items() if getattr(optim, key) != info.default}
-    found += rules.problems(optim.model_dump(), changed)
-    if data.held_out == 0 and not data.validation and train.eval_sequences > 0 and train.eval_every > 0:
-        found.append("train.eval_every asks for evaluations but data.held_out is 0; set data.held_out or eval_every=0")
-    if "held_out" in data.validation:
-        found.append("data.validation names a set held_out, as what data.held_out keeps back is called; rename it")
-    found += _mixture_problems(data.source)
-    if not data.cache:
-        found.append("data.cache is empty, so token files would lie all over the working folder; name a folder or URL")
-    if data.format == "text":
-        unread = {"chat_template": None, "loss_on": "assistant", "too_long": "truncate"}
-        for name in [name for name, default in unread.items() if getattr(data, name) != default]:
-            found.append(f"data.{name} is for conversations and prompts, but data.format is text; remove it")
-    return found + _inside_problems(train)
-
-
-def _inside_problems(train: TrainSection) -> list[str]:
-    """What is wrong with the steps that are to be looked into."""
-    found = []
-    snapshot = train.memory_snapshot
-    if snapshot > train.steps:
-        found.append(f"train.memory_snapshot {snapshot} comes after the last step {train.steps}; lower it")
-    if train.profile is not None:
-        first, last = (int(part) for part in train.profile.split("-"))
-        if first > last:
-            found.append(f"train.profile {train.profile} ends before it begins; write the first step first")
-        elif last > train.steps:
-            found.append(f"train.profile {train.profile} goes beyond the last step {train.steps}; lower it")
-        elif first <= snapshot <= last:
-            found.append(
-                f"train.memory_snapshot {snapshot} lies within train.profile {train.profile}, and both trace; choose a "
-                "step outside"
-            )
-    return found
-
-
-def _mixture_problems(sources: list[str | SourceSection]) -> list[str]:
-    weights = [source.weight if isinstance(source, SourceSection) else 1.0 for source in sources]
-    if not any(isinstance(source, SourceSection) for source in sources):
-        return []
-    least = sum(weights) / balance.MIXTURE_BLOCK
-    # Raising it raises the sum, too, and what is rounded must be rounded up.
-    enough = sum(weight for weight in weights if weight >= least) / max(1, balance.MIXTURE_BLOCK - len(weights)) * 1.01
-    return [
-        f"data.source gives {', '.join(source.path)} the weight {source.weight:g}, less than one sequence in "
-        f"{balance.MIXTURE_BLOCK}; raise it to {enough:.3g} or more, or remove that source"
-        for source in sources
-        if isinstance(source, SourceSection) and source.weight < least
-    ]
 
 
 def leaves(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:

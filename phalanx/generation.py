@@ -209,6 +209,7 @@ def opened(model: Path | str, sampling: Sampling, phases: Phases = untold) -> It
         elif (folder / ADAPTER).is_file():
             yield Writer(*_load(_base_of(folder), folder, phases), sampling)
         elif (folder / "config.json").is_file():
+            _refuse_bert(folder)
             yield Writer(*_load(folder, None, phases), sampling)
         else:
             raise ConfigError(
@@ -217,16 +218,39 @@ def opened(model: Path | str, sampling: Sampling, phases: Phases = untold) -> It
             )
 
 
+def _refuse_bert(folder: Path) -> None:
+    """Raises ConfigError for a BERT's folder: transformers would make a writer of it, whose text means nothing."""
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # transformers says what is wrong with it
+    if kind == "bert":
+        raise ConfigError(
+            f"{folder} holds a BERT, which writes no text; name a model that does, or load this one with the class of "
+            "transformers that its config.json names"
+        )
+
+
 def _load_run(paths: RunPaths, folder: Path, phases: Phases) -> tuple[Any, Any]:
     """A run's newest checkpoint by way of `folder`; of a run with adapters these alone, added to the weights that they
     were trained beside, as the whole model would be as large on the disk as in memory."""
     from phalanx.train.adapters import check_base
-    from phalanx.train.build import class_of_run, spec_from_run
     from phalanx.train.copies import fetched
     from phalanx.train.export import export_run
     from phalanx.train.folder import saved_config
+    from phalanx.train.subject import class_of_run, spec_from_run
 
     config = saved_config(paths)
+    if config is not None and config.task.kind == "own":
+        raise ConfigError(
+            f"{paths.shown} trained the network of a task of its own ({config.task.code}), which writes no text; "
+            "`phalanx export` gives its parameters"
+        )
+    if config is not None and config.task.kind in ("masked", "tag", "classify"):
+        raise ConfigError(
+            f"{paths.shown} trained a BERT (task.kind {config.task.kind}), which writes no text; `phalanx export` "
+            "makes a folder of it that transformers loads"
+        )
     apart = config is not None and config.model.lora is not None and config.model.code is None
     with phases() as progress:
         show = functools.partial(progress, "export")

@@ -5,7 +5,7 @@ import functools
 import glob
 import os
 import select
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,17 @@ from typing import Any
 import yaml
 from rich.text import Text
 
-from phalanx import mirror, recipe
+from phalanx import hardware, mirror, recipe
 from phalanx.cluster import agent
+from phalanx.cluster.first_node import FirstNode
 from phalanx.cluster.fork import fork, fork_call
+from phalanx.cluster.job import Part
 from phalanx.cluster.placement import device_of, from_environment
+from phalanx.cluster.rendezvous import look_again
 from phalanx.cluster.stopping import StopAsked, stoppable
 from phalanx.config import Config
 from phalanx.errors import PhalanxError, StorageError
-from phalanx.records import HELD_OUT, ExitCode, Kind, Placement, RunPaths, Url, read_lines, write_event
+from phalanx.records import ExitCode, Kind, Placement, RunPaths, Url, read_lines, write_event
 from phalanx.report.terminal import open_terminal
 
 # What a worker needs, imported once in the parent that forks the workers. Importing torch alone is not enough: the
@@ -55,6 +58,18 @@ class Prepared:
     attempt: int
     parameters: int  # of the whole model, without adapters
     trainable: int
+    unit: str  # what speed counts: tokens or samples
+    weights: str | None  # what those it begins with are known by
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What node 0 knows of a run on several nodes: its own part, the others, and devices and hosts of them all."""
+
+    part: Part
+    first: FirstNode
+    devices: list[Device]  # by rank
+    hosts: list[str]  # by node
 
 
 def train(
@@ -103,6 +118,16 @@ def _tiny_hf(text: str) -> tuple[str, bool]:
 
 
 def _train(wanted: Config, paths: RunPaths, ranks: int | None, environment: Mapping[str, str], on_cpu: bool) -> int:
+    with stoppable():
+        found, accelerators = warmed(environment, on_cpu)
+    given = None if ranks is not None else from_environment(environment, accelerators)
+    if given is not None:
+        return _join(wanted, paths, given, found[given.device])
+    return _launch(wanted, paths, devices_of_ranks(found, accelerators, ranks))
+
+
+def warmed(environment: Mapping[str, str], on_cpu: bool) -> tuple[dict[str, Device], list[str]]:
+    """Import what workers need. Returns this machine's devices by name, and names of accelerators that may be used."""
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environment):
         # Read once, when torch is loaded. By default waiting OpenMP threads spin: on cores that others use too, a step
         # then takes up to 40 times as long (measured on two cores with one other process).
@@ -110,15 +135,15 @@ def _train(wanted: Config, paths: RunPaths, ranks: int | None, environment: Mapp
     terminal = open_terminal()
     if terminal.is_terminal:
         terminal.print("[dim]importing torch[/dim]", end="\r")
-    with stoppable():
-        agent.preload(PRELOAD)
-        found = {row[0]: Device(*row) for row in fork_call(_devices, timeout_s=DEVICES_TIMEOUT_S)}
-    accelerators = [name for name in found if name != "cpu" and not on_cpu]
-    given = None if ranks is not None else from_environment(environment, accelerators)
-    if given is not None:
-        return _join(wanted, paths, given, found[given.device])
+    agent.preload(PRELOAD)
+    found = {row[0]: Device(*row) for row in fork_call(_devices, timeout_s=DEVICES_TIMEOUT_S)}
+    return found, [name for name in found if name != "cpu" and not on_cpu]
+
+
+def devices_of_ranks(found: Mapping[str, Device], accelerators: Sequence[str], ranks: int | None) -> list[Device]:
+    """The device of each local rank. Raises ConfigError when there are more ranks than accelerators."""
     world = ranks or len(accelerators) or 1
-    return _launch(wanted, paths, [found[device_of(accelerators, rank, world)] for rank in range(world)])
+    return [found[device_of(accelerators, rank, world)] for rank in range(world)]
 
 
 def _devices() -> list[tuple[str, str, bool]]:
@@ -130,42 +155,69 @@ def _devices() -> list[tuple[str, str, bool]]:
 
 def _launch(wanted: Config, paths: RunPaths, devices: Sequence[Device]) -> int:
     """Run local ranks under the agent, which starts them again when one dies."""
-    from phalanx.report.console import Console, Follower
     from phalanx.train import folder
 
     with contextlib.ExitStack() as held:
         with stoppable():  # the agent has handlers of its own; these are for what comes before
             held.enter_context(folder.opened(paths))
-            held.enter_context(_mirrored(paths))
-            if (done := _finished(wanted, paths)) is not None:
+            held.enter_context(mirrored(paths))
+            if (done := finished(wanted, paths)) is not None:
                 return done
-            world = len(devices)
-            prepared = _prepare(wanted, paths, devices, world, world, writes=True)
-            if prepared.config.report.tensorboard:
-                agent.preload(["torch.utils.tensorboard"])
-            console = Console(prepared.config.train.steps, paths.name)
-            follower = Follower(paths, console)
-            write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **_facts(prepared, devices, world))
-            job = agent.Job(
-                world=world,
-                worker=functools.partial(_worker, prepared.job),
-                paths=paths,
-                devices=[device.name for device in devices],
-                max_restarts=prepared.config.resilience.max_restarts,
-                on_event=lambda kind, details: _note(paths, console, kind, details),
-                on_idle=follower.poll,
-                first_attempt=prepared.attempt,
-                grace_s=prepared.config.comm.timeout_s,
-                progress=lambda: _committed(paths),
-            )
-            try:
-                code = agent.run(job)
-            finally:
-                follower.poll()
-                console.close()
-        code, asked = _outcome(paths, code, prepared.attempt)
-        _close(paths, code, asked)
-        return code
+            prepared = prepare(wanted, paths, devices, len(devices), len(devices), writes=True)
+        return run_ranks(prepared, paths, devices)
+
+
+def run_ranks(
+    prepared: Prepared,
+    paths: RunPaths,
+    devices: Sequence[Device],
+    nodes: Nodes | None = None,
+) -> int:
+    """Run this node's ranks, one for each of `devices`, to the end of the run, and show its progress."""
+    from phalanx.report.console import Console, Follower
+
+    with stoppable():
+        if prepared.config.report.tensorboard:
+            agent.preload(["torch.utils.tensorboard"])
+        console = Console(prepared.config.train.steps, paths.name, unit=prepared.unit)
+        follower = Follower(paths, console)
+        everywhere = devices if nodes is None else nodes.devices
+        facts = _facts(prepared, everywhere, len(everywhere)) | ({} if nodes is None else {"hosts": nodes.hosts})
+        write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **facts)
+    lowered = hardware.lowered(paths)
+
+    def limit_has_fallen() -> bool:
+        look_again(paths.limit(0).parent)  # another node may have written it
+        return lowered()
+
+    def note(kind: str, details: dict[str, Any]) -> None:
+        _note(paths, console, kind, {"attempt": prepared.attempt} | details)
+
+    if nodes is not None:
+        nodes.first.notice = note
+    job = agent.Job(
+        world=len(devices),
+        worker=functools.partial(worker, prepared.job),
+        paths=paths,
+        devices=[device.name for device in devices],
+        max_restarts=prepared.config.resilience.max_restarts,
+        on_event=note,
+        on_idle=follower.poll,
+        first_attempt=prepared.attempt,
+        grace_s=prepared.config.comm.timeout_s,
+        progress=lambda: _committed(paths),
+        after_out_of_memory=limit_has_fallen,
+        part=None if nodes is None else nodes.part,
+        others=None if nodes is None else nodes.first,
+    )
+    try:
+        code = agent.run(job)
+    finally:
+        follower.poll()
+        console.close()
+    code, asked = _outcome(paths, code, prepared.attempt)
+    _close(paths, code, asked)
+    return code
 
 
 def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device) -> int:
@@ -180,17 +232,17 @@ def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device)
     with contextlib.ExitStack() as stack:
         if first:
             stack.enter_context(folder.opened(paths))
-            stack.enter_context(_mirrored(paths))
+            stack.enter_context(mirrored(paths))
         elif paths.url is not None:
-            fork_call(_fetch, str(paths.root), paths.url.text, paths.url.timeout_s, timeout_s=None)
-        if (done := _finished(wanted, paths, show=first)) is not None:
+            fetch_records(paths)
+        if (done := finished(wanted, paths, show=first)) is not None:
             return done
         with stoppable():
-            prepared = _prepare(wanted, paths, [device], placement.world, placement.local_world, writes=first)
+            prepared = prepare(wanted, paths, [device], placement.world, placement.local_world, writes=first)
         sinks: list[Sink] = []
         if first:
             write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **_facts(prepared, [device], placement.world))
-            sinks = [Console(prepared.config.train.steps, paths.name)]
+            sinks = [Console(prepared.config.train.steps, paths.name, unit=prepared.unit)]
             sinks += _sinks(prepared.job, prepared.attempt)
         code = int(trainer.run(prepared.job, placement, sinks, attempt=prepared.attempt if first else 0))
         if first:
@@ -199,7 +251,7 @@ def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device)
 
 
 @contextlib.contextmanager
-def _mirrored(paths: RunPaths) -> Iterator[None]:
+def mirrored(paths: RunPaths) -> Iterator[None]:
     """While it lasts, a run folder at a URL is this process's alone, and a child copies the records there.
 
     Raises RunError when another process uses the run, and StorageError when not all has been copied at the end.
@@ -247,16 +299,25 @@ def _take(root: str, url: str, timeout_s: float, pid: int) -> None:
         raise
 
 
+def fetch_records(paths: RunPaths, meanwhile: Callable[[], None] | None = None) -> None:
+    """Bring the records of a run at a URL into this process's working folder; `meanwhile` is called all the time."""
+    assert paths.url is not None
+    fork_call(_fetch, str(paths.root), paths.url.text, paths.url.timeout_s, timeout_s=None, meanwhile=meanwhile)
+
+
 def _fetch(root: str, url: str, timeout_s: float) -> None:
     paths = RunPaths(Path(root), Url(url, timeout_s))
     paths.root.mkdir(parents=True, exist_ok=True)
     mirror.fetch(paths)
 
 
-def _worker(job: Any, placement: Placement) -> int:
+def worker(job: Any, placement: Placement) -> int:
     """What each local rank runs. The console is the agent's: it follows the files."""
     from phalanx.train import trainer
 
+    if placement.world > placement.local_world:
+        for folder in (job.paths.root, job.paths.has_checkpoints, job.paths.limit(0).parent):
+            look_again(folder)
     sinks = _sinks(job, placement.attempt) if placement.rank == 0 else []
     return int(trainer.run(job, placement, sinks))
 
@@ -273,7 +334,7 @@ def _sinks(job: Any, attempt: int) -> list[Any]:
     return sinks
 
 
-def _finished(wanted: Config, paths: RunPaths, show: bool = True) -> int | None:
+def finished(wanted: Config, paths: RunPaths, show: bool = True) -> int | None:
     """The exit code when the folder holds this run and it has come to its end; None when there is something to do."""
     from phalanx.report.console import summary
     from phalanx.train import folder
@@ -290,47 +351,51 @@ def _finished(wanted: Config, paths: RunPaths, show: bool = True) -> int | None:
     return ExitCode.DONE
 
 
-def _prepare(
-    wanted: Config, paths: RunPaths, devices: Sequence[Device], world: int, local_world: int, writes: bool
+def prepare(
+    wanted: Config,
+    paths: RunPaths,
+    devices: Sequence[Device],
+    world: int,
+    local_world: int,
+    writes: bool,
+    elsewhere: Sequence[Device] = (),
+    meanwhile: Callable[[], None] | None = None,
 ) -> Prepared:
-    """Resolve every `auto`, make the token files, and (where `writes`) put the configuration into the folder."""
-    from phalanx.data.tokens import TokenFile
+    """Resolve every `auto`, make the token files, and (where `writes`) put the configuration into the folder.
+
+    `devices` are this node's, `elsewhere` those of other nodes; `meanwhile` is called while this takes long.
+    """
     from phalanx.train import copies, folder
-    from phalanx.train.build import spec_from_run
     from phalanx.train.resolve import token_folders
+    from phalanx.train.subject import spec_if_any
     from phalanx.train.trainer import Run
 
     saved = folder.saved_config(paths)
-    same = folder.last_devices(paths) in (None, (world, _models(devices)))
+    everywhere = [*devices, *elsewhere]
+    same = folder.last_devices(paths) in (None, (world, _models(everywhere)))
     config = recipe.continue_from(wanted, saved, paths.shown, same) if saved else wanted
-    kind, bf16 = devices[0].name.partition(":")[0], {device.bf16 for device in devices}
+    kind, bf16 = devices[0].name.partition(":")[0], {device.bf16 for device in everywhere}
     config, chosen = recipe.resolve(config, device=kind, world=world, bf16=all(bf16), differ=len(bf16) > 1)
     # Devices of one model are alike; of each model one is asked.
     unlike = list({device.model: device.name for device in devices}.values())
     if writes and config.report.wandb is not None:  # before minutes are spent on data
         fork_call(_check_wandb, config.report.wandb, timeout_s=DEVICES_TIMEOUT_S)
-    answer = fork_call(_resolve, recipe.to_yaml(config), unlike, world, local_world, writes, timeout_s=None)
+    text = recipe.to_yaml(config)
+    answer = fork_call(resolve, text, unlike, world, local_world, writes, timeout_s=None, meanwhile=meanwhile)
     config = recipe.check(yaml.safe_load(answer["config"]), "the resolved configuration")
     attempt = folder.next_attempt(paths)
     train_tokens, held_out_tokens = token_folders(answer)
     if writes:
-        token_sets = {name: TokenFile(path) for name, path in _token_sets(train_tokens, held_out_tokens).items()}
         with folder.writing(paths):
-            folder.check_data(paths, token_sets, going_on=saved is not None, base=answer["base"])
+            folder.check_data(paths, answer["data"], going_on=saved is not None, base=answer["base"])
             folder.check_code(paths, config, going_on=saved is not None)
-            folder.write_start(paths, config, Path(answer["tokenizer"]))
+            folder.write_start(paths, config, answer["tokenizer"])
             for key, value, reason in [*chosen, *answer["chosen"]]:
                 write_event(paths.events, Kind.RESOLVED, attempt, key=key, value=value, reason=reason)
     here = copies.here(config)
-    job = Run(here, spec_from_run(here, paths), paths, train_tokens, held_out_tokens)
-    return Prepared(config, job, attempt, answer["parameters"], answer["trainable"])
-
-
-def _token_sets(train: Sequence[tuple[Path, float]], held_out: Mapping[str, Path]) -> dict[str, Path]:
-    """What a run is trained and evaluated on, by the names in its data.json."""
-    several = len(train) > 1
-    trained = {f"train {number}" if several else "train": path for number, (path, _) in enumerate(train, 1)}
-    return trained | {name if name == HELD_OUT else f"validation {name}": path for name, path in held_out.items()}
+    job = Run(here, spec_if_any(here, paths), paths, train_tokens, held_out_tokens)
+    facts = (answer[name] for name in ("parameters", "trainable", "unit", "weights"))
+    return Prepared(config, job, attempt, *facts)
 
 
 def _check_wandb(project: str) -> None:
@@ -343,7 +408,7 @@ def _models(devices: Sequence[Device]) -> list[str]:
     return sorted({device.model for device in devices})
 
 
-def _resolve(text: str, devices: list[str], world: int, local_world: int, show: bool) -> dict[str, Any]:
+def resolve(text: str, devices: list[str], world: int, local_world: int, show: bool) -> dict[str, Any]:
     """In a child process, since tokenizers start threads and a probe allocates."""
     from phalanx.report.progress import phases
     from phalanx.train.resolve import resolve_with_files
@@ -362,6 +427,7 @@ def _facts(prepared: Prepared, devices: Sequence[Device], world: int) -> dict[st
         "dtype": prepared.config.train.dtype,
         "engine": prepared.config.parallel.data,
         "steps": prepared.config.train.steps,
+        "unit": prepared.unit,
     }
 
 

@@ -17,8 +17,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from phalanx import rules
-from phalanx.config import Config, LoraTarget, get, leaves, problems, section_of
+from phalanx.combinations import is_own, problems
+from phalanx.config import Config, get, is_bert, leaves, section_of
 from phalanx.errors import ConfigError
+from phalanx.model_config import LoraTarget
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -178,6 +180,11 @@ def resolve(
     """
     on_cpu = device == "cpu"
     chosen: list[tuple[str, Any, str]] = []
+    if config.task.kind == "auto":
+        own = is_own(config)
+        kind = "own" if own else "masked" if is_bert(config) else "language"
+        why = "the model is a BERT" if kind == "masked" else f"task.code is {'' if own else 'not '}set"
+        chosen.append(("task.kind", kind, why))
     if config.train.dtype == "auto" and differ:
         chosen.append(("train.dtype", "mixed", "some of the devices have bf16 and some have not"))
     elif config.train.dtype == "auto":
@@ -206,6 +213,13 @@ def resolve(
         chosen.append(("parallel.data", value, f"{world} rank{'s' if world > 1 else ''}"))
     if config.parallel.data == "single" and world > 1:
         raise ConfigError(f"parallel.data single trains on one rank, but there are {world}; set parallel.data=auto")
+    work = config.balance.work
+    if isinstance(work, list) and len(work) != world:
+        there = "is 1" if world == 1 else f"are {world}"
+        raise ConfigError(
+            f"balance.work has a number for each of {len(work)} ranks, but there {there}; give each rank one, or set "
+            "balance.work=auto"
+        )
     return update(config, {key: value for key, value, _ in chosen}), chosen
 
 

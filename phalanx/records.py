@@ -4,6 +4,7 @@ The seams between processes are files; this module is the only place that spells
 Lines of `metrics.jsonl` and `events.jsonl` carry the attempt that wrote them; a reader keeps the last line of a step.
 """
 
+import contextlib
 import enum
 import errno
 import fcntl
@@ -55,13 +56,20 @@ class Kind(enum.StrEnum):
     RESOLVED = "resolved"  # an `auto` got its value: key, value, reason
     ATTEMPT_STARTED = "attempt_started"  # pids by rank
     RESUMED = "resumed"  # step, checkpoint
+    MEASURING = "measuring"  # ranks, reason
+    MEASURED = "measured"  # devices (rank, model, most, sequences_per_s), seconds
+    MEMORY_LIMITED = "memory_limited"  # most, by rank
     CHECKPOINT_SAVED = "checkpoint_saved"  # step, bytes, seconds
     CHECKPOINT_FAILED = "checkpoint_failed"  # step, reason
     CHECKPOINT_REFUSED = "checkpoint_refused"  # step, reason
-    EVALUATED = "evaluated"  # step, set, loss, tokens, seconds
+    SHARED = "shared"  # step, shares, parts, why: what an attempt begins with
+    RESHARED = "reshared"  # step (the first with these shares), shares, parts, why, before_s, after_s
+    EVALUATED = "evaluated"  # step, set, loss, tokens, seconds, scores, unit
     STEP_SKIPPED = "step_skipped"  # step, reason
     WORKER_DIED = "worker_died"  # rank, pid, signal or exit_code, reason
     RESTARTED = "restarted"  # attempt
+    NODE_JOINED = "node_joined"  # node, host, ranks
+    NODE_LOST = "node_lost"  # node, host, reason
     SIGNALLED = "signalled"  # signal
     STOPPED = "stopped"  # step
     FINISHED = "finished"  # step, seconds
@@ -116,6 +124,8 @@ class StepRecord:
     mfu_causal: float | None  # the same with only the causal half of attention counted
     memory_bytes: int  # peak on the worst rank
     skipped: bool = False  # the update was not applied
+    shares: list[int] | None = None  # sequences of each rank; None of one rank, and of most steps of very many
+    busy_s: list[float] | None = None  # what each rank worked without waiting; None as `shares`, or where not known
     loss_scale: float | None = None  # what the loss was multiplied by; None where nothing computes in float16
     time: float = field(default_factory=time.time)  # seconds since the epoch
 
@@ -219,6 +229,11 @@ class RunPaths:
         return self.root / "model.py"
 
     @property
+    def task_code(self) -> Path:
+        """The copy of the file that `task.code` names."""
+        return self.root / "task.py"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 
@@ -239,8 +254,22 @@ class RunPaths:
         return self.inside / f"memory-rank-{rank:05d}-step-{step}.{suffix}"
 
     @property
+    def hardware(self) -> Path:
+        """What was measured on the devices of the job."""
+        return self.root / "hardware.json"
+
+    def limit(self, rank: int) -> Path:
+        """How much a rank that has run out of memory may be given."""
+        return self.root / "limits" / f"rank-{rank:05d}.json"
+
+    @property
     def lock(self) -> Path:
         return self.root / ".lock"
+
+    @property
+    def sign(self) -> Path:
+        """By what other nodes know that this folder is node 0's."""
+        return self.root / ".sign"
 
     def log(self, attempt: int, rank: int) -> Path:
         return self.root / "logs" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"
@@ -313,6 +342,21 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(record, dict):
                 yield record
+
+
+def last_line(path: Path) -> dict[str, Any] | None:
+    """The last whole record of a JSON-lines file, without reading all of it; None where there is none near its end."""
+    if not path.exists():
+        return None
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 2**20))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                return record
+    return None
 
 
 def split_attempts(

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from phalanx.config import SHAPE_FIELDS, Config, RopeScalingSection, SourceSection, get, leaves, spec_of
+from phalanx.config import SHAPE_FIELDS, Config, SourceSection, get, leaves, spec_of
+from phalanx.errors import ConfigError
+from phalanx.model_config import RopeScalingSection
 from phalanx.models.spec import ModelSpec
 from phalanx.recipe import update
 
@@ -14,6 +16,10 @@ LAYERS, HEAD_DIM, MOST_GROUPS = 2, 16, 4
 VOCAB = 512
 HELD_OUT = 0.1  # of little data a small share would be nothing
 SAMPLES = {"text": "stdlib", "chat": "stdlib-chat"}  # stand in for sources that are not here
+STANDIN_BERT = ModelSpec(  # for a folder of a BERT that is not here
+    architecture="bert", vocab_size=VOCAB, hidden=64, layers=LAYERS, heads=4, kv_heads=4, head_dim=16, intermediate=256,
+    max_seq_len=512, norm_eps=1e-12, tie_embeddings=True, objective="masked", segment_kinds=2,
+)  # fmt: skip
 STANDIN = ModelSpec(  # for a Hugging Face folder that is not here to be asked
     vocab_size=VOCAB, hidden=64, layers=LAYERS, heads=4, kv_heads=2, head_dim=16, intermediate=176, max_seq_len=4096
 )  # fmt: skip
@@ -48,15 +54,25 @@ def shrunk(config: Config, here: Callable[[str], bool], tiny_hf: tuple[str, bool
     `tiny_hf` stands for `model.from_hf`: a folder with a tiny model of its kind, and whether the original has a
     tokenizer. Raises ConfigError where the result is no legal recipe.
     """
+    if config.task.code is not None:
+        raise ConfigError(
+            "--shrink cannot make the network of task.code smaller; write options for a small one, such as "
+            "'task.options={width: 8}'"
+        )
     model, data, train = config.model, config.data, config.train
     seq_len = min(data.seq_len, SEQ_LEN if data.format == "text" else CHAT_SEQ_LEN)
+    if data.format == "masked":
+        seq_len = data.seq_len  # its rows are as long as they are
+    holds = config.task.kind if config.task.kind in ("tag", "classify") else data.format
     steps = min(train.steps, STEPS)
     batch = min(train.global_batch, GLOBAL_BATCH)
+    validation = {name: paths for name, paths in data.validation.items() if all(map(here, paths))}
+    kept_back = data.held_out > 0 or (data.validation and not validation)  # something must be evaluated on
     new: dict[str, Any] = {
         "data.seq_len": seq_len,
-        "data.source": [_source(source, data.format, here) for source in data.source],
-        "data.validation": {name: paths for name, paths in data.validation.items() if all(map(here, paths))},
-        "data.held_out": max(data.held_out, HELD_OUT) if data.held_out else 0.0,
+        "data.source": [_source(source, holds, here) for source in data.source],
+        "data.validation": validation,
+        "data.held_out": max(data.held_out, HELD_OUT) if kept_back else 0.0,
         "data.tokenizer_vocab": min(data.tokenizer_vocab, VOCAB),
         "train.steps": steps,
         "train.global_batch": batch,

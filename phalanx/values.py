@@ -1,11 +1,11 @@
-"""The kinds of values that knobs take, and what is said of others."""
+"""What knobs are made of: sections, documentation, the kinds of values they take, and what is said of others."""
 
 import math
 import re
 import reprlib
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Auto = Literal["auto"]
 STEPS = r"^[1-9]\d{0,14}-[1-9]\d{0,14}$"
@@ -34,6 +34,16 @@ def as_steps(value: Any) -> Any:
     """Steps as `first-last`; YAML reads one alone as a number."""
     if value is not None and not (isinstance(value, str) and re.fullmatch(STEPS, value)):
         raise ValueError(f"must be the first and the last step, such as 10-12, not {reprlib.repr(value)}")
+    return value
+
+
+def as_work(value: Any) -> Any:
+    """One of three words, or numbers of sequences in order of rank."""
+    numbers = value if isinstance(value, list) else [None]
+    if value not in ("auto", "even", "measured-once") and not all(type(n) is int and n >= 0 for n in numbers or [None]):
+        raise ValueError(
+            f"must be 'auto', 'even', 'measured-once' or a list of whole numbers from 0, not {reprlib.repr(value)}"
+        )
     return value
 
 
@@ -66,3 +76,14 @@ Count = Annotated[int, Field(ge=1, le=2**53), BeforeValidator(no_bool)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**53), BeforeValidator(no_bool)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(no_bool)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(no_bool)]
+
+
+def knob(default: Any, doc: str, *, trajectory: bool = False) -> Any:
+    """A field with its documentation; `trajectory=True` where changing it changes the loss curve."""
+    return Field(default=default, description=doc, json_schema_extra={"trajectory": trajectory})
+
+
+class Section(BaseModel):
+    """A group of knobs: immutable, and closed to unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)

@@ -19,8 +19,8 @@ from tests.helpers import ROOT
 
 PACKAGE = ROOT / "phalanx"
 PLAIN = {
-    "phalanx", "errors", "records", "balance", "rules", "values", "config", "recipe", "models.spec", "patience",
-    "storage", "mirror",
+    "phalanx", "errors", "records", "balance", "resharing", "hardware", "rules", "values", "model_config", "config",
+    "combinations", "recipe", "models.spec", "patience", "storage", "mirror",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -32,13 +32,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "patience": {"errors", "records"},
     "storage": {"errors", "patience", "records"},
     "mirror": {"errors", "records", "storage"},
-    "balance": set(),
+    "balance": {"errors"},
+    "resharing": {"balance"},
+    "hardware": {"balance", "errors", "records"},
     "rules": set(),
     "models.spec": set(),
     "values": set(),
-    "config": {"errors", "balance", "rules", "values", "models.spec"},
-    "recipe": {"config", "errors", "rules"},
-    "shrink": {"config", "models.spec", "recipe"},
+    "model_config": {"values", "models.spec"},
+    "config": {"errors", "model_config", "values", "models.spec"},
+    "combinations": {"config", "balance", "rules", "models.spec"},
+    "recipe": {"combinations", "config", "errors", "model_config", "rules"},
+    "shrink": {"config", "errors", "model_config", "models.spec", "recipe"},
     # level 1 without torch
     "cluster": PLAIN,
     "report": PLAIN,
@@ -59,13 +63,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     # level 4
     "launch": PLAIN | {"shrink", "accelerator", "checkpoint", "cluster", "report", "data", "train"},
     "generation": PLAIN | {"models", "data", "train"},
-    "cli": PLAIN | {"launch", "generation", "report", "data", "train"},
+    "survey": PLAIN | {"cluster", "launch", "report", "train"},
+    "nodes": PLAIN | {"cluster", "launch", "report", "train"},
+    "cli": PLAIN | {"nodes", "survey", "launch", "generation", "report", "data", "train"},
     "__main__": {"cli"},
 }  # fmt: skip
 
 # Third-party packages that a unit may import, beside torch where it may have that.
 MAY_USE: dict[str, set[str]] = {
     "values": {"pydantic"},
+    "model_config": {"pydantic"},
     "config": {"pydantic"},
     "recipe": {"pydantic", "yaml"},
     "storage": {"fsspec"},
@@ -75,18 +82,19 @@ MAY_USE: dict[str, set[str]] = {
     "models": {"torch", "safetensors"},  # never transformers: its models are a reference, not a part
     "comm": {"torch"},
     "tasks": {"torch", "numpy"},
-    "data": {"datasets", "numpy", "pyarrow", "zstandard", "jinja2", "tokenizers", "transformers"},
+    "data": {"datasets", "numpy", "pyarrow", "zstandard", "jinja2", "tokenizers", "transformers", "h5py"},
     "optim": {"torch"},
     "parallel": {"torch"},
     "checkpoint": {"torch", "safetensors"},
-    "train": {"torch", "yaml", "wandb"},
+    "train": {"torch", "numpy", "yaml", "wandb"},
     "launch": {"rich", "yaml"},
+    "nodes": {"rich", "yaml"},
     "generation": {"torch", "transformers"},
     "cli": {"typer"},
 }
 TORCH_FREE = (*PLAIN, "cluster", "report")
 # Modules above that level which a command line still has to import without torch.
-ALSO_TORCH_FREE = ("phalanx.cli", "phalanx.launch", "phalanx.generation", "phalanx.optim.schedule")
+ALSO_TORCH_FREE = ("phalanx.cli", "phalanx.launch", "phalanx.nodes", "phalanx.generation", "phalanx.optim.schedule")
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 # What a unit may import of another only in part: the interface of the engines, not the engines.
 IN_PART = {
@@ -109,7 +117,7 @@ MODULES = modules()
 
 def unit_of(module: str) -> str:
     parts = module.split(".")
-    if parts[1:3] == ["models", "spec"]:
+    if parts[1:3] in (["models", "spec"], ["models", "spec_problems"]):
         return "models.spec"
     return parts[1] if len(parts) > 1 else "phalanx"
 

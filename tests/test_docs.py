@@ -43,6 +43,7 @@ SMALL_RUN = [
     "data.seq_len=32", "data.tokenizer_vocab=300", "train.steps=4", "train.global_batch=4", "train.micro_batch=2",
     "train.eval_sequences=4", "optim.warmup_steps=1", "report.tensorboard=false",
 ]  # fmt: skip
+OWN_RUN = ["train.steps=4", "train.global_batch=8", "train.micro_batch=4", "task.options={width: 4}"]
 STEPS_FACTOR = 100  # a page's own train.steps is divided by this
 
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: NAMES[page])
@@ -205,6 +206,8 @@ def values_of(schema: dict[str, Any]) -> str:
     words = {("minimum", "ge"): "from", ("exclusiveMinimum", "gt"): "above", ("maximum", "le"): "to"}
     words |= {("exclusiveMaximum", "lt"): "below"}
     limits = [(word, schema[name]) for names, word in words.items() for name in names if name in schema]
+    if schema.get("type") == "array" and schema["items"].get("type") == "integer":
+        return "a list of whole numbers"
     shown = [f"{word} {limit}" for word, limit in limits if limit != 2**53]  # that one only keeps numbers exact
     names = {"integer": "whole number", "number": "number", "string": "text", "array": "text or a list of texts"}
     names |= {"boolean": "`true`, `false`", "null": "`null`", "object": "a mapping"}
@@ -249,7 +252,7 @@ def test_the_tables_of_records_are_complete() -> None:
 
 def test_the_table_of_exit_codes_is_complete() -> None:
     table = section(ROOT / "docs" / "launching.md", "Exit codes")
-    rows = re.findall(r"^\| (\d+) \| (\w+) \|.*\| (yes|no) \|$", table, re.M)
+    rows = re.findall(r"^\| (\d+) \| (\w+) \|.*\| (yes|yes, [^|]+|no) \|$", table, re.M)
     assert [(int(code), name) for code, name, _ in rows] == [(int(code), code.name) for code in ExitCode]
 
 
@@ -262,6 +265,17 @@ def test_all_presets_are_listed() -> None:
 def test_recipes_are_valid_and_listed(path: Path) -> None:
     recipe.load(path)
     assert f"(../recipes/{path.name})" in TABLE_PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_on_tasks_shows_the_example_as_it_is() -> None:
+    example = (ROOT / "examples" / "vision_task.py").read_text(encoding="utf-8")
+    shown = [block.text for block in blocks(ROOT / "docs" / "tasks.md") if block.language == "python"]
+    assert len(shown) >= 4
+    # By lines, as a method that is shown alone is set further to the left, with two empty lines behind it.
+    lines = [line.strip() for line in example.splitlines() if line.strip()]
+    for text in shown:
+        wanted = [line.strip() for line in text.splitlines() if line.strip()]
+        assert any(lines[at : at + len(wanted)] == wanted for at in range(len(lines))), text
 
 
 @page_by_page
@@ -282,9 +296,11 @@ def command_lines(text: str) -> list[str]:
 def smaller(line: str) -> str:
     """A documented command with settings that a test has time for."""
     line = re.sub(r"train\.steps=(\d+)", lambda match: f"train.steps={int(match[1]) // STEPS_FACTOR}", line)
-    training = re.match(r"(.*phalanx train \S+\.yaml)(.*)", line)
+    training = re.match(r"(.*phalanx (?:train|hardware) \S+\.yaml)(.*)", line)
     if not training:
         return line
+    if "digits.yaml" in line:  # a network and data of its own
+        return shlex.join([*shlex.split(training[1]), *OWN_RUN]) + training[2]
     shapes = [] if "from_hf" in line else SMALL_MODEL
     return shlex.join([*shlex.split(training[1]), *shapes, *SMALL_RUN]) + training[2]
 
@@ -315,7 +331,8 @@ def run_page(page: Path, folder: Path) -> None:
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the recipes and some text, in which the README's commands have been run."""
     folder = tmp_path_factory.mktemp("docs")
-    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    for name in ("recipes", "examples"):
+        shutil.copytree(ROOT / name, folder / name)
     (folder / "my").mkdir()
     words = ["a", "rank", "reads", "its", "share", "of", "the", "text", "and", "adds", "a", "part", "to", "its", "sum"]
     for name in ("first", "second"):

@@ -65,13 +65,14 @@ class End:
     signal: int | None
     exit_code: int | None
     cause: dict[str, Any] | None = None
+    host: str | None = None  # where it ran, if that was another node
 
     @property
     def abnormal(self) -> bool:
         return self.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
 
     def details(self) -> dict[str, Any]:
-        """Fields of the event: rank, pid, signal or exit_code, reason; type and step where known."""
+        """Fields of the event: rank, pid, signal or exit_code, reason; type, step and host where known."""
         how: dict[str, Any] = {"exit_code": self.exit_code}
         if self.signal is not None:
             how = {"signal": signal_name(self.signal)}
@@ -84,6 +85,8 @@ class End:
             how["type"] = self.cause["type"]
         if self.cause is not None and self.cause["step"] is not None:
             how["step"] = self.cause["step"]
+        if self.host is not None:
+            how["host"] = self.host
         return {"rank": self.rank, "pid": self.pid, **how, "reason": reason}
 
 

@@ -18,6 +18,7 @@ from phalanx.errors import OutOfMemory, PhalanxError
 from phalanx.records import ExitCode
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+MEANWHILE_MS = 100.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -130,7 +131,9 @@ def kill_group(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)  # not yet the leader of its group
 
 
-def fork_call(function: Callable[..., Any], *args: Any, timeout_s: float | None) -> Any:
+def fork_call(
+    function: Callable[..., Any], *args: Any, timeout_s: float | None, meanwhile: Callable[[], None] | None = None
+) -> Any:
     """Call `function(*args)` in a forked child and return its JSON-able result.
 
     For work that would leave threads, memory or an opened accelerator behind. The child writes to this process's
@@ -138,6 +141,7 @@ def fork_call(function: Callable[..., Any], *args: Any, timeout_s: float | None)
 
     Args:
         timeout_s: seconds the call may take; None for no limit.
+        meanwhile: called about every 0.1 s while the call lasts; what it raises ends the call.
 
     Raises:
         PhalanxError: the same class and sentence as in the child; OutOfMemory also for an exception, or a kill by the
@@ -152,7 +156,7 @@ def fork_call(function: Callable[..., Any], *args: Any, timeout_s: float | None)
     finally:
         os.close(writer)
     try:
-        text = _listen(reader, pidfd, timeout_s)
+        text = _listen(reader, pidfd, timeout_s, meanwhile)
     finally:
         kill_group(pid)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -181,7 +185,7 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], writer: int) ->
     return code
 
 
-def _listen(reader: int, pidfd: int, timeout_s: float | None) -> str | None:
+def _listen(reader: int, pidfd: int, timeout_s: float | None, meanwhile: Callable[[], None] | None) -> str | None:
     """What the child wrote until it ended; None when the time was up first."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     os.set_blocking(reader, False)
@@ -191,7 +195,12 @@ def _listen(reader: int, pidfd: int, timeout_s: float | None) -> str | None:
     received = bytearray()
     while True:
         left = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
+        if meanwhile is not None:
+            meanwhile()
+            left = MEANWHILE_MS if left is None else min(MEANWHILE_MS, left)
         ready = dict(poll.poll(left))
+        if not ready and (until is None or time.monotonic() < until):
+            continue
         if not ready:
             return None
         # The end is taken from the process, not from the pipe: a grandchild may hold the pipe open for ever.

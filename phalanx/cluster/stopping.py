@@ -1,11 +1,12 @@
-"""Being asked to stop while there is no rank yet that could finish a step: what was begun is cleared away first."""
+"""Being asked to stop: as an exception while there is no rank yet, as something to look at while ranks run."""
 
 import contextlib
 import signal
+import socket
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, TracebackType
 
-from phalanx.cluster.fork import heeded
+from phalanx.cluster.fork import STOP_SIGNALS, heeded
 
 
 class StopAsked(BaseException):
@@ -32,3 +33,44 @@ def stoppable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Signals:
+    """Stop signals as bytes on a socket that poll() sees, instead of interruptions at any line."""
+
+    def __init__(self) -> None:
+        self.asked: list[signal.Signals] = []  # stop signals so far, over all attempts
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def __enter__(self) -> "Signals":
+        self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._old_handlers = {number: signal.signal(number, _noted) for number in heeded()}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_fd)
+        self._reader.close()
+        self._writer.close()
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def take(self) -> list[signal.Signals]:
+        """Stop signals since the last call."""
+        try:
+            received = self._reader.recv(4096)
+        except BlockingIOError:
+            return []
+        new = [signal.Signals(number) for number in received if number in STOP_SIGNALS]
+        self.asked += new
+        return new
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """The byte on the wake-up descriptor is all that is needed."""

@@ -20,16 +20,22 @@ from phalanx.records import ExitCode, Placement, RunPaths, write_atomic
 STACKS_SIGNAL = signal.SIGUSR2  # a worker that gets it writes the stacks of its threads to its log
 
 
-def run_worker(worker: Callable[[Placement], int], placement: Placement, paths: RunPaths | None) -> int:
+def run_worker(
+    worker: Callable[[Placement], int], placement: Placement, paths: RunPaths | None, interface: str | None = "lo"
+) -> int:
     """Run one rank to its end and return its exit code; an exception is written to the cause file and the log.
+    `interface` is the network interface that leads to the other ranks, unless the environment names one.
 
     A PhalanxError leaves its sentence in the log, anything else its traceback. With `paths` None both go to the
     inherited standard error, and no cause file is written.
     """
     if paths is not None:
         _redirect_output(paths.log(placement.attempt, placement.rank))
-    # All ranks are on this machine; without this gloo asks the resolver for the host's own name, maybe in vain.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Without this gloo asks the resolver for the host's own name, maybe in vain.
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if interface not in (None, "lo"):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     try:
         return int(worker(placement))
     except SystemExit as error:

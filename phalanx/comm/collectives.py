@@ -23,10 +23,16 @@ class Traffic:
     calls: int = 0
     payload_bytes: int = 0  # bytes of the tensors handed over, not of what the algorithm sends
     wait_s: float = 0.0  # time the host was held up
+    waited_s: float = 0.0  # the same since the beginning: `take` leaves it
+
+    def waited(self, seconds: float) -> None:
+        """Take note that the host was held up."""
+        self.wait_s += seconds
+        self.waited_s += seconds
 
     def take(self) -> "Traffic":
         """Return the counts so far and start again from zero."""
-        taken = Traffic(self.calls, self.payload_bytes, self.wait_s)
+        taken = Traffic(self.calls, self.payload_bytes, self.wait_s, self.waited_s)
         self.calls, self.payload_bytes, self.wait_s = 0, 0, 0.0
         return taken
 
@@ -42,7 +48,7 @@ class Pending:
             start = time.perf_counter()
             with phase(self._name):
                 self._work.wait()
-            self._traffic.wait_s += time.perf_counter() - start
+            self._traffic.waited(time.perf_counter() - start)
             self._work = None
 
 
@@ -84,5 +90,5 @@ def _begin(traffic: Traffic, *tensors: torch.Tensor) -> float:
 
 
 def _issued(work: dist.Work | None, traffic: Traffic, start: float, name: str) -> Pending:
-    traffic.wait_s += time.perf_counter() - start
+    traffic.waited(time.perf_counter() - start)
     return Pending(work, traffic, name)

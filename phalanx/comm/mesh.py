@@ -5,7 +5,7 @@ import datetime
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ class Mesh:
     traffic: Traffic
     store: dist.Store
     timeout_s: float
+    bookkeeping: Traffic = field(default_factory=Traffic)  # a few numbers a step, which are no part of its traffic
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum numbers over all ranks, in float64, and wait for the result."""
@@ -45,6 +46,12 @@ class Mesh:
     def min(self, values: list[float]) -> list[float]:
         """The least of each number over all ranks."""
         return self._reduce(values, dist.ReduceOp.MIN)
+
+    def gather(self, value: float) -> list[float]:
+        """A number of every rank, in order of rank."""
+        table = [0.0] * self.world
+        table[self.rank] = value
+        return self.sum(table)
 
     def blame(self, error: RuntimeError) -> RuntimeError | CollectiveError:
         """What to raise for `error`: if a collective failed, an error that names the ranks that were not in it.
@@ -71,7 +78,7 @@ class Mesh:
 
     def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
-        all_reduce(tensor, self.control, Traffic(), op).wait()  # bookkeeping: no part of a step's traffic
+        all_reduce(tensor, self.control, self.bookkeeping, op).wait()
         return tensor.tolist()
 
 
@@ -108,6 +115,17 @@ def join(placement: Placement, timeout_s: float, storage_s: float = 0.0) -> Iter
         )
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def alone(mesh: Mesh) -> Iterator[Mesh]:
+    """This rank as if there were no other, for what each rank tries for itself; there is nothing to shard over."""
+    timeout = datetime.timedelta(seconds=mesh.timeout_s)
+    group = dist.new_group([dist.get_rank()], backend="gloo", timeout=timeout, use_local_synchronization=True)
+    try:
+        yield replace(mesh, rank=0, world=1, control=group, checkpoint=group, traffic=Traffic())
+    finally:
+        dist.destroy_process_group(group)
 
 
 def _store(placement: Placement, timeout: datetime.timedelta) -> dist.Store:

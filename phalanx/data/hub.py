@@ -18,6 +18,8 @@ def hub_file(source: str, key: str) -> SourceFile:
     Raises DataError for a dataset, configuration or split that is not there or cannot be reached.
     """
     name, config, split = _parts(source)
+    if (saved := _saved(source)) is not None:
+        return _saved_file(source, saved, key)
     builder = _builder(source, key)
     files = builder.config.data_files
     if files is not None and split not in files:
@@ -35,6 +37,45 @@ def hub_file(source: str, key: str) -> SourceFile:
         name = os.path.abspath(name)
     path = HUB + ":".join([name, config or "", split])
     return SourceFile(path, REMOTE, size, json.dumps(facts))
+
+
+def names_of(source: str, key: str) -> list[str] | None:
+    """What the numbers of a column stand for, where the dataset says so."""
+    feature = (_features(source) or {}).get(key)
+    names = getattr(getattr(feature, "feature", feature), "names", None)
+    return None if names is None else [str(name) for name in names]
+
+
+def _features(source: str) -> Any:
+    if (saved := _saved(source)) is not None:
+        import datasets
+
+        return datasets.load_from_disk(saved).features
+    _stream(source)  # only then a folder of files has been looked into
+    return _stream(source).features
+
+
+def _saved(source: str) -> str | None:
+    """The folder of a local dataset, or of its split, that was written by its save_to_disk."""
+    name, _, split = _parts(source)
+    if os.path.isfile(os.path.join(name, "dataset_dict.json")):
+        return os.path.join(os.path.abspath(name), split)
+    return os.path.abspath(name) if os.path.isfile(os.path.join(name, "state.json")) else None
+
+
+def _saved_file(source: str, folder: str, key: str) -> SourceFile:
+    try:
+        with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
+            names = [one["filename"] for one in json.load(file)["_data_files"]]
+        facts = [[name, os.stat(os.path.join(folder, name)).st_mtime_ns] for name in names]
+        size = sum(os.path.getsize(os.path.join(folder, name)) for name in names)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{key} names {source}, but {folder} is no whole dataset of the datasets library ({_reason(error)}); name "
+            f"another split as hub:FOLDER::SPLIT, or save it again"
+        ) from None
+    name, config, split = _parts(source)
+    return SourceFile(HUB + ":".join([os.path.abspath(name), config or "", split]), REMOTE, size, json.dumps(facts))
 
 
 def shards(source: str) -> int:
@@ -81,6 +122,13 @@ def _builder(source: str, key: str = "data.source") -> Any:
 
 
 def _stream(source: str) -> Any:
+    if (saved := _saved(source)) is not None:
+        import datasets
+
+        try:
+            return datasets.load_from_disk(saved).to_iterable_dataset()
+        except Exception as error:  # of its readers, as below
+            raise DataError(f"{source} cannot be read ({_reason(error)}); save the dataset again") from None
     builder = _builder(source)
     try:
         return builder.as_streaming_dataset(split=_parts(source)[2])

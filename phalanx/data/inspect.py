@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.data.cache import ABOUT
+from phalanx.data.columns import Columns, is_columns
 from phalanx.data.packing import Form, Packed
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.data.tokens import MANIFEST, TokenFile
@@ -21,6 +22,31 @@ BARS = 12  # of the histogram
 SAMPLE_TOKENS = 400  # shown of one document at most
 
 Run = tuple[str, bool]  # text, and whether it is learnt
+
+
+class Records:
+    """The tokens of a set of records, as those of a token set; a record is a document."""
+
+    masked = False
+
+    def __init__(self, folder: Path) -> None:
+        self._columns = Columns(folder)
+        self.tokens, self.documents = self._columns.values, self._columns.count
+        self.vocab_size = int(self._columns.facts["vocab_size"])
+        self.index = self._columns.index["tokens"]
+
+    def slice(self, start: int, stop: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        """See TokenFile."""
+        return self._columns.slice("tokens", start, stop)
+
+    def mask(self, start: int, stop: int) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+        """See TokenFile."""
+        return np.ones(stop - start, np.bool_)
+
+
+def opened(folder: Path) -> TokenFile | Records:
+    """A token set or a set of records. Raises DataError for what is neither."""
+    return Records(folder) if is_columns(folder) else TokenFile(folder)
 
 
 @dataclass(frozen=True)
@@ -52,7 +78,7 @@ def facts(name: str, folder: Path, tokenizer: Path | None, form: Form | None, sa
 
     Raises DataError for a set that cannot be read, ConfigError for a tokenizer that cannot be opened.
     """
-    file = TokenFile(folder)
+    file = opened(folder)
     counts = np.zeros(file.vocab_size, np.int64)
     learnt = 0
     for start in range(0, file.tokens, BLOCK_TOKENS):
@@ -63,7 +89,8 @@ def facts(name: str, folder: Path, tokenizer: Path | None, form: Form | None, sa
         counts[: len(found)] += found
         learnt += int(file.mask(start, stop).sum())
     lengths = np.diff(file.index)
-    packed = Packed(file, form, seed=0) if form is not None and form.packed else None
+    packs = form is not None and form.packed and isinstance(file, TokenFile)
+    packed = Packed(file, form, seed=0) if packs else None  # type: ignore[arg-type]
     backend = load_tokenizer(tokenizer) if tokenizer is not None and samples else None
     some: list[int] = (
         np.unique((2 * np.arange(samples) + 1) * file.documents // max(1, 2 * samples)).tolist()
@@ -101,7 +128,7 @@ def _histogram(lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> list[tu
     return [(a, b - 1, int(count)) for (a, b), count in zip(bounds, found, strict=True)]
 
 
-def _runs(file: TokenFile, number: int, tokenizer: Tokenizer) -> Iterator[Run]:
+def _runs(file: TokenFile | Records, number: int, tokenizer: Tokenizer) -> Iterator[Run]:
     """A document's beginning as text, cut where learning begins or ends."""
     start, stop = int(file.index[number]), int(file.index[number + 1])
     stop = min(stop, start + SAMPLE_TOKENS)

@@ -6,71 +6,68 @@ are cut may change at every step and changes nothing but who computes what.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx import balance
+from phalanx.balance import Division
 from phalanx.data.order import order
-from phalanx.data.packing import Form, Packed, Rows, rows_of
-from phalanx.data.tokens import TokenFile
 from phalanx.errors import DataError
 
 ORDER_BLOCK = 1024
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One sequence: `tokens` of shape (seq_len + 1,), int64, and its place in the run, which no other sample has.
+class Rows(Protocol):
+    """A set of samples by number, `count` of them, read only when they are asked for."""
 
-    `learnt` (seq_len,) says which labels count, all if None; `lengths` how many of the inputs belong to each of its
-    documents, None where all inputs attend to all before them.
-    """
+    count: int
 
-    tokens: NDArray[np.int64]
-    position: int
-    learnt: NDArray[np.bool_] | None = None
-    lengths: NDArray[np.int64] | None = None
+    def sample(self, number: int, position: int) -> Any:
+        """Sample `number` as the task's collate takes it; `position` is its place in the run, which no other has."""
+        ...
+
+    def describe(self) -> str:
+        """What this is and how many samples it makes, as the beginning of a sentence that says they are too few."""
+        ...
+
+    def warnings(self) -> list[str]:
+        """Sentences on what of the data is not used as one might expect."""
+        ...
 
 
 class Loader:
-    """Cuts token sets into sequences and gives a rank its micro-batches of any step.
+    """Gives a rank its micro-batches of any step.
 
-    `sources` are token sets with their weights in the mixture; one or several. Of every MIXTURE_BLOCK sequences each
-    source has its exact share, and each has its own shuffles and epochs. `form` says how documents become sequences;
-    `sequences` is how many there are in one epoch of all sources. `held_out`: the set is only evaluated on, so it may
-    hold fewer sequences than a batch. Raises DataError otherwise.
+    `sources` are sets of samples with their weights in the mixture; one or several. Of every MIXTURE_BLOCK samples each
+    source has its exact share, and each has its own shuffles and epochs. `sequences` is how many samples there are in
+    one epoch of all sources. `held_out`: the set is only evaluated on, so it may hold fewer than a batch. Raises
+    DataError otherwise.
     """
 
     def __init__(
         self,
-        sources: Sequence[tuple[TokenFile, float]],
-        form: Form,
+        sources: Sequence[tuple[Rows, float]],
         global_batch: int,
         seed: int,
         rank: int,
-        micro_batch: int,
         held_out: bool = False,
     ) -> None:
         assert sources
-        assert form.seq_len >= 1
         assert global_batch >= 1
         assert rank >= 0
-        assert micro_batch >= 1
-        self.form = form
         self.global_batch = global_batch
         self.seed = seed
         self.rank = rank
-        self.micro_batch = micro_batch
-        self.sources = [rows_of(file, form, seed) for file, _ in sources]
+        self.sources = [rows for rows, _ in sources]
         self.sequences = sum(rows.count for rows in self.sources)
         self._quotas = tuple(balance.quotas([weight for _, weight in sources], balance.MIXTURE_BLOCK))
         if held_out:
             return
-        advice = "add data, or lower train.global_batch or the sequence length"
+        advice = "add data, or lower train.global_batch"
         for rows in self.sources:
-            made = f"{_size(rows)}, which make {rows.count} sequences of {form.seq_len}"
+            made = rows.describe()
             if len(self.sources) > 1 and not rows.count:
                 raise DataError(f"{made}, so it cannot take its share of the mixture; {advice}")
             if self.sequences < global_batch:
@@ -78,23 +75,16 @@ class Loader:
                 raise DataError(f"{made}{together}, fewer than one global batch of {global_batch}; {advice}")
 
     def warnings(self) -> list[str]:
-        """What became of documents that no sequence can hold, a sentence for each source that has such."""
-        said = []
-        for rows in self.sources:
-            if isinstance(rows, Packed) and rows.too_long:
-                done = "left out" if self.form.drop_long else "cut"
-                said.append(
-                    f"{rows.too_long} of {rows.file.documents} documents are longer than data.seq_len "
-                    f"{self.form.seq_len} and are {done} (data.too_long), in {rows.file.folder}"
-                )
-        return said
+        """What of the data is not used as one might expect, a sentence each."""
+        return [sentence for rows in self.sources for sentence in rows.warnings()]
 
-    def batches(self, step: int, shares: Sequence[int], skipped: int = 0) -> list[list[Sample]]:
+    def batches(self, step: int, division: Division, skipped: int = 0) -> list[list[Any]]:
         """This rank's micro-batches of step `step` (the first is 0): a pure function of its arguments.
 
-        `shares` is how many sequences of the global batch each rank takes, in order of rank; `skipped` counts global
-        batches that the run has passed over. All ranks get the same number of micro-batches, some perhaps empty.
+        `division` says how many sequences of the global batch each rank takes, in order of rank, and in how many
+        micro-batches, some of them perhaps empty; `skipped` counts global batches that the run has passed over.
         """
+        shares = division.shares
         assert sum(shares) == self.global_batch, f"shares {list(shares)} of a global batch of {self.global_batch}"
         assert self.sequences >= self.global_batch, "fewer sequences than a global batch"
         start, stop = self._slice(shares)
@@ -102,16 +92,16 @@ class Loader:
         chosen, numbers = self._places(positions)
         rows = self._rows(chosen, numbers)
         samples = [
-            self._sample(self.sources[source], int(row), int(position))
+            self.sources[source].sample(int(row), int(position))
             for source, row, position in zip(chosen, rows, positions, strict=True)
         ]
-        return self._cut(samples, shares)
+        return _cut(samples, division.parts)
 
-    def evaluation(self, shares_of: Callable[[int], Sequence[int]], limit: int) -> Iterator[list[list[Sample]]]:
+    def evaluation(self, division_of: Callable[[int], Division], limit: int) -> Iterator[list[list[Any]]]:
         """This rank's micro-batches of `limit` sequences, in batches, the same at every call and for every seed.
 
-        They are spread over the whole set, so that a few stand for all of its documents. `shares_of(count)` gives the
-        shares of a batch of `count` sequences; only the last batch may be smaller than the global batch. Positions are
+        They are spread over the whole set, so that a few stand for all of its documents. `division_of(count)` says how
+        a batch of `count` sequences is divided; only the last batch may be smaller than the global batch. Positions are
         the sequences' numbers.
         """
         assert len(self.sources) == 1, "a mixture is not evaluated on"
@@ -120,11 +110,12 @@ class Loader:
         windows = sorted(order(0, 0, self.sequences, np.arange(min(limit, self.sequences))).tolist())
         for first in range(0, len(windows), self.global_batch):
             count = min(self.global_batch, len(windows) - first)
-            shares = shares_of(count)
+            division = division_of(count)
+            shares = division.shares
             assert sum(shares) == count, f"shares {list(shares)} of a batch of {count}"
             start, stop = self._slice(shares)
             mine = windows[first + start : first + stop]
-            yield self._cut([self._sample(self.sources[0], window, window) for window in mine], shares)
+            yield _cut([self.sources[0].sample(window, window) for window in mine], division.parts)
 
     def _slice(self, shares: Sequence[int]) -> tuple[int, int]:
         assert self.rank < len(shares), f"shares {list(shares)} for rank {self.rank}"
@@ -159,16 +150,12 @@ class Loader:
                 rows[here] = shuffled(self.seed, int(epoch), count, indices[here], name)
         return rows
 
-    def _sample(self, rows: Rows, number: int, position: int) -> Sample:
-        row = rows.row(number)
-        return Sample(row.tokens, position, row.learnt, row.lengths)
 
-    def _cut(self, samples: list[Sample], shares: Sequence[int]) -> list[list[Sample]]:
-        """Nearly equal contiguous micro-batches, the larger ones first; as many as the rank with most work needs."""
-        parts = -(-max(shares) // self.micro_batch)
-        size, longer = divmod(len(samples), parts)
-        bounds = [number * size + min(number, longer) for number in range(parts + 1)]
-        return [samples[bounds[number] : bounds[number + 1]] for number in range(parts)]
+def _cut(samples: list[Any], parts: int) -> list[list[Any]]:
+    """Nearly equal contiguous micro-batches, the larger ones first."""
+    size, longer = divmod(len(samples), parts)
+    bounds = [number * size + min(number, longer) for number in range(parts + 1)]
+    return [samples[bounds[number] : bounds[number + 1]] for number in range(parts)]
 
 
 def shuffled(seed: int, epoch: int, n: int, index: NDArray[np.int64], name: str) -> NDArray[np.int64]:
@@ -197,8 +184,3 @@ def mixture_block(seed: int, block: int, quotas: tuple[int, ...]) -> tuple[NDArr
     for source, quota in enumerate(quotas):
         nth[takes == source] = np.arange(quota)
     return takes, nth
-
-
-def _size(rows: Rows) -> str:
-    documents = f" in {rows.file.documents} documents" if isinstance(rows, Packed) else ""
-    return f"{rows.file.folder} has {rows.file.tokens} tokens{documents}"

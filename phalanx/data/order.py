@@ -36,6 +36,16 @@ def order(seed: int, epoch: int, n: int, index: NDArray[np.integer], name: str =
     return result.astype(np.int64).reshape(index.shape)
 
 
+def bits(seed: int, name: str, sample: int, count: int) -> NDArray[np.uint64]:
+    """`count` draws of 64 random bits that belong to a sample: a function of (seed, name, sample) alone.
+
+    Source: SplitMix64 (Steele et al. 2014), begun at a hash of the three.
+    """
+    digest = hashlib.sha256(f"phalanx bits {seed} {sample} {name}".encode()).digest()
+    start = np.frombuffer(digest[:8], "<u8").astype(np.uint64)
+    return _mix(start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -6,7 +6,6 @@ documents' lengths and the seed: every rank computes it for itself.
 
 import bisect
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,16 +39,14 @@ class Row:
     lengths: NDArray[np.int64] | None = None
 
 
-class Rows(Protocol):
-    """The rows of a token set, by number; `count` is how many there are."""
+@dataclass(frozen=True)
+class Sample(Row):
+    """A row that has its place in the run, which no other has."""
 
-    file: TokenFile
-    count: int
-
-    def row(self, number: int) -> Row: ...
+    position: int = 0
 
 
-def rows_of(file: TokenFile, form: Form, seed: int) -> "Rows":
+def rows_of(file: TokenFile, form: Form, seed: int) -> "Windows | Packed":
     """The rows of a token set in the form asked for."""
     return Packed(file, form, seed) if form.packed else Windows(file, form)
 
@@ -60,6 +57,15 @@ class Windows:
     def __init__(self, file: TokenFile, form: Form) -> None:
         self.file, self._form = file, form
         self.count = max(0, (file.tokens - 1) // form.seq_len)
+
+    def sample(self, number: int, position: int) -> Sample:
+        return _placed(self.row(number), position)
+
+    def describe(self) -> str:
+        return f"{self.file.folder} has {self.file.tokens} tokens, {_made(self.count, self._form)}"
+
+    def warnings(self) -> list[str]:
+        return []
 
     def row(self, number: int) -> Row:
         seq_len = self._form.seq_len
@@ -94,6 +100,23 @@ class Packed:
         self.count = len(self._first) - 1
         kept = np.minimum(lengths[self._documents], room).sum()
         self.filled = float(kept / (self.count * room)) if self.count else 0.0
+
+    def sample(self, number: int, position: int) -> Sample:
+        return _placed(self.row(number), position)
+
+    def describe(self) -> str:
+        held = f"{self.file.tokens} tokens in {self.file.documents} documents"
+        return f"{self.file.folder} has {held}, {_made(self.count, self._form)}"
+
+    def warnings(self) -> list[str]:
+        """What became of documents that no row can hold."""
+        if not self.too_long:
+            return []
+        done = "left out" if self._form.drop_long else "cut"
+        return [
+            f"{self.too_long} of {self.file.documents} documents are longer than data.seq_len {self._form.seq_len} and "
+            f"are {done} (data.too_long), in {self.file.folder}"
+        ]
 
     def documents(self, number: int) -> NDArray[np.int64]:
         """The numbers of the documents that lie in a row, in their order."""
@@ -171,6 +194,14 @@ def pack(lengths: NDArray[np.int64], room: int, seed: int) -> tuple[NDArray[np.i
             documents.append(np.concatenate(columns, axis=1).ravel())
             row_sizes.append(np.full(rows, sum(each for _, each in made_of), np.int64))
     return np.concatenate(documents), np.concatenate([[0], np.cumsum(np.concatenate(row_sizes))])
+
+
+def _placed(row: Row, position: int) -> Sample:
+    return Sample(row.tokens, row.learnt, row.lengths, position)
+
+
+def _made(count: int, form: Form) -> str:
+    return f"which make {count} sequences of {form.seq_len}"
 
 
 def _tokens(file: TokenFile, start: int, stop: int) -> NDArray[np.int64]:

@@ -104,13 +104,14 @@ def prepare(
     progress: Progress | None = None,
     lock_timeout_s: float = storage.LOCK_TIMEOUT_S,
     storage_timeout_s: float = storage.TIMEOUT_S,
+    pieces: bool = False,
 ) -> Prepared:
     """Return the token sets that `data` asks for, preparing those that the cache does not have.
 
-    `data.tokenizer` is "train" (a byte-level BPE with `tokenizer_vocab` entries, trained on training documents only) or
-    a local Hugging Face folder, never "auto". `progress(phase, done, total)` is called for the phases "tokenizer" and
-    "tokens" (bytes of source) and "files" (pieces). Any number of processes may ask for the same data at once: one
-    works, the others wait up to `lock_timeout_s`.
+    `data.tokenizer` is "train" (a byte-level BPE with `tokenizer_vocab` entries, trained on training documents only;
+    with `pieces` a WordPiece) or a local Hugging Face folder, never "auto". `progress(phase, done, total)` is called
+    for the phases "tokenizer" and "tokens" (bytes of source) and "files" (pieces). Any number of processes may ask for
+    the same data at once: one works, the others wait up to `lock_timeout_s`.
 
     Raises DataError for sources that are missing, empty or malformed (file and line named) and for a cache that cannot
     be written; ConfigError for a tokenizer, template or fraction that cannot be; StorageError for a store that fails.
@@ -120,7 +121,7 @@ def prepare(
         raise ConfigError(
             f"data.held_out is {data.held_out}, which leaves nothing to train on; set it to 0 or more and below 1"
         )
-    progress = progress or _silent
+    progress = progress or silent
     format = format_of(data, storage_timeout_s)
     train = [
         (Wanted("data.source", list_files(paths, "data.source", storage_timeout_s), data.held_out), weight)
@@ -142,16 +143,16 @@ def prepare(
     count = data.workers if data.workers != "auto" else len(os.sched_getaffinity(0))
     try:
         prune(cache.folder)
-        folder, named = _tokenizer(data, train, format, cache, progress)
+        folder, named_so = _tokenizer(data, train, format, cache, progress, pieces)
         keys = {id(wanted): _key(wanted, tokenizer_hash(folder), format) for wanted in everything}
         missing = [wanted for wanted in everything if not cache.has(keys[id(wanted)])]
-        tokens = _sum_of_all("tokens", progress, sum(wanted.total_bytes for wanted in missing))
+        tokens = sum_of_all("tokens", progress, sum(wanted.total_bytes for wanted in missing))
         made: dict[int, Path] = {}
         for wanted in everything:
-            work = Work(wanted, keys[id(wanted)], folder, named, format, count, tokens, progress)
+            work = Work(wanted, keys[id(wanted)], folder, named_so, format, count, tokens, progress)
             made[id(wanted)] = cache.obtain(work.key, functools.partial(_build, work))
         sides = [made[id(wanted)] / HELD_OUT for wanted, _ in train]
-        held_out = sides[0] if len(sides) == 1 else _joined(sides, [keys[id(w)] for w, _ in train], named, cache)
+        held_out = sides[0] if len(sides) == 1 else _joined(sides, [keys[id(w)] for w, _ in train], named_so, cache)
     except StorageError:
         raise
     except OSError as error:
@@ -190,15 +191,15 @@ def format_of(data: "DataSection", storage_timeout_s: float = storage.TIMEOUT_S)
 
 def _key(wanted: Wanted, tokenizer: str, format: Format) -> str:
     """The name of a result: a hash of everything that could change a token of it."""
-    parts = [FORMAT_VERSION, _identity(wanted.files), tokenizer, _reading(format), wanted.held_out]
-    return _hash(parts)
+    parts = [FORMAT_VERSION, identity(wanted.files), tokenizer, _reading(format), wanted.held_out]
+    return hashed(parts)
 
 
-def _hash(parts: list[Any]) -> str:
+def hashed(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _identity(files: list[SourceFile]) -> list[Any]:
+def identity(files: list[SourceFile]) -> list[Any]:
     return [
         [file.path, file.kind, file.size_bytes, file.version, file.lenient]
         + ([conversations.VERSION] if file.kind == TALKS else [])
@@ -218,9 +219,14 @@ def _reading(format: Format) -> list[Any]:
 
 
 def _tokenizer(
-    data: "DataSection", train: list[tuple[Wanted, float]], format: Format, cache: Cache, progress: Progress
+    data: "DataSection",
+    train: list[tuple[Wanted, float]],
+    format: Format,
+    cache: Cache,
+    progress: Progress,
+    pieces: bool = False,
 ) -> tuple[Path, str]:
-    """The folder of the tokenizer, and its name as a result beside it would write it."""
+    """The folder of the tokenizer, and its name as a result beside it would write it; `pieces`: a WordPiece."""
     if data.tokenizer != TRAIN:
         folder = os.path.abspath(os.path.expanduser(data.tokenizer))
         return Path(folder), folder
@@ -233,18 +239,18 @@ def _tokenizer(
             )
     # The size of chunks matters where only some of them are read.
     sample = [SAMPLE_BYTES, SAMPLE_CHARS, SAMPLE_READ, CHUNK_BYTES, MOST_CHUNK_BYTES, MANY_CHUNKS]
-    parts = [version("tokenizers"), data.tokenizer_vocab, data.held_out, sample]
+    parts = [version("tokenizers"), data.tokenizer_vocab, data.held_out, sample, *(["pieces"] if pieces else [])]
     total = sum(weight for _, weight in train)
-    sources = [[_identity(wanted.files), weight / total] for wanted, weight in train]
-    name = f"tokenizer-{_hash([*parts, sources, _reading(format)])}"
+    sources = [[identity(wanted.files), weight / total] for wanted, weight in train]
+    name = f"tokenizer-{hashed([*parts, sources, _reading(format)])}"
 
     def make(partial: Path, out: Path) -> None:
         trained = partial / "tokenizer"
         if not trained.exists():
             texts = tokenizer_sample([(w.files, weight) for w, weight in train], format, data.held_out, progress)
-            train_tokenizer(texts, data.tokenizer_vocab, trained)
+            train_tokenizer(texts, data.tokenizer_vocab, trained, pieces)
         shutil.copytree(trained, out, dirs_exist_ok=True)
-        describe(out, {"trained_on": [_named(wanted.files) for wanted, _ in train]})
+        describe(out, {"trained_on": [named(wanted.files) for wanted, _ in train]})
 
     return cache.obtain(name, make), f"../{name}"
 
@@ -333,7 +339,7 @@ def _build(work: Work, partial: Path, out: Path) -> None:
     describe(
         out,
         {
-            "sources": _named(work.wanted.files),
+            "sources": named(work.wanted.files),
             "tokenizer": work.tokenizer_name,
             "format": asdict(work.format),
             "held_out": work.wanted.held_out,
@@ -341,7 +347,7 @@ def _build(work: Work, partial: Path, out: Path) -> None:
     )
 
 
-def _named(files: list[SourceFile], most: int = 20) -> list[str]:
+def named(files: list[SourceFile], most: int = 20) -> list[str]:
     more = [f"and {len(files) - most} more"] if len(files) > most else []
     return [*(shown(file.path) for file in files[:most]), *more]
 
@@ -379,7 +385,8 @@ def _done(partial: Path, task: Task) -> int | None:
 
 def _merge(work: Work, pieces: list[Path], tokenizer: Tokenizer, out: Path) -> None:
     sides = SIDES if work.wanted.held_out < 1.0 else (HELD_OUT,)
-    writers = {name: TokenWriter(out / name, tokenizer.vocab_size, tokenizer.eos_id, work.key) for name in sides}
+    about = (tokenizer.vocab_size, tokenizer.eos_id, work.key, tokenizer.specials)
+    writers = {name: TokenWriter(out / name, *about) for name in sides}
     documents_of = dict.fromkeys(SIDES, 0)
     for number, path in enumerate(pieces):
         try:
@@ -405,11 +412,11 @@ def _merge(work: Work, pieces: list[Path], tokenizer: Tokenizer, out: Path) -> N
 
 def _joined(sides: list[Path], keys: list[str], tokenizer_name: str, cache: Cache) -> Path:
     """What all sources of a mixture keep back, as one set."""
-    key = _hash([FORMAT_VERSION, "joined", keys])
+    key = hashed([FORMAT_VERSION, "joined", keys])
 
     def make(_: Path, out: Path) -> None:
         first = TokenFile(sides[0])
-        writer = TokenWriter(out / HELD_OUT, first.vocab_size, first.eos_id, key)
+        writer = TokenWriter(out / HELD_OUT, first.vocab_size, first.eos_id, key, first.specials)
         for side in map(TokenFile, sides):
             start = 0
             while start < side.documents:
@@ -431,7 +438,7 @@ def _opened(tokenizer: Path, train: list[tuple[Path, float]], held_out: dict[str
     return Prepared(tokenizer, files[0].vocab_size, files[0].eos_id, train, held_out)
 
 
-def _sum_of_all(phase: str, progress: Progress, total: int) -> Callable[[int], None]:
+def sum_of_all(phase: str, progress: Progress, total: int) -> Callable[[int], None]:
     done = 0
 
     def tell(count: int) -> None:
@@ -442,5 +449,5 @@ def _sum_of_all(phase: str, progress: Progress, total: int) -> Callable[[int], N
     return tell
 
 
-def _silent(phase: str, done: int, total: int) -> None:
+def silent(phase: str, done: int, total: int) -> None:
     """Where nobody watches."""

@@ -149,6 +149,40 @@ def lines_before(chunk: Chunk, format: Format) -> int:
     return count + 1 if chunk.start else 0
 
 
+def text_lines(path: str, format: Format, meter: Meter) -> Iterator[tuple[int, str]]:
+    """The lines of a text file, compressed or not, with their numbers and ends. Raises DataError naming the place."""
+    name = shown(path)
+    try:
+        with _open_raw(path, format, 0) as stream, _plain(stream, path) as content:
+            for number, raw in enumerate(_whole(content, path), 1):
+                meter.bytes = stream.tell()
+                yield number, decode(raw, name, number, lenient=False)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise DataError(unreadable(path, error)) from None
+
+
+def label_names(file: SourceFile, key: str, format: Format) -> list[str] | None:
+    """What the numbers under a key stand for, where a dataset's own description says so."""
+    if file.kind == REMOTE:
+        from phalanx.data.hub import names_of
+
+        return names_of(file.path, key)
+    if file.kind != ROWS:
+        return None
+    with _parquet(file.path, format) as table:
+        described = (table.schema_arrow.metadata or {}).get(b"huggingface")
+    try:
+        feature = json.loads(described)["info"]["features"][key] if described else {}
+        while "names" not in feature and isinstance(feature.get("feature"), dict):
+            feature = feature["feature"]
+        names = feature.get("names")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return [str(name) for name in names] if isinstance(names, list) else None
+
+
 # ------------------------------------------------------------------------------------------------------------ by kinds
 
 
@@ -199,8 +233,7 @@ def _record(found: Any, format: Format, where: str) -> Record:
     for key in format.columns():
         if not isinstance(found, dict) or key not in found:
             has = ", ".join(map(str, list(found)[:8])) if isinstance(found, dict) else "no object"
-            option = {format.text_key: "text", format.messages_key: "messages", format.prompt_key: "prompt"}.get(key)
-            what = "text" if format.format == "text" else option or "completion"
+            what = format.option(key)
             raise DataError(
                 f"{where} has no key {key!r} (it has: {has}); set data.{what}_key to the key that holds the {what}"
             )

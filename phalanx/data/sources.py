@@ -32,13 +32,17 @@ ROWS = "Parquet"  # one document a row
 TOKENS = "Megatron tokens"  # token ids already
 TALKS = "conversations"  # Python modules, of whose functions and classes conversations are made
 REMOTE = "a hub dataset"
-KINDS = {".jsonl": LINES, ".ndjson": LINES, ".json": LIST, ".parquet": ROWS, ".idx": TOKENS}
+SHARDS = "masked shards"  # HDF5 files of sequences that are masked already
+KINDS = {
+    ".jsonl": LINES, ".ndjson": LINES, ".json": LIST, ".parquet": ROWS, ".idx": TOKENS, ".hdf5": SHARDS, ".h5": SHARDS,
+}  # fmt: skip
 # Endings of running text that a folder is searched for; a file or a glob may name any other.
 TEXT_ENDINGS = frozenset(
     {
         ".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".py", ".pyi", ".c", ".h", ".cc",
         ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".js", ".ts", ".jsx", ".tsx", ".rb", ".php", ".pl", ".sh",
         ".sql", ".lua", ".r", ".jl", ".scala", ".swift", ".hs", ".ml", ".cs", ".yaml", ".yml", ".toml",
+        ".conll", ".iob", ".iob2", ".bio",
     }
 )  # fmt: skip
 
@@ -67,6 +71,11 @@ class Format:
     chat_template: str | None = None
     loss_on: str = "assistant"
     storage_timeout_s: float = storage.TIMEOUT_S  # how long a store is tried for
+    # Of labelled records, which task.kind asks for:
+    tokens_key: str = "tokens"
+    tags_key: str = "ner_tags"
+    label_key: str = "label"
+    pair_key: str | None = None
 
     def columns(self) -> list[str]:
         """The keys of a record that matter."""
@@ -74,7 +83,20 @@ class Format:
             "text": [self.text_key],
             "chat": [self.messages_key],
             "prompt": [self.prompt_key, self.completion_key],
+            "tags": [self.tokens_key, self.tags_key],
+            "classes": [self.text_key, *([self.pair_key] if self.pair_key else []), self.label_key],
         }[self.format]
+
+    def option(self, key: str) -> str:
+        """What `data.{what}_key` names this key of a record."""
+        named: dict[str, dict[str | None, str]] = {
+            "text": {self.text_key: "text"},
+            "chat": {self.messages_key: "messages"},
+            "prompt": {self.completion_key: "completion", self.prompt_key: "prompt"},
+            "tags": {self.tags_key: "tags", self.tokens_key: "tokens"},
+            "classes": {self.pair_key: "pair", self.label_key: "label", self.text_key: "text"},
+        }
+        return named[self.format][key]
 
 
 @dataclass(frozen=True)
@@ -114,6 +136,11 @@ def list_files(
 def check_format(files: Iterable[SourceFile], format: str) -> None:
     """Raise DataError for files that cannot hold documents of the format."""
     for file in files:
+        if file.kind == SHARDS:
+            raise DataError(
+                f"{shown(file.path)} is an HDF5 file, which holds sequences that are masked already; set "
+                "data.format=masked, or name other files"
+            )
         if file.kind == TALKS and format != "chat":
             raise DataError(f'"{STDLIB_CHAT}" holds conversations, but data.format is {format}; set data.format=chat')
         if file.kind in (TEXT, TOKENS) and format != "text":

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.data import wordpiece
 from phalanx.data.tokens import token_dtype, write_synced
+from phalanx.data.wordpiece import Specials
 from phalanx.errors import ConfigError, DataError
 from phalanx.records import TOKENIZER_FILES, VOCABULARY_FILES, sync_folder
 
@@ -29,21 +31,45 @@ CANDIDATES = 16  # places tried for one cut
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """An opened tokenizer. `vocab_size` is the highest id plus one, which is what a model's table must hold."""
+    """An opened tokenizer. `vocab_size` is the highest id plus one, which is what a model's table must hold;
+    `specials` are BERT's special tokens, if it has them all."""
 
     backend: Any  # tokenizers.Tokenizer, which is only imported where it is used
     vocab_size: int
     eos_id: int
+    specials: Specials | None = None
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: Path) -> None:
-    """Train a byte-level BPE and save it so that AutoTokenizer loads it; `<|endoftext|>` is EOS and BOS.
+def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: Path, pieces: bool = False) -> None:
+    """Train a byte-level BPE and save it so that AutoTokenizer loads it; `<|endoftext|>` is EOS and BOS. With `pieces`
+    it is a WordPiece with BERT's special tokens instead.
 
     The same documents in the same order give the same files. A small text gives fewer entries than `vocab_size`.
     `folder` appears complete or not at all. Raises ConfigError when `vocab_size` cannot hold all bytes.
     Source: Sennrich et al. 2016 (BPE) on bytes as in GPT-2 (Radford et al. 2019).
     """
     check_vocab(vocab_size)
+    backend, special = (wordpiece.trained if pieces else _trained_bytes)(documents, vocab_size)
+    # PreTrainedTokenizerFast is the one name that transformers 4 and 5 both read.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
+    inputs = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if pieces else {}
+    contents = {
+        "tokenizer.json": backend.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(config | inputs, indent=1),
+        "special_tokens_map.json": json.dumps(special, indent=1),
+    }
+    temporary = folder.with_name(f".{folder.name}.writing")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    for name, text in contents.items():
+        write_synced(temporary / name, text.encode())
+    os.rename(temporary, folder)
+    sync_folder(folder.parent)
+
+
+def _trained_bytes(documents: Iterable[str], vocab_size: int) -> tuple[Any, dict[str, str]]:
+    """(the tokenizer, its special tokens by their names in Hugging Face's files)."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -57,22 +83,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: Path) -> 
         show_progress=False,
     )
     backend.train_from_iterator(documents, trainer)
-    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-    # PreTrainedTokenizerFast is the one name that transformers 4 and 5 both read.
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
-    contents = {
-        "tokenizer.json": backend.to_str(pretty=True),
-        "tokenizer_config.json": json.dumps(config, indent=1),
-        "special_tokens_map.json": json.dumps(special, indent=1),
-    }
-    temporary = folder.with_name(f".{folder.name}.writing")
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
-    for name, text in contents.items():
-        write_synced(temporary / name, text.encode())
-    os.rename(temporary, folder)
-    sync_folder(folder.parent)
+    return backend, {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
 
 
 def check_vocab(vocab_size: int) -> None:
@@ -136,14 +147,17 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    specials = wordpiece.find_specials(folder, backend)
     eos_id = _eos_id(folder, backend)
+    if eos_id is None and specials is not None:
+        eos_id = specials.sep  # BERT's tokenizers name no other
     if eos_id is None or not 0 <= eos_id < vocab_size:
         raise DataError(
             f"the tokenizer in {folder} names no end-of-text token of its vocabulary, so documents could not be told "
             f"apart; "
             f"set eos_token in its tokenizer_config.json"
         )
-    return Tokenizer(backend, vocab_size, eos_id)
+    return Tokenizer(backend, vocab_size, eos_id, specials)
 
 
 def encode_documents(

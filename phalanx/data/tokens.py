@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.data.wordpiece import Specials
 from phalanx.errors import DataError
 from phalanx.records import sync_folder, write_atomic
 
@@ -45,8 +46,8 @@ class TokenFile:
     """A token set opened for reading; the tokens stay on disk (memory-mapped) until they are sliced.
 
     Attributes: `folder`, `tokens` and `documents` (counts), `vocab_size`, `eos_id`, `key` (what it was prepared from),
-    `checksum` of the contents as written, `masked` (whether some tokens are not learnt), `index` (int64, documents + 1:
-    where documents begin and the last ends).
+    `specials` (BERT's special tokens, if its tokenizer has them), `checksum` of the contents as written, `masked`
+    (whether some tokens are not learnt), `index` (int64, documents + 1: where documents begin and the last ends).
     Raises DataError when a file is missing, unreadable or of another size than the manifest says; contents are checked
     by `verify`, which reads everything.
     """
@@ -59,6 +60,7 @@ class TokenFile:
         self.vocab_size: int = self._manifest["vocab_size"]
         self.eos_id: int = self._manifest["eos_id"]
         self.key: str = self._manifest["key"]
+        self.specials = _specials(folder, self._manifest)
         self.masked = MASK in self._manifest["crc32"]
         self._files = (TOKENS, INDEX, MASK) if self.masked else (TOKENS, INDEX)
         self.checksum = "".join(f"{self._manifest['crc32'][name]:08x}" for name in self._files)
@@ -121,13 +123,15 @@ class TokenWriter:
     the first documents say; a set without any document has none.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_id: int, key: str) -> None:
+    def __init__(self, folder: Path, vocab_size: int, eos_id: int, key: str, specials: Specials | None = None) -> None:
         assert 0 <= eos_id < vocab_size, f"EOS {eos_id} with a vocabulary of {vocab_size}"
         assert not folder.exists(), f"{folder} exists"
         self.folder = folder
         self.dtype = token_dtype(vocab_size)
         self._temporary = folder.with_name(f".{folder.name}.writing")
         self._manifest: dict[str, Any] = {"vocab_size": vocab_size, "eos_id": eos_id, "key": key}
+        if specials is not None:
+            self._manifest["specials"] = specials.to_json()
         self._ends: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
         self._tokens = 0
         self._crc = self._mask_crc = 0
@@ -212,6 +216,15 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(_damaged(path, f"it is not a manifest of a token set ({error!r})")) from None
     raise DataError(_damaged(path, f"its format version is {version}, this program reads {FORMAT_VERSION}"))
+
+
+def _specials(folder: Path, manifest: dict[str, Any]) -> Specials | None:
+    if "specials" not in manifest:
+        return None
+    try:
+        return Specials.from_json(manifest["specials"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(_damaged(folder / MANIFEST, f"its special tokens are none ({error!r})")) from None
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

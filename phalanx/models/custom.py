@@ -1,9 +1,5 @@
 """A model of one's own: a Python file whose class `Model` is trained in the place of the built-in one."""
 
-import functools
-import importlib.util
-import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,65 +7,32 @@ import torch
 from torch import nn
 
 from phalanx.errors import ConfigError
+from phalanx.models.code import file_of, load_class, where
 from phalanx.models.hf import hf_name
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.lora import apply_lora
+from phalanx.models.model import Architecture
 from phalanx.models.spec import ModelSpec
 
-_MODULE = "phalanx_model"  # what the file is called as a module
+_KEY = "model.code"
 
 
-def model_class(code: str | Path | None) -> type[Llama]:
-    """The class `Model` of the file `code`, a subclass of Llama; Llama itself without one.
+def model_class(code: str | Path | None, built_in: type[Architecture] = Llama) -> type[Architecture]:
+    """The class `Model` of the file `code`, a subclass of the `built_in` one; without a file that one itself.
 
     The file is run, as any program of the user's. Raises ConfigError that says what is wrong with it, and where.
     """
-    if code is None:
-        return Llama
-    path = Path(code).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"model.code {path} is no file; name a Python file that defines the class Model")
-    return _load(path, path.stat().st_mtime_ns)
+    return built_in if code is None else load_class(_KEY, code, "Model", built_in)
 
 
-@functools.cache  # a file that registers something runs once
-def _load(path: Path, changed_ns: int) -> type[Llama]:
-    spec = importlib.util.spec_from_file_location(_MODULE, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"model.code {path} is no Python file; name one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_MODULE] = module  # dataclasses and the like look their module up
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a program that ends itself would end this one, and in silence
-        raise ConfigError(f"model.code {path} cannot be run: {_where(error, path)}; mend the file") from error
-    found = vars(module).get("Model")
-    if found is None:
-        raise ConfigError(f"model.code {path} defines no class Model; give the model's class that name")
-    if not isinstance(found, type) or not issubclass(found, Llama):
-        raise ConfigError(
-            f"model.code {path}: Model is no subclass of phalanx.models.llama.Llama, which the trainer builds on; "
-            "derive it from that class"
-        )
-    return found
-
-
-def _where(error: Exception | SystemExit, path: Path) -> str:
-    """The error and the line of the user's file that it came from."""
-    if isinstance(error, SyntaxError):
-        return f"{error.msg} in line {error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f"{type(error).__name__}: {error}" + (f" in line {lines[-1]}" if lines else "")
-
-
-def on_meta(spec: ModelSpec, model_class: type[Llama] = Llama) -> Llama:
+def on_meta(spec: ModelSpec, model_class: type[Architecture] = Llama) -> Architecture:
     """A model that holds no memory yet, with its adapters. Raises ConfigError where a class of one's own cannot be
     built, or cannot take them."""
     try:
         with torch.device("meta"):
             model = model_class(spec)
     except Exception as error:
-        if model_class is Llama:
+        if _is_built_in(model_class):
             raise
         raise ConfigError(f"the class Model of model.code cannot be built: {_built(error, model_class)}") from error
     if spec.lora is not None:
@@ -77,12 +40,15 @@ def on_meta(spec: ModelSpec, model_class: type[Llama] = Llama) -> Llama:
     return model
 
 
-def _built(error: Exception, model_class: type[Llama]) -> str:
-    file = vars(sys.modules[model_class.__module__]).get("__file__") or ""
-    return _where(error, Path(file))
+def _is_built_in(model_class: type[Architecture]) -> bool:
+    return model_class.__module__.startswith("phalanx.models.")
 
 
-def check_class(model_class: type[Llama], spec: ModelSpec) -> int:
+def _built(error: Exception, model_class: type[Architecture]) -> str:
+    return where(error, file_of(model_class))
+
+
+def check_class(model_class: type[Architecture], spec: ModelSpec) -> int:
     """Raises ConfigError for a class that could be trained only to fail later; returns the number of parameters.
 
     Everything must lie in a unit, be a parameter, start somehow, and have a name in a Hugging Face folder.
@@ -124,12 +90,12 @@ def check_class(model_class: type[Llama], spec: ModelSpec) -> int:
         except Exception as error:
             raise ConfigError(f"the class Model of model.code cannot start {name}: {error}; mend initial") from error
         count += parameter.numel()
-    if model_class is not Llama:
+    if not _is_built_in(model_class):
         _try_forward(model, model_class)
     return count
 
 
-def _try_forward(model: Llama, model_class: type[Llama]) -> None:
+def _try_forward(model: Architecture, model_class: type[Architecture]) -> None:
     """One pass on meta, which costs nothing: a wrong call or shape is found before any data is prepared."""
     tokens = torch.zeros(1, 8, dtype=torch.int64, device="meta")
     try:
@@ -143,7 +109,7 @@ def _try_forward(model: Llama, model_class: type[Llama]) -> None:
         )
 
 
-def shapes_of(model_class: type[Llama], spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def shapes_of(model_class: type[Architecture], spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of such a model, in order of use; as `parameter_shapes(spec)` for the built-in one.
 
     Adapters are left out: what a Hugging Face folder holds.

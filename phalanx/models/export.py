@@ -17,6 +17,7 @@ from phalanx.errors import ConfigError, StorageError
 from phalanx.models.custom import shapes_of
 from phalanx.models.hf import config_from_spec, hf_name
 from phalanx.models.llama import Llama
+from phalanx.models.model import Architecture
 from phalanx.models.spec import ModelSpec
 from phalanx.models.weights import STORED_DTYPES
 from phalanx.records import TOKENIZER_FILES
@@ -51,10 +52,10 @@ def export(
     bos_id: int | None = None,
     eos_id: int | list[int] | None = None,
     progress: Callable[[int], None] | None = None,
-    model_class: type[Llama] = Llama,
+    model_class: type[Architecture] = Llama,
     finished: Callable[[Path], None] | None = None,
 ) -> None:
-    """Writes a folder that `AutoModelForCausalLM` and `AutoTokenizer` load, holding one tensor in memory at a time.
+    """Writes a folder that transformers' class for its config.json and `AutoTokenizer` load; one tensor is in memory.
 
     `tensor_of(our_name)` gives a parameter, flat or shaped, in any dtype and on any device; it is asked once for each,
     in order, and may use the memory of the one before again. `progress` gets the bytes of each tensor as it is done,
@@ -69,6 +70,26 @@ def export(
         _write_json(temporary / "config.json", config)
         copy_tokenizer(tokenizer_folder, temporary)
         _write_generation_config(temporary, config)
+
+
+def export_plain(
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    tensor_of: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    texts: dict[str, str],
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    progress: Callable[[int], None] | None = None,
+    finished: Callable[[Path], None] | None = None,
+) -> None:
+    """Writes safetensors files of parameters by their own names, and `texts` by the names of their files; all else is
+    as in `export`."""
+    with new_folder(Path(folder)) as temporary:
+        named = {name: (name, shape) for name, shape in shapes.items()}
+        _write_weights(temporary, named, tensor_of, dtype, max_shard_bytes, progress, finished)
+        for name, text in texts.items():
+            (temporary / name).write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -164,7 +185,7 @@ def copy_tokenizer(tokenizer_folder: Path | None, folder: Path) -> None:
 
 
 def _write_generation_config(folder: Path, config: dict[str, Any]) -> None:
-    if not (folder / "generation_config.json").exists():
+    if "eos_token_id" in config and not (folder / "generation_config.json").exists():  # BERT writes no text
         ids = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config[name] is not None}
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
 

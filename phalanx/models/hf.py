@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from phalanx.errors import ConfigError
+from phalanx.models import hf_bert
 from phalanx.models.llama import Llama
-from phalanx.models.spec import MOST_LAYERS, ROPE_RULES, ModelSpec, RopeScaling, problems
+from phalanx.models.model import Architecture
+from phalanx.models.spec import MOST_LAYERS, ROPE_RULES, ModelSpec, RopeScaling
+from phalanx.models.spec_problems import problems
 
 # What a config.json calls its architecture -> what a ModelSpec does, which is also its model_type.
 ARCHITECTURES = {
@@ -50,7 +53,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _KINDS = {"full_attention": False, "sliding_attention": True}  # transformers' words for a layer, and if it has a window
 
 
-def hf_name(name: str, model_class: type[Llama] = Llama) -> str:
+def hf_name(name: str, model_class: type[Architecture] = Llama) -> str:
     """The Hugging Face name of our parameter `name`. Raises ConfigError where a class of one's own says none."""
     found = re.fullmatch(r"(layers\.)(\d+)(\..+)", name)
     pattern = name if found is None else f"layers.{{i}}{found[3]}"
@@ -81,12 +84,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def spec_from_config(config: dict[str, Any], where: str, model_class: type[Llama] = Llama) -> ModelSpec:
+def spec_from_config(config: dict[str, Any], where: str, model_class: type[Architecture] = Llama) -> ModelSpec:
     """The ModelSpec of a config.json's content, in the form of transformers 4 or 5; `where` names it in errors.
 
     A class of one's own reads its own architecture too, with its own keys. Raises ConfigError for an architecture or a
     feature that is not supported, or for an impossible shape.
     """
+    if hf_bert.is_bert(config):
+        return _bert(config, where)
     architecture = _architecture(config, where, model_class)
     for name, accepted in _UNSUPPORTED.items():
         ours = name in model_class.hf_config or (architecture == "qwen2" and name == "attention_bias")  # has it always
@@ -125,7 +130,34 @@ def spec_from_config(config: dict[str, Any], where: str, model_class: type[Llama
     return spec
 
 
-def _architecture(config: dict[str, Any], where: str, model_class: type[Llama]) -> str:
+def _bert(config: dict[str, Any], where: str) -> ModelSpec:
+    """The shape of a BERT, without a head: that depends on what it is to be trained for."""
+    hf_bert.check_supported(config, where)
+    config = hf_bert.DEFAULTS | config
+    heads = _count(config, "num_attention_heads", where)
+    hidden = _count(config, "hidden_size", where)
+    spec = ModelSpec(
+        architecture="bert",
+        vocab_size=_count(config, "vocab_size", where),
+        hidden=hidden,
+        layers=_count(config, "num_hidden_layers", where),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // max(1, heads),
+        intermediate=_count(config, "intermediate_size", where),
+        max_seq_len=_count(config, "max_position_embeddings", where),
+        norm_eps=_number(config, "layer_norm_eps", where, 1e-12),
+        tie_embeddings=True,
+        init_std=_number(config, "initializer_range", where, 0.02),
+        objective="masked",
+        segment_kinds=_count(config, "type_vocab_size", where),
+    )
+    if found := problems(spec):
+        raise ConfigError(f"{where} describes an impossible model: {' '.join(found)}")
+    return spec
+
+
+def _architecture(config: dict[str, Any], where: str, model_class: type[Architecture]) -> str:
     named = config.get("architectures")
     if not isinstance(named, list) or not named:
         kind = config.get("model_type")
@@ -142,7 +174,7 @@ def _architecture(config: dict[str, Any], where: str, model_class: type[Llama]) 
     if not isinstance(named[0], str) or named[0] not in ARCHITECTURES:
         raise ConfigError(
             f"{where} has the architecture {named[0]}, which cannot be trained here; use a folder of a "
-            f"supported one: {', '.join([*(own or []), *ARCHITECTURES])}"
+            f"supported one: {', '.join([*(own or []), *ARCHITECTURES, *hf_bert.ARCHITECTURES])}"
             f"{'; or set model.code to the file that defines its class' if BASE_KEY in config else ''}."
         )
     return ARCHITECTURES[named[0]]
@@ -268,7 +300,7 @@ def config_from_spec(
     original: dict[str, Any] | None = None,
     bos_id: int | None = None,
     eos_id: int | list[int] | None = None,
-    model_class: type[Llama] = Llama,
+    model_class: type[Architecture] = Llama,
 ) -> dict[str, Any]:
     """The config.json of a model, readable by transformers 4.4x and 5.
 
@@ -276,6 +308,8 @@ def config_from_spec(
     class of one's own adds its `hf_config`.
     """
     original = original or {}
+    if spec.architecture == "bert":
+        return hf_bert.config_of(spec, _dtype_name(dtype), original)
     rule = _rope_rule(spec.rope_scaling)
     dtype_name = _dtype_name(dtype)
     own = model_class.hf_config

@@ -26,7 +26,7 @@ _CHUNK_BYTES_ACCELERATOR = 512 << 20
 _CHUNK_TOKENS_ACCELERATOR = 4096
 _CHUNK_BYTES_MOST = 2 << 30
 
-ChunkFn = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+ChunkFn = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class _WideLookUp(torch.autograd.Function):
@@ -107,9 +107,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cosines + wide.roll(x.shape[-1] // 2, -1) * signed_sines).to(x.dtype)
 
 
-def cross_entropy_sum_plain(hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy_sum_plain(hidden: Tensor, head_weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
     """What `cross_entropy_sum` means, in one line of PyTorch that holds all the logits."""
-    logits = hidden @ head_weight.T
+    logits = F.linear(hidden, head_weight, bias)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum")
 
@@ -129,7 +129,9 @@ def chunk_bytes(vocab_size: int, device: torch.device, dtype: torch.dtype) -> in
     return default_chunk(vocab_size, device) * vocab_size * (2 * dtype.itemsize + wide.itemsize)
 
 
-def _chunk(hidden: Tensor, head_weight: Tensor, labels: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
+def _chunk(
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, with_grad: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Loss sum of a few tokens and, if asked, its gradient to their logits in the dtype of `hidden`.
 
     A row whose label is ignored adds nothing to the loss; its gradient is meaningless, and the caller masks it where
@@ -137,7 +139,7 @@ def _chunk(hidden: Tensor, head_weight: Tensor, labels: Tensor, with_grad: bool)
     """
     valid = labels != IGNORED
     targets = torch.where(valid, labels, 0)[:, None]
-    logits = hidden @ head_weight.T
+    logits = F.linear(hidden, head_weight, bias)
     log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(hidden.dtype, torch.float32))
     loss = -torch.where(valid, log_p.gather(1, targets)[:, 0], 0.0).sum()
     if not with_grad:
@@ -169,61 +171,75 @@ class _CrossEntropySum(torch.autograd.Function):
         chunk_fn: ChunkFn,
         with_grad: bool,
         frozen_weight: bool,
+        bias: Tensor | None,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         starts = range(0, hidden.shape[0], chunk)
+        biases = () if bias is None else (bias,)
         if not with_grad:
             for start in starts:
-                loss += chunk_fn(hidden[start : start + chunk], head_weight, labels[start : start + chunk], False)[0]
+                part, targets = hidden[start : start + chunk], labels[start : start + chunk]
+                loss += chunk_fn(part, head_weight, targets, False, *biases)[0]
             return loss
         grad_hidden = torch.empty_like(hidden)
         # A frozen head (under adapters) needs none: the largest of all gradients.
         grad_weight = None if frozen_weight else torch.zeros_like(head_weight, dtype=wide)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         for start in starts:
             part, targets = hidden[start : start + chunk], labels[start : start + chunk]
             ignored = (targets == IGNORED)[:, None]
             part = part.masked_fill(ignored, 0.0)  # an ignored token adds exactly nothing to the weight's gradient
-            part_loss, grad_logits = chunk_fn(part, head_weight, targets, True)
+            part_loss, grad_logits = chunk_fn(part, head_weight, targets, True, *biases)
             assert grad_logits is not None
             loss += part_loss
             torch.mm(grad_logits, head_weight, out=grad_hidden[start : start + chunk]).masked_fill_(ignored, 0.0)
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, part)
+            if grad_bias is not None:
+                grad_bias += (~ignored).T.to(grad_logits.dtype).mm(grad_logits)[0]
         ctx.weight_dtype = head_weight.dtype
         if grad_weight is not None and head_weight.dtype != torch.float16:
             # Narrowed at once, to free the wide one; but a sum may leave float16's range until the loss is scaled.
             grad_weight = grad_weight.to(head_weight.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         # Not in place, although it would save memory: a second backward through a retained graph must see the same.
         weight = None
         if grad_weight is not None:
             weight = torch.mul(grad_weight, grads[0], out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
-        return grad_hidden * grads[0], weight, None, None, None, None, None
+        bias = None if grad_bias is None else (grad_bias * grads[0]).to(ctx.weight_dtype)
+        return grad_hidden * grads[0], weight, None, None, None, None, None, bias
 
 
 def cross_entropy_sum(
-    hidden: Tensor, head_weight: Tensor, labels: Tensor, *, chunk: int | None = None, chunk_fn: ChunkFn = _chunk
+    hidden: Tensor,
+    head_weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    chunk: int | None = None,
+    chunk_fn: ChunkFn = _chunk,
 ) -> Tensor:
     """Sum over tokens of -log p(label), a scalar in float32 (float64 if `hidden` is), without ever holding all logits.
 
-    hidden (N, D), head_weight (V, D), labels (N,) int64, -100 ignored. Works through `chunk` tokens at a time (at most;
-    chunks are made equal). If gradients are wanted they are computed in the same loop, three matrix products per chunk
-    (two where the weight is frozen), the weight's accumulated in float32 or better; without, only the loss is.
-    `chunk_fn` is `_chunk` or a compiled `_chunk`. Raises ValueError for a chunk below 1. Idea: Hsu et al., "Liger
-    Kernel", 2024.
+    hidden (N, D), head_weight (V, D), labels (N,) int64, -100 ignored, bias (V,) if the head has one. Works through
+    `chunk` tokens at a time (at most; chunks are made equal). If gradients are wanted they are computed in the same
+    loop, three matrix products per chunk (two where the weight is frozen), the weight's accumulated in float32 or
+    better; without, only the loss is. `chunk_fn` is `_chunk` or a compiled `_chunk`. Raises ValueError for a chunk
+    below 1. Idea: Hsu et al., "Liger Kernel", 2024.
     """
     chunk = default_chunk(head_weight.shape[0], hidden.device) if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"cross_entropy_sum() needs a chunk of at least 1 token, got {chunk}")
     tokens = max(1, hidden.shape[0])
     equal = math.ceil(tokens / math.ceil(tokens / chunk))
-    with_grad = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
+    wanted = hidden.requires_grad or head_weight.requires_grad or (bias is not None and bias.requires_grad)
     frozen = not head_weight.requires_grad
-    return _CrossEntropySum.apply(hidden, head_weight, labels, equal, chunk_fn, with_grad, frozen)
+    with_grad = torch.is_grad_enabled() and wanted
+    return _CrossEntropySum.apply(hidden, head_weight, labels, equal, chunk_fn, with_grad, frozen, bias)

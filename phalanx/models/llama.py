@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.models.attention import attention
-from phalanx.models.draws import Draws, key, normal
+from phalanx.models.draws import Draws
 from phalanx.models.layers import Embedding, Linear, RMSNorm, apply_rope, cross_entropy_sum, rope_table
+from phalanx.models.model import Architecture, Start, draw
 from phalanx.models.spec import ModelSpec
 
 # Our name -> the name in a Hugging Face folder; {i} is the layer.
@@ -147,7 +148,7 @@ class Head(nn.Module):
         return self.cross_entropy_sum(hidden.flatten(0, 1), used, labels.flatten())
 
 
-def initial(name: str, spec: ModelSpec) -> tuple[str, float] | tuple[str]:
+def initial(name: str, spec: ModelSpec) -> Start:
     """How parameter `name` starts: ("ones",), ("zeros",) or ("normal", standard deviation).
 
     Projections that write into the residual stream are scaled by 1 / sqrt(2 * layers), so that its variance does not
@@ -162,7 +163,7 @@ def initial(name: str, spec: ModelSpec) -> tuple[str, float] | tuple[str]:
     return ("normal", spec.init_std)
 
 
-class Llama(nn.Module):
+class Llama(Architecture):
     """A model of the shape `spec`; parameters hold no useful values until they are drawn or read.
 
     Build it under `torch.device("meta")` to spend no memory. `embed.weight`, `layers.{i}...`, `head...` are its
@@ -173,24 +174,18 @@ class Llama(nn.Module):
     """
 
     block: ClassVar[type[nn.Module]] = Block
-    # Our name -> the name in a Hugging Face folder; {i} is the layer.
     hf_names: ClassVar[dict[str, str]] = HF_NAMES
-    # Keys of config.json that replace those of the built-in architecture or are added to them, such as "architectures".
-    hf_config: ClassVar[dict[str, Any]] = {}
-    # (parameter's name, spec) -> how it starts.
-    initial: ClassVar[Callable[[str, ModelSpec], tuple[str, float] | tuple[str]]] = staticmethod(initial)
-
-    @staticmethod
-    def register() -> None:
-        """Make transformers know a class of one's own, so that it can load what was exported; nothing to do here."""
+    initial: ClassVar[Callable[[str, ModelSpec], Start]] = staticmethod(initial)
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.spec = spec
+        super().__init__(spec)
         self.embed = Embedding(spec.vocab_size, spec.hidden)
         make = type(self).block
         self.layers = nn.ModuleList(make(spec, layer) for layer in range(spec.layers))
         self.head = Head(spec)
+
+    def losses(self) -> list[Any]:
+        return [self.head]
 
     def forward(
         self,
@@ -223,12 +218,6 @@ class Llama(nn.Module):
         return self.head(x, labels, self.embed.weight if self.spec.tie_embeddings else None)
 
 
-def units(model: Llama) -> list[tuple[str, nn.Module]]:
-    """The parts of the model that are sharded, gathered and compiled as one, by name, in order of use."""
-    blocks: list[tuple[str, nn.Module]] = [(f"layers.{index}", block) for index, block in enumerate(model.layers)]
-    return [("embed", model.embed), *blocks, ("head", model.head)]
-
-
 def init_slice(
     spec: ModelSpec,
     seed: int,
@@ -237,19 +226,10 @@ def init_slice(
     stop: int,
     device: torch.device | str,
     dtype: torch.dtype,
-    model_class: type[Llama] = Llama,
+    model_class: type[Architecture] = Llama,
 ) -> Tensor:
     """Initial values of elements [start, stop) of the flattened parameter `name`, 1-D; the same however it is cut.
 
     Raises ValueError where a class of one's own names a start that there is not.
     """
-    match model_class.initial(name, spec):
-        case ("normal", float(std)):
-            wide = torch.promote_types(dtype, torch.float32)
-            return normal(key(seed, name), start, stop, device=device, dtype=wide).mul_(std).to(dtype)
-        case ("ones",):
-            return torch.ones(stop - start, device=device, dtype=dtype)
-        case ("zeros",):
-            return torch.zeros(stop - start, device=device, dtype=dtype)
-        case other:
-            raise ValueError(f'{name} starts as {other!r}, which is none of ("normal", std), ("ones",), ("zeros",)')
+    return draw(model_class.initial(name, spec), seed, name, start, stop, device, dtype)

@@ -3,8 +3,12 @@
 import math
 from dataclasses import dataclass, replace
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "bert")
+# What a head is for: next tokens; masked tokens, also with whether the second segment follows the first; a label for
+# each token; one for the whole.
+OBJECTIVES = ("language", "masked", "masked-next", "tags", "classes")
 ROPE_RULES = ("linear", "dynamic", "yarn", "llama3")
+MASKED_SHARE = 0.15  # of the tokens that are predicted, of those of a sequence: BERT's own (Devlin et al. 2018)
 MOST_LAYERS = 10_000  # beyond any model: a slip of the pen must not cost minutes of counting
 MOST_ELEMENTS = 2**59  # of one tensor: its bytes are counted in 64 bits, and torch allocates none of more
 
@@ -76,11 +80,21 @@ class ModelSpec:
     sliding_window: int | None = None  # positions that a position sees, itself included
     full_attention_layers: tuple[int, ...] = ()  # layers that see everything despite the window
     lora: LoraSpec | None = None
+    # Of BERT alone:
+    objective: str = "language"  # one of OBJECTIVES
+    segment_kinds: int = 0  # rows of the table of segments (Hugging Face: type_vocab_size)
+    labels: tuple[str, ...] = ()  # what tokens or sequences are told apart as
+    attention_dropout: float = 0.0  # of attention's probabilities
 
     @property
     def qkv_bias(self) -> bool:
         """Whether the projections to queries, keys and values add a bias."""
-        return self.architecture == "qwen2"
+        return self.architecture in ("qwen2", "bert")
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether a position sees those behind it too."""
+        return self.architecture == "bert"
 
     @property
     def qk_norm(self) -> bool:
@@ -92,120 +106,13 @@ class ModelSpec:
         return None if layer in self.full_attention_layers else self.sliding_window
 
 
-def problems(spec: ModelSpec) -> list[str]:
-    """Every reason why no model of this shape can exist, each a sentence naming configuration keys; empty if fine."""
-    found = []
-    if spec.architecture not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
-        found.append(f"model.architecture is {spec.architecture!r}, which is not supported; use one of: {supported}.")
-    counts = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_seq_len")
-    not_positive = [name for name in counts if getattr(spec, name) < 1]
-    found += [
-        f"model.{name} is {getattr(spec, name)}, but a model needs at least 1; raise it." for name in not_positive
-    ]
-    for name in ("rope_theta", "norm_eps"):
-        value = getattr(spec, name)
-        if not (value > 0 and math.isfinite(value)):
-            found.append(f"model.{name} is {value}, but it must be a finite number above 0; set a positive one.")
-    found += _window_problems(spec)
-    if spec.layers > MOST_LAYERS:
-        found.append(f"model.layers is {spec.layers}, more than any model has ({MOST_LAYERS}); lower it.")
-    if not not_positive:
-        found += _head_problems(spec) + _size_problems(spec)
-    if not 0.0 <= spec.dropout < 1.0:
-        found.append(f"model.dropout is {spec.dropout}, but it is a probability below 1; set it to 0 or more, below 1.")
-    if not (spec.init_std >= 0 and math.isfinite(spec.init_std)):
-        found.append(f"model.init_std is {spec.init_std}, but a standard deviation is 0 or more; set it to 0.02, say.")
-    return found + (_rope_problems(spec, spec.rope_scaling) if spec.rope_scaling else [])
-
-
-def _window_problems(spec: ModelSpec) -> list[str]:
-    if spec.sliding_window is None:
-        return []
-    if spec.sliding_window < 1:
-        return [f"model.sliding_window is {spec.sliding_window}, but a position sees at least itself; raise it."]
-    if spec.architecture == "llama":
-        return [
-            f"model.sliding_window is {spec.sliding_window}, which model.architecture llama has no place for, so that "
-            "no export could say it; set model.architecture to mistral, which is the same model with a window."
-        ]
-    return []
-
-
-def _head_problems(spec: ModelSpec) -> list[str]:
-    found = []
-    if spec.heads % spec.kv_heads:
-        found.append(
-            f"model.heads is {spec.heads} and model.kv_heads is {spec.kv_heads}, so query heads cannot share key heads "
-            "evenly; set model.kv_heads to a divisor of model.heads."
-        )
-    if spec.hidden % spec.heads and spec.architecture == "llama":
-        found.append(
-            f"model.hidden is {spec.hidden} and model.heads is {spec.heads}, a shape that Hugging Face's Llama refuses "
-            "and no export could be loaded; set model.hidden to a multiple of model.heads."
-        )
-    if spec.head_dim % 2:
-        found.append(
-            f"model.head_dim is {spec.head_dim}, but rotary positions turn pairs of channels; set an even one."
-        )
-    return found
-
-
-def _size_problems(spec: ModelSpec) -> list[str]:
-    shapes = parameter_shapes(replace(spec, layers=1))
-    name, shape = max(shapes.items(), key=lambda item: math.prod(item[1]))
-    if math.prod(shape) > MOST_ELEMENTS:
-        return [
-            f"the shapes make {name.replace('layers.0.', '')} a matrix of {' x '.join(map(str, shape))}, more elements "
-            "than a tensor can have; lower model.hidden, model.intermediate, model.heads or model.vocab_size."
-        ]
-    if spec.lora is not None and spec.lora.rank * max(max(shape) for shape in shapes.values()) > MOST_ELEMENTS:
-        return [f"model.lora.rank is {spec.lora.rank}, more than any matrix can have; lower it."]
-    return []
-
-
-def _rope_problems(spec: ModelSpec, scaling: RopeScaling) -> list[str]:
-    if scaling.rule not in ROPE_RULES:
-        return [
-            f"model.rope_scaling.rule is {scaling.rule!r}, which is not known; use one of: {', '.join(ROPE_RULES)}."
-        ]
-    found = []
-    used = ["factor"]
-    if scaling.rule == "llama3":
-        used += ["low_freq_factor", "high_freq_factor", "original_max_seq_len"]
-    if scaling.rule == "yarn":
-        used += ["beta_fast", "beta_slow", "original_max_seq_len"]
-        used += [
-            name for name in ("attention_factor", "mscale", "mscale_all_dim") if getattr(scaling, name) is not None
-        ]
-    for name in used:
-        value = getattr(scaling, name)
-        if not (value > 0 and math.isfinite(value)):
-            found.append(f"model.rope_scaling.{name} is {value}, but it must be a finite number above 0; raise it.")
-    if scaling.rule == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
-        found.append(
-            f"model.rope_scaling.high_freq_factor is {scaling.high_freq_factor} and low_freq_factor is "
-            f"{scaling.low_freq_factor}, which leaves no band to blend; set high_freq_factor above low_freq_factor."
-        )
-    if scaling.rule == "yarn" and scaling.beta_fast < scaling.beta_slow:
-        found.append(
-            f"model.rope_scaling.beta_fast is {scaling.beta_fast} and beta_slow is {scaling.beta_slow}, so the ramp "
-            "would run backwards; set beta_fast above beta_slow."
-        )
-    if scaling.rule == "yarn" and spec.rope_theta == 1:
-        found.append("model.rope_theta is 1, at which yarn finds no channel to begin at; raise it.")
-    if scaling.rule == "dynamic" and spec.head_dim == 2:
-        found.append(
-            "model.head_dim is 2, whose one wave model.rope_scaling.rule dynamic cannot stretch; set a larger one."
-        )
-    return found
-
-
 Shapes = dict[str, tuple[int, ...]]
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter, in order of use in the forward pass; a tied head has no entry of its own."""
+    if spec.architecture == "bert":
+        return _bert_shapes(spec)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, spec.hidden)}
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     block: dict[str, tuple[int, ...]] = {
@@ -229,6 +136,41 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     shapes["head.norm.weight"] = (spec.hidden,)
     if not spec.tie_embeddings:
         shapes["head.weight"] = (spec.vocab_size, spec.hidden)
+    return shapes
+
+
+def _bert_shapes(spec: ModelSpec) -> Shapes:
+    width = spec.hidden
+
+    def dense(name: str, out: int, inner: int) -> Shapes:
+        return {f"{name}.weight": (out, inner), f"{name}.bias": (out,)}
+
+    def norm(name: str) -> Shapes:
+        return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+    shapes: Shapes = {
+        "embed.words.weight": (spec.vocab_size, width),
+        "embed.positions.weight": (spec.max_seq_len, width),
+        "embed.segments.weight": (spec.segment_kinds, width),
+        **norm("embed.norm"),
+    }
+    block: Shapes = {}
+    for name in "qkvo":
+        block |= dense(f"attention.{name}", width, width)
+    block |= norm("attention_norm")
+    block |= dense("mlp.up", spec.intermediate, width) | dense("mlp.down", width, spec.intermediate) | norm("mlp_norm")
+    for layer in range(spec.layers):
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
+    masks = spec.objective in ("masked", "masked-next")
+    shapes |= {"head.bias": (spec.vocab_size,)} if masks else {}
+    if spec.objective in ("masked-next", "classes"):
+        shapes |= dense("head.pooler", width, width)
+    if masks:
+        shapes |= dense("head.transform", width, width) | norm("head.norm")
+    if spec.objective == "masked-next":
+        shapes |= dense("head.next", 2, width)
+    if spec.objective in ("tags", "classes"):
+        shapes |= dense("head.classifier", len(spec.labels), width)
     return shapes
 
 
@@ -260,6 +202,9 @@ def flops_per_token(spec: ModelSpec, seq_len: int, shapes: Shapes | None = None)
     causal kernel really computes, and in a layer with a window only the positions that are seen. `shapes` are those of
     a model of a user's own, whose parameters are taken to multiply, and its attention to be the built-in one.
     """
+    if spec.architecture == "bert":
+        total = _bert_flops(spec, seq_len)
+        return total, total
     each = 6 if spec.lora is None else 4
     weights = each * parameter_count(spec, embedding=False, shapes=shapes) + 6 * adapter_count(spec)
     per_pair = 12 * spec.heads * spec.head_dim
@@ -271,6 +216,22 @@ def flops_per_token(spec: ModelSpec, seq_len: int, shapes: Shapes | None = None)
         else:
             seen += window * window // 2 + (seq_len - window) * window
     return weights + per_pair * spec.layers * seq_len, weights + per_pair * seen // seq_len
+
+
+def _bert_flops(spec: ModelSpec, seq_len: int) -> int:
+    """As `flops_per_token`, where nothing is causal. A head works on a part of the positions: on MASKED_SHARE of them
+    where masked tokens are predicted, and on one where there is a pooler."""
+    shapes = parameter_shapes(replace(spec, layers=1))
+    blocks = spec.layers * sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers."))
+    flops = 6.0 * blocks + 12.0 * spec.hidden * spec.layers * seq_len
+    for name, shape in shapes.items():
+        if name.startswith("head.") and len(shape) == 2:
+            pooled = name.startswith(("head.pooler", "head.next")) or spec.objective == "classes"
+            each = MASKED_SHARE if name.startswith("head.transform") else 1.0
+            flops += 6.0 * math.prod(shape) * (1.0 / seq_len if pooled else each)
+    if spec.objective.startswith("masked"):
+        flops += 6.0 * MASKED_SHARE * spec.vocab_size * spec.hidden  # the embedding, as the head's last matrix
+    return int(flops)
 
 
 _LLAMA_1_7B = ModelSpec(
@@ -340,6 +301,23 @@ _QWEN_3_8B = ModelSpec(
 )
 _QWEN_3_1_7B = replace(_QWEN_3_8B, hidden=2048, layers=28, heads=16, intermediate=6144, tie_embeddings=True)
 
+_BERT_BASE = ModelSpec(
+    architecture="bert",
+    vocab_size=30522,
+    hidden=768,
+    layers=12,
+    heads=12,
+    kv_heads=12,
+    head_dim=64,
+    intermediate=3072,
+    max_seq_len=512,
+    norm_eps=1e-12,
+    tie_embeddings=True,
+    objective="masked",
+    segment_kinds=2,
+)
+_BERT_LARGE = replace(_BERT_BASE, hidden=1024, layers=24, heads=16, kv_heads=16, intermediate=4096)
+
 PRESETS: dict[str, ModelSpec] = {
     "llama-1-7b": _LLAMA_1_7B,
     "llama-1-13b": _LLAMA_1_13B,
@@ -373,4 +351,12 @@ PRESETS: dict[str, ModelSpec] = {
     "qwen3-8b": _QWEN_3_8B,
     "qwen3-14b": replace(_QWEN_3_8B, hidden=5120, layers=40, heads=40, intermediate=17408),
     "qwen3-32b": replace(_QWEN_3_8B, hidden=5120, layers=64, heads=64, intermediate=25600),
+    "bert-tiny": replace(_BERT_BASE, hidden=128, layers=2, heads=2, kv_heads=2, intermediate=512),
+    "bert-mini": replace(_BERT_BASE, hidden=256, layers=4, heads=4, kv_heads=4, intermediate=1024),
+    "bert-small": replace(_BERT_BASE, hidden=512, layers=4, heads=8, kv_heads=8, intermediate=2048),
+    "bert-medium": replace(_BERT_BASE, hidden=512, layers=8, heads=8, kv_heads=8, intermediate=2048),
+    "bert-base-uncased": _BERT_BASE,
+    "bert-base-cased": replace(_BERT_BASE, vocab_size=28996),
+    "bert-large-uncased": _BERT_LARGE,
+    "bert-large-cased": replace(_BERT_LARGE, vocab_size=28996),
 }

@@ -15,6 +15,7 @@ from phalanx.errors import ConfigError
 from phalanx.models.custom import shapes_of
 from phalanx.models.hf import DTYPES, hf_name
 from phalanx.models.llama import Llama
+from phalanx.models.model import Architecture
 from phalanx.models.spec import ModelSpec
 
 # As safetensors calls them.
@@ -117,7 +118,7 @@ class Weights:
     there are none, or if one is missing or damaged.
     """
 
-    def __init__(self, folder: Path, model_class: type[Llama] = Llama) -> None:
+    def __init__(self, folder: Path, model_class: type[Architecture] = Llama) -> None:
         self.folder, self.model_class = Path(folder), model_class
         paths = _files(self.folder)
         self._files = {path: _open(path) for path in paths}
@@ -126,9 +127,19 @@ class Weights:
     def _theirs(self, name: str) -> str:
         return hf_name(name, self.model_class)
 
+    def _names(self, name: str) -> list[str]:
+        theirs = self._theirs(name)
+        return [theirs, *self.model_class.other_hf_names(theirs)]
+
+    def _has(self, name: str) -> bool:
+        return any(theirs in self._path_of for theirs in self._names(name))
+
     def _find(self, name: str) -> str:
         """Their name for our parameter; a tied matrix may be stored under either of its two names."""
         wanted = self._theirs(name)
+        for known in self._names(name):
+            if known in self._path_of:
+                return known
         other = {"embed.weight": "head.weight", "head.weight": "embed.weight"}.get(name)
         if wanted not in self._path_of and other is not None and self._theirs(other) in self._path_of:
             return self._theirs(other)
@@ -154,7 +165,7 @@ class Weights:
 
     def dtype(self) -> torch.dtype:
         """The dtype that the embedding is stored in. Raises ConfigError if it is none that a model is trained from."""
-        stored = self._stored("embed.weight")
+        stored = self._stored(next(name for name in self.model_class.hf_names if name.startswith("embed.")))
         if stored not in STORED_DTYPES:
             raise ConfigError(
                 f"{self.folder} stores its weights as {stored}, which cannot be trained from; use a folder that stores "
@@ -181,17 +192,26 @@ class Weights:
         if start < stop:
             file.read_into(theirs, start, out)
 
+    def lacking(self, spec: ModelSpec) -> list[str]:
+        """Our names of the parameters that are not here, or in another shape, and that may be drawn instead."""
+        shapes = shapes_of(self.model_class, spec)
+        may = {name: shape for name, shape in shapes.items() if name.startswith(self.model_class.may_draw)}
+        return [name for name, shape in may.items() if not self._has(name) or self.shape(name) != shape]
+
     def check(self, spec: ModelSpec) -> None:
         """Raises ConfigError that names the tensors and files if they are not just what a model of `spec` needs."""
         shapes = shapes_of(self.model_class, spec)
-        missing = [self._theirs(name) for name in shapes if self._theirs(name) not in self._path_of]
-        if spec.tie_embeddings and self._theirs("head.weight") in self._path_of:
+        drawn = set(self.lacking(spec))
+        needed = {name: shape for name, shape in shapes.items() if name not in drawn}
+        missing = [self._theirs(name) for name in needed if not self._has(name)]
+        tied = "head.weight" in self.model_class.hf_names
+        if tied and spec.tie_embeddings and self._theirs("head.weight") in self._path_of:
             missing = [name for name in missing if name != self._theirs("embed.weight")]
         if missing:
             raise ConfigError(
                 f"{self.folder} lacks {_few(missing)}, which its config.json promises; fetch the folder's files again."
             )
-        for name, shape in shapes.items():
+        for name, shape in needed.items():
             if self.shape(name) != shape:
                 theirs = self._find(name)
                 raise ConfigError(
@@ -204,9 +224,11 @@ class Weights:
                     f"{self._path_of[self._find(name)]} stores {self._theirs(name)} as {stored}, which cannot be "
                     f"trained from; use a folder that stores one of: {', '.join(DTYPES)}."
                 )
-        known = {self._theirs(name) for name in shapes} | {self._theirs("head.weight")}
+        known = {theirs for name in shapes for theirs in self._names(name)}
+        known |= {self._theirs("head.weight")} if tied else set()
         # Rotary frequencies were stored by old versions of transformers; they follow from the config.
         extra = [name for name in self._path_of if name not in known and not name.endswith("rotary_emb.inv_freq")]
+        extra = [name for name in extra if not self.model_class.unused_hf_name(name)]
         if extra:
             raise ConfigError(
                 f"{self._path_of[extra[0]]} holds {_few(extra)}, which a model of this config.json does not have; use "

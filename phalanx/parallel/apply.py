@@ -2,15 +2,17 @@
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from phalanx import accelerator
 from phalanx.comm.mesh import Mesh
 from phalanx.models import layers
-from phalanx.models.llama import Llama, units
+from phalanx.models.draws import Draws
+from phalanx.models.model import Architecture, Model
 from phalanx.optim.choose import make_rule
 from phalanx.optim.engine import Engine, Precision
 from phalanx.optim.gradients import LossScale
@@ -34,15 +36,15 @@ def precision_of(dtype: str, mesh: Mesh) -> Precision:
     return Precision(compute, torch.float32 if dtype == "mixed" and mesh.world > 1 else compute)
 
 
-def apply(model: Llama, config: "Config", mesh: Mesh, make_engine: MakeEngine, nominal_weight: int) -> Engine:
+def apply(model: Model, config: "Config", mesh: Mesh, make_engine: MakeEngine, nominal_weight: int) -> Engine:
     """Prepare a model on meta for training by the resolved `config`; returns the engine that drives it."""
-    change_blocks(model, config)
+    change_blocks(model, config, sizes_change=mesh.world > 1 and config.balance.work == "auto")
     # The engine after compilation: its hooks stay outside the compiled code and gather parameters before it runs.
     train, precision = config.train, precision_of(config.train.dtype, mesh)
     # All ranks scale their losses alike, also those that need not, since their gradients are added up.
     (scaled,) = mesh.max([float(precision.compute == torch.float16)])
-    # An embedding that the head uses too is no unit of its own: it must be whole for both, and so belongs to the root.
-    own = [unit for unit in units(model) if not (model.spec.tie_embeddings and unit[0] == "embed")]
+    # What two units use (an embedding that is the head's too) must be whole for both, and so belongs to the root.
+    own = [unit for unit in model.units() if unit[0] not in model.shared_units()]
     engine = make_engine(
         model,
         own,
@@ -52,23 +54,61 @@ def apply(model: Llama, config: "Config", mesh: Mesh, make_engine: MakeEngine, n
         precision=precision,
         loss_scale=LossScale(train.loss_scale, train.loss_scale_steps, mesh.device) if scaled else None,
     )
+    if not isinstance(model, Architecture):
+        cast_at_edges(model, precision.compute)
     # Memory last of all: what each rank must hold is known only now (see materialize.py).
     return engine
 
 
-def change_blocks(model: Llama, config: "Config") -> None:
-    """What is done to the model's own code, whatever drives it."""
-    blocks: list[nn.Module] = [unit for name, unit in units(model) if name.startswith("layers.")]
+def cast_at_edges(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have `model` take floating-point inputs in the type that it computes in, and give its results in float32 or
+    better, so that a task of a user's own needs to know nothing of types."""
+
+    def narrowed(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
+
+    def widened(_: nn.Module, args: Any, output: Any) -> Any:
+        wide = torch.promote_types(dtype, torch.float32)
+        return tree_map_only(torch.Tensor, lambda x: x.to(wide) if x.is_floating_point() else x, output)
+
+    model.register_forward_pre_hook(narrowed, with_kwargs=True)
+    model.register_forward_hook(widened)
+
+
+def change_blocks(model: Model, config: "Config", sizes_change: bool = False) -> None:
+    """What is done to the model's own code, whatever drives it. `sizes_change`: a micro-batch may have another number
+    of sequences in every step."""
+    blocks = model.blocks()
     if config.memory.activations != "none":
         activations.recompute(blocks, selective=config.memory.activations == "selective")
     # Compile after recomputation, so that the compiler sees what is recomputed and can fuse across it.
     if config.train.compile:
-        compile_units(model, blocks)
+        compile_units(model, blocks, sizes_change)
 
 
-def compile_units(model: Llama, blocks: list[nn.Module]) -> None:
-    """Compile each block's forward, and the loss's inner function. Equal blocks share one compilation."""
+def _of_any_size(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a compiled block; the compiler is told beforehand what else it would find out by compiling twice."""
+    for value in (*args, *kwargs.values()):
+        tensor = value.samples if isinstance(value, Draws) else value
+        if isinstance(tensor, torch.Tensor) and (tensor is not value or tensor.dim() > 2):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return compiled(*args, **kwargs)
+
+
+def _of_any_length(compiled: Callable[..., Any], hidden: torch.Tensor, weight: Any, labels: Any, *rest: Any) -> Any:
+    torch._dynamo.maybe_mark_dynamic(hidden, 0)
+    torch._dynamo.maybe_mark_dynamic(labels, 0)
+    return compiled(hidden, weight, labels, *rest)
+
+
+def compile_units(model: Model, blocks: list[nn.Module], sizes_change: bool = False) -> None:
+    """Compile each block's forward, and the loss's inner function. Equal blocks share one compilation, and so do, if
+    `sizes_change`, micro-batches of any number of sequences but one."""
     for block in blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True)
-    chunk = torch.compile(layers._chunk, fullgraph=True)
-    model.head.cross_entropy_sum = functools.partial(layers.cross_entropy_sum, chunk_fn=chunk)
+        compiled = torch.compile(block.forward, fullgraph=True)
+        block.forward = functools.partial(_of_any_size, compiled) if sizes_change else compiled
+    chunk: layers.ChunkFn = torch.compile(layers._chunk, fullgraph=True)
+    if sizes_change:
+        chunk = functools.partial(_of_any_length, chunk)
+    for module in model.losses():
+        module.cross_entropy_sum = functools.partial(layers.cross_entropy_sum, chunk_fn=chunk)

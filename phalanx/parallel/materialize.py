@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from phalanx.models.llama import Llama, init_slice
 from phalanx.models.lora import init_adapter_slice, is_adapter
+from phalanx.models.model import Model, draw
 from phalanx.models.peft import Adapter
 from phalanx.models.spec import ModelSpec
 from phalanx.models.weights import Weights
@@ -24,12 +24,12 @@ def materialise(model: nn.Module, engine: Engine, fill: Fill) -> None:
     assert not left, f"left on meta after initialisation: {', '.join(left)}"
 
 
-def drawn(spec: ModelSpec, seed: int, model_class: type[Llama] = Llama) -> Fill:
+def drawn(model: Model, seed: int) -> Fill:
     """Initial weights that depend on (seed, name, element) alone, so that no layout changes them."""
 
     def fill(shard: Shard) -> None:
-        device, dtype = shard.tensor.device, shard.tensor.dtype
-        shard.tensor.copy_(init_slice(spec, seed, shard.name, shard.start, shard.stop, device, dtype, model_class))
+        start, (device, dtype) = model.start(shard.name, shard.shape), (shard.tensor.device, shard.tensor.dtype)
+        shard.tensor.copy_(draw(start, seed, shard.name, shard.start, shard.stop, device, dtype))
 
     return fill
 

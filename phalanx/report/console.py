@@ -15,15 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.records import Kind, RunPaths, Url, read_lines
-from phalanx.report import evaluated, words
+from phalanx.records import Kind, RunPaths, Url, read_lines, read_steps
+from phalanx.report import devices, evaluated, words
 from phalanx.report.terminal import open_terminal
 
 STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
@@ -36,14 +36,17 @@ class Console:
     """Shows the records of one run as they come.
 
     `total_steps` is where the bar ends, `description` the word at its left, `stream` a text stream (standard output if
-    None). On a terminal there is a live bar; anywhere else a line at the first step, then about every ten seconds
-    (a minute on long runs) or every twentieth of the run, and every event. A stream that takes nothing any more is
-    left alone. Close it, or use it as a context manager.
+    None), `unit` what the speed counts. On a terminal there is a live bar; anywhere else a line at the first step, then
+    about every ten seconds (a minute on long runs) or every twentieth of the run, and every event. A stream that takes
+    nothing any more is left alone. Close it, or use it as a context manager.
     """
 
-    def __init__(self, total_steps: int, description: str = "training", stream: TextIO | None = None) -> None:
+    def __init__(
+        self, total_steps: int, description: str = "training", stream: TextIO | None = None, unit: str = "tokens"
+    ) -> None:
         self.total_steps = total_steps
         self.description = description
+        self.unit = unit
         stream = sys.stdout if stream is None else stream
         terminal = stream.isatty()
         # Without a terminal no line is folded: a log is read with other widths than the one guessed here.
@@ -57,6 +60,7 @@ class Console:
         self._loss: float | None = None
         self._step_s: deque[float] = deque(maxlen=RATE_STEPS)
         self._tokens_per_s: deque[float] = deque(maxlen=RATE_STEPS)
+        self._devices = ""  # their shares, in a few words
         self._live: Live | None = None
         if terminal and not self.rich.is_dumb_terminal:
             self._live = Live(
@@ -89,6 +93,9 @@ class Console:
             value = words.number(record, key)
             if value is not None:
                 window.append(value)
+        work = devices.step_of(record)
+        if work is not None and len(work.shares) > 1:
+            self._devices = devices.compact(work)
         if self._live is None:
             self._step_line()
         else:
@@ -142,9 +149,10 @@ class Console:
         """Loss, rate, time left and time elapsed, in the order in which a narrow terminal keeps them."""
         rate, left = statistics.median(self._tokens_per_s) if self._tokens_per_s else None, self._left_s()
         figures = [f"loss {self._loss:.4f}" if self._loss is not None else ""]
-        figures.append(f"{words.count(rate)} tokens/s" if rate is not None else "")
+        figures.append(f"{words.count(rate)} {self.unit}/s" if rate is not None else "")
         figures.append(f"{words.clock(left)} left" if left is not None and self.step < self.total_steps else "")
         figures.append(f"{words.clock(time.monotonic() - self._started)} elapsed")
+        figures.append(self._devices)
         return [figure for figure in figures if figure]
 
     def _bar(self) -> RenderableType:
@@ -250,7 +258,8 @@ def summary(paths: RunPaths) -> RenderableType:
         rows.append(("loss", f"{loss:.4f}"))
     for name, evaluations in evaluated.by_set(read_lines(paths.events)).items():
         if (loss := words.number(evaluations[-1], "loss")) is not None:
-            rows.append((f"{name} loss", f"{loss:.4f}  (perplexity {words.perplexity(loss)})"))
+            beside = words.said_of(evaluations[-1])
+            rows.append((f"{name} loss", f"{loss:.4f}" + (f"  ({beside})" if beside else "")))
     if (checkpoint := _checkpoint(paths, events.get(Kind.CHECKPOINT_SAVED, {}).get("step"))) is not None:
         rows.append(("checkpoint", str(checkpoint)))
     if folder := events.get(Kind.EXPORTED, {}).get("folder"):
@@ -262,7 +271,9 @@ def summary(paths: RunPaths) -> RenderableType:
     grid.add_column(overflow="fold")  # a path that is cut short is of no use
     for name, value in rows:
         grid.add_row(name, Text(value))
-    return Panel.fit(grid, title="phalanx", title_align="left", border_style="green", padding=(0, 1))
+    panel = Panel.fit(grid, title="phalanx", title_align="left", border_style="green", padding=(0, 1))
+    found = devices.summary(read_steps(paths.metrics), devices.names_of(paths))
+    return panel if found is None else Group(panel, devices.table(found))
 
 
 def _checkpoint(paths: RunPaths, step: object) -> Path | Url | None:

@@ -22,7 +22,12 @@ def card(events: Iterable[Mapping[str, Any]]) -> list[str]:
     sets = by_set(events)
     if len(sets) < 2:
         return []
-    titles = "".join(f"<th>{title}</th>" for title in ("set", "step", "loss", "perplexity", "best", "tokens"))
+    last_of = [evaluations[-1] for evaluations in sets.values()]
+    named = list(dict.fromkeys(name for event in last_of for name in words.scores(event)))
+    unit = str(last_of[0].get("unit", "tokens"))
+    beside = named or (["perplexity"] if unit == "tokens" else [])
+    counted = "tokens" if unit == "tokens" else "losses"
+    titles = "".join(f"<th>{html.escape(title)}</th>" for title in ("set", "step", "loss", *beside, "best", counted))
     rows = []
     for name, evaluations in sets.items():
         last = evaluations[-1]
@@ -33,10 +38,28 @@ def card(events: Iterable[Mapping[str, Any]]) -> list[str]:
             name,
             str(last["step"]),
             "-" if loss is None else f"{loss:.4f}",
-            "-" if loss is None else words.perplexity(loss),
+            *(_beside(last, title) for title in beside),
             best,
             "-" if tokens is None else f"{tokens:,.0f}",
         )
         rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
     table = f'<table class="events"><thead><tr>{titles}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
     return [f'<section class="card"><h3>Evaluations</h3><div class="scroll">{table}</div></section>']
+
+
+def _beside(event: dict[str, Any], title: str) -> str:
+    found, loss = words.scores(event), words.number(event, "loss")
+    if title in found:
+        return f"{found[title]:.4f}"
+    return words.perplexity(loss) if title == "perplexity" and loss is not None else "-"
+
+
+def score_curves(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[dict[str, Any]], str]]:
+    """(name that is shown, evaluations, the score's own name) of each score of each set."""
+    found = []
+    sets = by_set(events)
+    for name, evaluations in sets.items():
+        for score in dict.fromkeys(score for event in evaluations for score in words.scores(event)):
+            have = [event for event in evaluations if score in words.scores(event)]
+            found.append((f"{name} {score}" if len(sets) > 1 else score, have, score))
+    return found

@@ -11,7 +11,7 @@ import yaml
 
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, read_lines, split_attempts
-from phalanx.report import words
+from phalanx.report import devices, words
 
 Record = dict[str, Any]
 
@@ -36,6 +36,7 @@ class Run:
     began: float  # seconds since the epoch, of the first line
     ended: float  # of the last line
     last_line: float  # the same by the clock of that time, not moved
+    device_names: dict[int, str]  # by rank, of those that were measured
 
 
 def read_run(paths: RunPaths) -> Run:
@@ -68,6 +69,7 @@ def read_run(paths: RunPaths) -> Run:
         began=min(times, default=0.0),
         ended=max(times, default=0.0),
         last_line=max(raw, default=(0, 0.0))[1],
+        device_names=devices.names_of(paths),
     )
 
 

@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, write_atomic
-from phalanx.report import evaluated, inside, page, words
+from phalanx.report import devices, evaluated, inside, page, words
 from phalanx.report.history import POINTS, Record, Run, after_steps, attempts, deaths, read_run, smooth, status, thin
 
 COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "data_s", "mfu", "mfu_causal", "memory_bytes")
@@ -63,18 +63,25 @@ def payload(run: Run) -> Record:
     """What the page's script draws: charts, columns of numbers (None for what is not known), evaluations, events."""
     losses = [words.number(record, "loss") for record in run.kept]
     drawn = thin(losses, [words.number(record, "step_s") for record in run.kept])
-    kept = _columns([run.kept[i] for i in drawn], run.began)
+    world = devices.world_of([*run.kept, *run.lost])
+    kept = _columns([run.kept[i] for i in drawn], run.began, world)
     smoothed = smooth(losses)
     kept["smooth"] = [_rounded(smoothed[i]) for i in drawn]
-    lost = _columns(run.lost[-POINTS:], run.began)
+    lost = _columns(run.lost[-POINTS:], run.began, world)
     lost["smooth"] = [None] * len(lost["step"])
     return {
-        "charts": [chart for chart in charts(run) if _filled(chart, kept) or _filled(chart, lost)],
+        "charts": [
+            chart for chart in charts(run) if not chart["traces"] or _filled(chart, kept) or _filled(chart, lost)
+        ],
         "kept": kept,
         "lost": lost,
         "heldOut": [
             {"name": name, **_columns(evaluations, run.began)}
             for name, evaluations in evaluated.by_set(run.events).items()
+        ],
+        "scores": [
+            {"name": name, **_columns(have, run.began), "loss": [_rounded(words.scores(one)[score]) for one in have]}
+            for name, have, score in evaluated.score_curves(run.events)
         ],
         "events": _marks(run),
         "duration": run.ended - run.began,
@@ -96,10 +103,11 @@ def charts(run: Run) -> list[Record]:
     capped = bool(times) and times[-1] > 3 * usual  # a first step that compiles would flatten all others
     wide = bool(norms) and max(norms) > 30 * min(norms)
     note = f"a step of {words.seconds(times[-1])} reaches out of the picture" if capped else ""
+    unit = _unit(run)
     found = [
-        _chart("loss", "Loss", "nats per token", [_trace("train", "loss", "blue", "faint"),
-               _trace("train, smoothed", "smooth", "blue", "bold")], wide=True),
-        _chart("speed", "Throughput", "tokens/s", [_trace("tokens/s", "tokens_per_s", "teal")], zero=True),
+        _chart("loss", "Loss", "nats per token" if unit == "tokens" else "mean over a step", wide=True,
+               traces=[_trace("train", "loss", "blue", "faint"), _trace("train, smoothed", "smooth", "blue", "bold")]),
+        _chart("speed", "Throughput", f"{unit}/s", [_trace(f"{unit}/s", "tokens_per_s", "teal")], zero=True),
         _chart("time", "Step time", "s", [_trace("compute", "compute_s", "blue", "area"),
                _trace("data", "data_s", "violet", "area"), _trace("wait", "wait_s", "orange", "area")]
                if waits else [_trace("step", "step_s", "blue", "area")],
@@ -113,6 +121,17 @@ def charts(run: Run) -> list[Record]:
     if any(words.number(record, "mfu") is not None for record in run.kept):
         traces = [_trace("all of attention", "mfu", "blue"), _trace("causal half", "mfu_causal", "teal")]
         found.append(_chart("mfu", "Model FLOPs utilisation", "share of dense peak", traces, zero=True, percent=True))
+    if scores := evaluated.score_curves(run.events):  # drawn as held-out losses are
+        found.insert(
+            1, _chart("scores", "Scores", scores[0][0] if len(scores) == 1 else "", [], legend=len(scores) > 1)
+        )
+    shares, busy = devices.traces(devices.world_of([*run.kept, *run.lost]))
+    if shares:
+        of_work = [_trace(*trace, style="line") for trace in shares]
+        found.append(_chart("shares", "Shares", "of the sequences of a step", of_work, zero=True, percent=True))
+        of_time = [_trace(*trace, style="line") for trace in busy]
+        busy_unit = "part of a step's time, the rest is waiting"
+        found.append(_chart("busy", "Busy", busy_unit, of_time, zero=True, percent=True))
     return found
 
 
@@ -128,8 +147,9 @@ def _trace(name: str, column: str, color: str, style: str = "line") -> Record:
     return {"name": name, "column": column, "color": color, "style": style}
 
 
-def _columns(records: Sequence[Record], began: float) -> Record:
-    """Records as columns: step, attempt, t (seconds since the run began), and numbers of six digits, or None."""
+def _columns(records: Sequence[Record], began: float, world: int = 1) -> Record:
+    """Records as columns: step, attempt, t (seconds since the run began), and numbers of six digits, or None; with
+    several ranks also what devices.py draws of each."""
     columns: Record = {"step": [record["step"] for record in records]}
     columns["attempt"] = [record.get("attempt", 1) for record in records]
     moments = [words.number(record, "time") for record in records]
@@ -142,7 +162,7 @@ def _columns(records: Sequence[Record], began: float) -> Record:
         None if whole is None else _rounded(max(0.0, whole - (wait or 0.0) - (data or 0.0)))
         for whole, wait, data in parts
     ]
-    return columns
+    return columns | devices.columns(records, world)
 
 
 def _rounded(value: float | None) -> float | None:
@@ -192,16 +212,18 @@ def _tiles(run: Run) -> str:
     tiles.append(("last loss", _fixed(loss), f"smoothed {near:.4f}" if near is not None else ""))
     for name, evaluations in (evaluated.by_set(run.events) or {"held-out": [{}]}).items():
         last_loss = words.number(evaluations[-1], "loss")
-        note = f"perplexity {words.perplexity(last_loss)}" if last_loss is not None else ""
+        note = words.said_of(evaluations[-1])
         tiles.append((f"{html.escape(name)} loss", _fixed(last_loss), note))
     tokens = words.number(last, "total_tokens")
-    tiles.append(("tokens", words.count(tokens) if tokens is not None else "-", "trained on"))
+    unit = _unit(run)
+    counted = "tokens" if unit == "tokens" else "losses"  # a sample may have several, such as one for each word
+    tiles.append((counted, words.count(tokens) if tokens is not None else "-", "trained on"))
     step_s = _numbers(run.kept, "step_s")
     rates = [(rate, s) for record in run.kept if (rate := words.number(record, "tokens_per_s")) is not None
              and (s := words.number(record, "step_s"))]  # fmt: skip
     # all tokens, as in the curve: of a chat only some are learnt
     mean = sum(rate * s for rate, s in rates) / sum(s for _, s in rates) if rates else None
-    tiles.append(("mean speed", words.count(mean) if mean is not None else "-", "tokens/s"))
+    tiles.append(("mean speed", words.count(mean) if mean is not None else "-", f"{unit}/s"))
     waits = _numbers(run.kept, "wait_s")
     share = f"{100 * sum(waits) / sum(step_s):.0f} % of it waiting" if waits and sum(step_s) > 0 else ""
     tiles.append(("median step", words.seconds(statistics.median(step_s)) if step_s else "-", share))
@@ -220,6 +242,12 @@ def _tiles(run: Run) -> str:
         f'<div class="tile"><dt>{name}</dt><dd>{html.escape(value)}</dd><p>{html.escape(note)}</p></div>'
         for name, value, note in tiles
     )
+
+
+def _unit(run: Run) -> str:
+    """What the run's speed counts: tokens, or samples."""
+    started = (event.get("unit") for event in reversed(run.events) if event.get("kind") == Kind.RUN_STARTED)
+    return "samples" if next(started, None) == "samples" else "tokens"
 
 
 def _numbers(records: Iterable[Record], key: str) -> list[float]:
@@ -282,6 +310,7 @@ def _records(run: Run) -> str:
         f'<div class="scroll"><table class="events"><thead>{titles}</thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
     parts = [f'<section class="card"><h3>Events</h3>{table if rows else "<p>No events were recorded.</p>"}</section>']
+    parts += devices.card(devices.summary(run.kept, run.device_names))
     parts += [*evaluated.card(run.events), *inside.cards(run)]
     if run.config_text:
         config = f"<pre>{html.escape(run.config_text)}</pre>"

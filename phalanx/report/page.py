@@ -192,7 +192,7 @@ function layout(chart) {
       ...(chart.percent ? { tickformat: ".0%" } : {}), ...(chart.id === "lr" ? { tickformat: ".1~e" } : {}) },
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     shapes: lines(), hovermode: "x unified", dragmode: "zoom",
-    margin: { l: 46, r: 12, t: chart.traces.length > 1 ? 26 : 10, b: 40 },
+    margin: { l: 46, r: 12, t: chart.traces.length > 1 || chart.legend ? 26 : 10, b: 40 },
     paper_bgcolor: color("card"), plot_bgcolor: color("card"),
     font: { family: getComputedStyle(document.body).fontFamily, color: color("ink"), size: 12 },
     hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink"), size: 12 },
@@ -210,6 +210,7 @@ function draw() {
       traces.unshift(...chart.traces.filter(shown).map((spec) => curve(chart, spec, true)));
     }
     if (chart.id === "loss") traces.push(...data.heldOut.map(heldOut));
+    if (chart.id === "scores") traces.push(...data.scores.map(heldOut));
     const options = { responsive: true, displayModeBar: false };
     Plotly.react("plot-" + chart.id, [...traces, ...marks()], layout(chart), options);
   }

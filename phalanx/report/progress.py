@@ -9,10 +9,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from phalanx.report.terminal import open_terminal
 
 # Those whose progress is counted in bytes: their bar shows a rate as well.
-IN_BYTES = ("tokenizer", "tokens")
+IN_BYTES = ("tokenizer", "tokens", "records")
 PHASES = {
     "tokenizer": "training the tokenizer",
     "tokens": "tokenising",
+    "records": "reading records",
     "files": "joining token files",
     "export": "exporting",
     "load": "loading the model",

@@ -22,7 +22,7 @@ def show(found: dict[str, Any]) -> None:
             *memory,
             ("together", words.size(found["memory_total"])),
         ],
-        "activations of one sequence": [
+        f"activations of one {'sequence' if work['unit'] == 'tokens' else 'sample'}": [
             (f"memory.activations={mode}", words.size(value)) for mode, value in found["sequence"].items()
         ],
         "work": _work(work),
@@ -44,7 +44,7 @@ def show(found: dict[str, Any]) -> None:
 def notes(assumed: dict[str, Any]) -> list[str]:
     """What was assumed, and what the numbers leave out."""
     found = [
-        f"Reckoned for {assumed['dtype']}, engine {assumed['engine']}, {assumed['micro_batch']} sequence"
+        f"Reckoned for {assumed['dtype']}, engine {assumed['engine']}, {assumed['micro_batch']} sample"
         f"{'s' if assumed['micro_batch'] > 1 else ''} at a time, memory.activations={assumed['activations']}."
     ]
     if assumed["micro_batch_measured"]:
@@ -53,6 +53,8 @@ def notes(assumed: dict[str, Any]) -> list[str]:
         )
     if assumed["vocabulary_trained"]:
         found.append("The tokenizer is still to be trained: on a small text it gets fewer tokens than assumed here.")
+    if assumed["labels_assumed"]:
+        found.append("task.labels is auto: the data say how many there are; the head is reckoned for two.")
     found.append(
         "Left out: what compilation saves, the allocator's unused blocks, buffers of collectives, the driver and torch "
         "itself; allow a fifth of the device for them. FLOPs are those of the model: recomputation is not counted."
@@ -68,13 +70,17 @@ def _parameters(model: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _work(work: dict[str, Any]) -> list[tuple[str, str]]:
+    unit, flops = work["unit"], f"{work['flops_per_token']:.3g}"
+    step, run = f"{work['sequences_per_step']:,} samples", f"{work['steps']:,} steps, {words.count(work['tokens'])}"
+    if unit == "tokens":
+        step = f"{work['sequences_per_step']:,} sequences, {words.count(work['tokens_per_step'])} tokens"
+        flops += f", {work['flops_per_token_causal']:.3g} with causal attention"
+    if not work["flops_per_token"]:
+        return [("a step", step), ("the run", f"{run} {unit}"), ("FLOPs", "not known")]
     return [
-        ("a step", f"{work['sequences_per_step']:,} sequences, {words.count(work['tokens_per_step'])} tokens"),
-        ("the run", f"{work['steps']:,} steps, {words.count(work['tokens'])} tokens"),
-        (
-            "FLOPs of a token",
-            f"{work['flops_per_token']:.3g}, {work['flops_per_token_causal']:.3g} with causal attention",
-        ),
+        ("a step", step),
+        ("the run", f"{run} {unit}"),
+        (f"FLOPs of a {unit[:-1]}", flops),
         ("FLOPs of a step", f"{work['flops_per_step']:.3g}"),
         ("FLOPs of the run", f"{work['flops']:.3g}"),
     ]

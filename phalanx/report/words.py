@@ -24,6 +24,11 @@ _MARKS = {
     Kind.RESOLVED: Mark("·", "-", "quiet"),
     Kind.ATTEMPT_STARTED: Mark("·", "-", "quiet"),
     Kind.RESUMED: Mark("↻", "@", "info"),
+    Kind.MEASURING: Mark("·", "-", "quiet"),
+    Kind.MEASURED: Mark("◆", "*", "info"),
+    Kind.MEMORY_LIMITED: Mark("!", "!", "warn"),
+    Kind.SHARED: Mark("·", "-", "quiet"),
+    Kind.RESHARED: Mark("⇄", "=", "info"),
     Kind.CHECKPOINT_SAVED: Mark("·", "-", "quiet"),
     Kind.CHECKPOINT_FAILED: Mark("!", "!", "bad"),
     Kind.CHECKPOINT_REFUSED: Mark("!", "!", "warn"),
@@ -31,6 +36,8 @@ _MARKS = {
     Kind.STEP_SKIPPED: Mark("!", "!", "warn"),
     Kind.WORKER_DIED: Mark("✗", "X", "bad"),
     Kind.RESTARTED: Mark("↻", "@", "warn"),
+    Kind.NODE_JOINED: Mark("·", "-", "quiet"),
+    Kind.NODE_LOST: Mark("✗", "X", "bad"),
     Kind.SIGNALLED: Mark("!", "!", "warn"),
     Kind.STOPPED: Mark("■", "#", "warn"),
     Kind.FINISHED: Mark("✓", "+", "good"),
@@ -118,6 +125,14 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
             return f"attempt {event.get('attempt', '?')} started" + _pids(event)
         case Kind.RESUMED:
             return f"resumed from the checkpoint of step {event.get('step', '?')}"
+        case Kind.MEASURING:
+            return "measuring the devices" + _because(event)
+        case Kind.MEASURED:
+            return _measured(event)
+        case Kind.SHARED | Kind.RESHARED:
+            return _shared(event)
+        case Kind.MEMORY_LIMITED:
+            return "micro-batches are smaller where memory ran out before" + _limits(event)
         case Kind.CHECKPOINT_SAVED:
             how = "was there already" if event.get("already_there") else "saved" + _cost(event)
             return f"checkpoint of step {event.get('step', '?')} {how}"
@@ -133,6 +148,11 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
             return _died(event, after_step)
         case Kind.RESTARTED:
             return f"starting again: attempt {event.get('attempt', '?')}" + _because(event)
+        case Kind.NODE_JOINED:
+            ranks = event.get("ranks", "?")
+            return f"{_node(event)} joined with {ranks} rank{'' if ranks == 1 else 's'}"
+        case Kind.NODE_LOST:
+            return f"{_node(event)} was lost" + _because(event)
         case Kind.SIGNALLED:
             return f"got {signal_name(event.get('signal'))}: finishing the step, saving, then leaving"
         case Kind.STOPPED:
@@ -175,6 +195,10 @@ def _because(event: dict[str, Any]) -> str:
     return f": {reason}" if reason else ""
 
 
+def _node(event: dict[str, Any]) -> str:
+    return f"node {event.get('node', '?')}" + (f" ({event['host']})" if event.get("host") else "")
+
+
 def _after(event: dict[str, Any], after_step: int | None) -> str:
     step = after_step if event.get("step") is None else event["step"]
     return f" after step {step}" if step is not None else ""
@@ -210,6 +234,44 @@ def _pids(event: dict[str, Any]) -> str:
     return f" with {len(pids)} rank{'s' if len(pids) > 1 else ''} (pid {shown})"
 
 
+def _measured(event: dict[str, Any]) -> str:
+    """Devices that differ, each with its speed; of many the slowest and the fastest."""
+    rows = event.get("devices")
+    rates = [
+        (rate, f"rank {row.get('rank', '?')} ({row.get('model', 'a device')}) {count(rate)}")
+        for row in (rows if isinstance(rows, list) else ())
+        if isinstance(row, dict) and (rate := number(row, "sequences_per_s"))
+    ]
+    shown = rates if len(rates) <= 4 else [min(rates), max(rates)]
+    speeds = f": sequences/s of {', '.join(text for _, text in shown)}" if rates else ""
+    few = "" if len(shown) == len(rates) else f", the slowest and the fastest of {len(rates)}"
+    took = number(event, "seconds")
+    return "devices measured" + (f" in {seconds(took)}" if took is not None else "") + speeds + few
+
+
+def _shared(event: dict[str, Any]) -> str:
+    """Shares from a step on, why, and what a step was expected to take before and after; of many ranks the extremes."""
+    shares, parts = event.get("shares"), number(event, "parts")
+    again = "new shares" if event.get("kind") == Kind.RESHARED else "shares"
+    if not isinstance(shares, list) or not shares:
+        return f"{again} from step {event.get('step', '?')} on"
+    known = [value for share in shares if (value := number({"n": share}, "n")) is not None]
+    few = "+".join(map(str, shares)) if len(shares) <= 8 or not known else f"{min(known)} to {max(known)}"
+    said = f"{again} from step {event.get('step', '?')} on: {few}"
+    said += f" in {parts:.0f} micro-batches each" if parts is not None and parts > 1 else ""
+    said += f", {event['why']}" if event.get("why") else ""
+    before, after = number(event, "before_s"), number(event, "after_s")
+    if before is not None and after is not None:
+        said += f"; a step should take {seconds(after)} instead of {seconds(before)}"
+    return said
+
+
+def _limits(event: dict[str, Any]) -> str:
+    most = event.get("most")
+    pairs = [f"rank {rank} at most {few}" for rank, few in most.items()] if isinstance(most, dict) else []
+    return f": {', '.join(pairs)}" if pairs else ""
+
+
 def _cost(event: dict[str, Any]) -> str:
     written, took = number(event, "bytes"), number(event, "seconds")
     parts = [size(written)] if written is not None else []
@@ -235,11 +297,31 @@ def _evaluated(event: dict[str, Any]) -> str:
     loss = number(event, "loss")
     if loss is None:
         return f" is not a number{_after(event, None)}"
-    return f" {loss:.4f}, perplexity {perplexity(loss)}{_after(event, None)}"
+    beside = said_of(event)
+    return f" {loss:.4f}{f', {beside}' if beside else ''}{_after(event, None)}"
+
+
+def scores(event: dict[str, Any]) -> dict[str, float]:
+    """The scores of an evaluation, such as its accuracy."""
+    found = event.get("scores")
+    return (
+        {str(name): value for name in found if (value := number(found, name)) is not None}
+        if isinstance(found, dict)
+        else {}
+    )
+
+
+def said_of(event: dict[str, Any]) -> str:
+    """What an evaluation says beside its loss: its scores; without any, of tokens the perplexity."""
+    if found := scores(event):
+        return ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+    loss = number(event, "loss")
+    return f"perplexity {perplexity(loss)}" if loss is not None and event.get("unit", "tokens") == "tokens" else ""
 
 
 def _died(event: dict[str, Any], after_step: int | None) -> str:
-    pid = f" (pid {event['pid']})" if event.get("pid") is not None else ""
+    pid = f" on {event['host']}" if event.get("host") else ""
+    pid += f" (pid {event['pid']})" if event.get("pid") is not None else ""
     reason = str(event.get("reason") or "")
     if event.get("signal"):
         cause = f"was killed by {signal_name(event['signal'])}"

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from phalanx.tasks.task import Batch, SampleLike
+from phalanx.tasks.task import Batch, SampleLike, Task
 
 if TYPE_CHECKING:
     from phalanx.models.draws import Draws
@@ -18,7 +18,7 @@ IGNORED = -100  # a label that no loss is computed for
 
 
 @dataclass(frozen=True)
-class LanguageModel:
+class LanguageModel(Task):
     """Each token is predicted from those before it; the weight of a batch is the number of its labels.
 
     `isolated`: a row holds several documents, and none attends to another.

@@ -1,8 +1,8 @@
 """What one batch means. A task never sees a rank: weights are counts of this batch alone, and losses are sums."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -35,11 +35,12 @@ class SampleLike(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. `weight` is what its loss sum is a sum over; `samples` (B,) int64 are its places in the run."""
+    """One micro-batch. `weight` is what its loss sum is a sum over; `samples` (B,) int64 are its places in the run, by
+    which dropout draws."""
 
     inputs: dict[str, Tensor]
     weight: int
-    samples: Tensor
+    samples: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     def to(self, device: torch.device | str) -> Self:
         """The batch on a device; the host does not wait for the copies."""
@@ -48,9 +49,10 @@ class Batch:
 
 
 class Task(Protocol):
-    """Turns samples into a batch, and a batch into the sum of its losses."""
+    """Turns samples into a batch, and a batch into the sum of its losses. Derive from it: what it says itself holds
+    where nothing else is said."""
 
-    def collate(self, samples: Sequence[SampleLike]) -> Batch:
+    def collate(self, samples: Sequence[Any]) -> Batch:
         """Make a batch; of no samples, one of weight 0 that still runs through the model."""
         ...
 
@@ -61,6 +63,15 @@ class Task(Protocol):
     def nominal_weight(self, global_batch: int) -> int:
         """What a full global batch weighs: a constant that keeps magnitudes near one."""
         ...
+
+    def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Counts or sums (one-element tensors) that `scores` are made of, such as how many answers are right; those of
+        all batches and ranks are added up, a name that one lacks as 0. A batch of weight 0 must count nothing."""
+        return {}
+
+    def scores(self, counts: dict[str, float]) -> dict[str, float]:
+        """What an evaluation says beside the loss, such as the accuracy, from the sums of all its counts."""
+        return {}
 
 
 def _sent(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -12,27 +12,28 @@ import torch
 from phalanx.errors import ConfigError, RunError
 from phalanx.models.custom import on_meta, shapes_of
 from phalanx.models.hf import hf_name
-from phalanx.models.llama import Llama
 from phalanx.models.lora import adapter_names, fingerprint, merged
+from phalanx.models.model import Architecture
 from phalanx.models.peft import Adapter
 from phalanx.models.spec import ModelSpec
 from phalanx.models.weights import Weights
 from phalanx.records import BASE_WEIGHTS, RunPaths
 
 if TYPE_CHECKING:  # the loop runs where pydantic is not installed
-    from phalanx.config import Config, LoraSection
+    from phalanx.config import Config
+    from phalanx.model_config import LoraSection
 
 ReadTensor = Callable[[str], torch.Tensor]  # our parameter's name -> the whole of it
 
 
-def opened(section: "LoraSection", layers: int, code: type[Llama]) -> Adapter | None:
+def opened(section: "LoraSection", layers: int, code: type[Architecture]) -> Adapter | None:
     """The adapter that a run starts from, or None where it starts from a fresh one."""
     if section.adapter is None:
         return None
     return Adapter(Path(section.adapter).expanduser(), layers, functools.partial(hf_name, model_class=code))
 
 
-def resolve(config: "Config", layers: int, code: type[Llama]) -> list[tuple[str, Any, str]]:
+def resolve(config: "Config", layers: int, code: type[Architecture]) -> list[tuple[str, Any, str]]:
     """(key, value, reason) of each `auto` of model.lora, which for a model of `layers` blocks names an adapter.
 
     Raises ConfigError where the adapter is of another shape than the recipe says.
@@ -56,7 +57,7 @@ def resolve(config: "Config", layers: int, code: type[Llama]) -> list[tuple[str,
     return chosen
 
 
-def check(config: "Config", spec: ModelSpec, code: type[Llama]) -> int:
+def check(config: "Config", spec: ModelSpec, code: type[Architecture]) -> int:
     """The number of parameters of the adapters; raises ConfigError where the model or an adapter cannot take them."""
     model = on_meta(spec, code)
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
@@ -67,18 +68,18 @@ def check(config: "Config", spec: ModelSpec, code: type[Llama]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def base_of(config: "Config", spec: ModelSpec, code: type[Llama]) -> str:
+def base_of(config: "Config", spec: ModelSpec, code: type[Architecture]) -> str:
     """The fingerprint of the frozen weights that the adapters of a run belong to."""
     return fingerprint(_weights(config, code).read, shapes_of(code, spec))
 
 
-def _weights(config: "Config", code: type[Llama]) -> Weights:
+def _weights(config: "Config", code: type[Architecture]) -> Weights:
     assert config.model.from_hf is not None, "adapters need a model of which the weights are known"
     return Weights(Path(config.model.from_hf).expanduser(), code)
 
 
 def whole_model(
-    config: "Config", spec: ModelSpec, code: type[Llama], paths: RunPaths, trained: ReadTensor
+    config: "Config", spec: ModelSpec, code: type[Architecture], paths: RunPaths, trained: ReadTensor
 ) -> ReadTensor:
     """Reads the parameters of the whole model: each frozen matrix with its adapter added, the others as they are.
 
@@ -99,7 +100,7 @@ def whole_model(
     return read
 
 
-def check_base(config: "Config", spec: ModelSpec, code: type[Llama], paths: RunPaths) -> None:
+def check_base(config: "Config", spec: ModelSpec, code: type[Architecture], paths: RunPaths) -> None:
     """Raises RunError when the folder of the frozen weights holds others than the run began with."""
     if _noted_base(paths) != base_of(config, spec, code):
         raise RunError(

@@ -5,11 +5,9 @@ walking one forward and backward pass with fake tensors, which have shapes and s
 """
 
 import functools
-import math
 import tempfile
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +21,21 @@ from phalanx import balance, storage
 from phalanx.config import Config
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.errors import ConfigError
-from phalanx.models import layers
-from phalanx.models.custom import model_class, on_meta, shapes_of
+from phalanx.models import layers as kernels
 from phalanx.models.draws import Draws
-from phalanx.models.llama import Llama
-from phalanx.models.spec import ModelSpec, flops_per_token
+from phalanx.models.model import Model
+from phalanx.models.spec import ModelSpec
 from phalanx.optim import gradients
 from phalanx.optim.choose import make_rule
 from phalanx.optim.engine import Precision
-from phalanx.parallel.apply import DTYPES, change_blocks
+from phalanx.parallel.apply import DTYPES, cast_at_edges, change_blocks
 from phalanx.recipe import resolve, update
-from phalanx.tasks.language import LanguageModel
-from phalanx.tasks.task import Batch
+from phalanx.tasks.task import Batch, Task
 from phalanx.train import adapters, copies
-from phalanx.train.build import spec_from_run
-from phalanx.train.probe import state_items
+from phalanx.train.own import Own
+from phalanx.train.own_checks import check_own
+from phalanx.train.probe import depths_of, state_items
+from phalanx.train.subject import Subject, class_of_run, spec_from_run, subject_of
 
 MODES = ("none", "selective", "full")
 ADAPTERS = "adapters"  # the part of a model that they are
@@ -70,42 +68,35 @@ def _local(config: Config, temporary: Path) -> Config:
 
 def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
     config, _ = resolve(config, device="accelerator", world=ranks)
-    vocabulary = None
-    if config.model.vocab_size == "auto" and not config.model.preset and not config.model.from_hf:
-        vocabulary = _vocabulary(config)
-        config = update(config, {"model.vocab_size": vocabulary})
-    spec = spec_from_run(config)
-    if of_adapter := adapters.resolve(config, spec.layers, model_class(config.model.code)):
-        config = update(config, {key: value for key, value, _ in of_adapter})
-        spec = spec_from_run(config)
-    model = on_meta(spec, model_class(config.model.code))
-    shapes = {name: (tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()}
-    counts = {name: math.prod(shape) for name, (shape, _) in shapes.items()}
-    parts = _parts(counts)
-    trained = sum(counts[name] for name, (_, trains) in shapes.items() if trains)
+    labels_assumed = config.task.kind in ("tag", "classify") and config.task.labels == "auto"
+    if labels_assumed:  # the data are not read
+        config = update(config, {"task.labels": ["one", "other"]})
+    config, subject, trained_vocabulary = _subject(config)
+    model, spec = subject.model(), subject.spec
+    counts = {name: each.numel() for name, each in model.named_parameters()}
+    parts = _parts(counts) if spec is not None else _parts_by_name(counts)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
 
     dtype, rule = _compute_dtype(config), make_rule(config.optim)
     shard_over = ranks if config.parallel.data == "fsdp2" else 1
     shared = torch.float32 if config.train.dtype == "mixed" and ranks > 1 else dtype
-    memory = state_items(spec, Precision(dtype, shared), shard_over, model_class(config.model.code), rule)
+    memory = state_items(model, spec, Precision(dtype, shared), shard_over, rule)
     memory.pop(MEASURED)
     most = max(balance.even(config.train.global_batch, ranks))
     micro_batch = min(1 if config.train.micro_batch == "auto" else config.train.micro_batch, most)
     at_once, sequences = {}, {}
     for mode in MODES:
-        at_once[mode], sequences[mode] = activation_bytes(update(config, {"memory.activations": mode}), spec)
+        at_once[mode], sequences[mode] = activation_bytes(update(config, {"memory.activations": mode}), subject)
     chosen = config.memory.activations
     memory["activations"] = micro_batch * sequences[chosen]
-    memory["loss and the head's gradient"] = at_once[chosen]
+    memory["loss and the head's gradient" if spec is not None else "loss"] = at_once[chosen]
 
-    whole = shapes_of(type(model), spec)
-    per_token, per_token_causal = flops_per_token(spec, config.data.seq_len, whole)
-    tokens = config.train.global_batch * config.data.seq_len
+    per_token, per_token_causal = subject.flops() or (0, 0)
+    tokens = config.train.global_batch * subject.positions
     master = 8 if dtype == torch.float64 else 4
     return {
         "model": {
-            "shape": f"{spec.architecture}: {spec.layers} layers, width {spec.hidden}, {spec.heads} heads "
-            f"({spec.kv_heads} kv) of {spec.head_dim}, feed-forward {spec.intermediate}, vocabulary {spec.vocab_size}",
+            "shape": type(model).__name__ if spec is None else _shape(spec),
             "parameters": sum(counts.values()),
             "trained": trained,
             "parts": parts,
@@ -117,12 +108,14 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
             "micro_batch": micro_batch,
             "micro_batch_measured": config.train.micro_batch == "auto",
             "activations": chosen,
-            "vocabulary_trained": vocabulary is not None and config.data.tokenizer in ("train", "auto"),
+            "vocabulary_trained": trained_vocabulary,
+            "labels_assumed": labels_assumed,
         },
         "memory": memory,
         "memory_total": sum(memory.values()),
         "sequence": sequences,
         "work": {
+            "unit": subject.unit,
             "sequences_per_step": config.train.global_batch,
             "tokens_per_step": tokens,
             "steps": config.train.steps,
@@ -141,6 +134,31 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
     }
 
 
+def _subject(config: Config) -> tuple[Config, Subject, bool]:
+    """The configuration without `auto`s of the model, its subject, and whether a vocabulary is still to be trained."""
+    if config.task.kind == "own":
+        own = Own(config)
+        check_own(own, config)
+        return config, own, False
+    vocabulary = None
+    if config.model.vocab_size == "auto" and not config.model.preset and not config.model.from_hf:
+        vocabulary = _vocabulary(config)
+        config = update(config, {"model.vocab_size": vocabulary})
+    spec = spec_from_run(config)
+    if of_adapter := adapters.resolve(config, spec.layers, class_of_run(config)):
+        config = update(config, {key: value for key, value, _ in of_adapter})
+        spec = spec_from_run(config)
+    to_train = vocabulary is not None and config.data.tokenizer in ("train", "auto")
+    return config, subject_of(config, spec), to_train
+
+
+def _shape(spec: ModelSpec) -> str:
+    return (
+        f"{spec.architecture}: {spec.layers} layers, width {spec.hidden}, {spec.heads} heads ({spec.kv_heads} kv) of "
+        f"{spec.head_dim}, feed-forward {spec.intermediate}, vocabulary {spec.vocab_size}"
+    )
+
+
 def checkpoint_bytes(config: Config, trained: int) -> int:
     """Bytes of the tensors of one checkpoint: the master weights and the rule's moments of what is trained."""
     master = 8 if config.train.dtype == "fp64" else 4
@@ -152,42 +170,49 @@ def _compute_dtype(config: Config) -> torch.dtype:
     return DTYPES["bf16" if config.train.dtype == "mixed" else config.train.dtype]
 
 
-def activation_bytes(config: Config, spec: ModelSpec) -> tuple[int, int]:
-    """What a forward and backward pass adds at its height: (once, for each sequence), in bytes.
+def activation_bytes(config: Config, subject: Subject) -> tuple[int, int]:
+    """What a forward and backward pass adds at its height: (once, for each sample), in bytes.
 
-    Walked with one and two blocks and one and three sequences, as the probe of `train.micro_batch` does with memory.
+    Walked with one and two blocks and one and three samples, as the probe of `train.micro_batch` does with memory.
     """
-    peaks = {(depth, batch): _peak(config, replace(spec, layers=depth), batch) for depth in (1, 2) for batch in (1, 3)}
-    each = {depth: (peaks[depth, 3] - peaks[depth, 1]) // 2 for depth in (1, 2)}
-    once = max(peaks[depth, 1] - each[depth] for depth in (1, 2))
-    return once, each[1] + max(each[2] - each[1], 0) * (spec.layers - 1)
+    depths = depths_of(subject)
+    peaks = {(depth, batch): _peak(config, subject, depth, batch) for depth in depths for batch in (1, 3)}
+    each = {depth: (peaks[depth, 3] - peaks[depth, 1]) // 2 for depth in depths}
+    once = max(peaks[depth, 1] - each[depth] for depth in depths)
+    first = each[depths[0]]
+    if subject.spec is None:
+        return once, first
+    return once, first + max(each[depths[1]] - first, 0) * (subject.spec.layers - 1)
 
 
-def _peak(config: Config, spec: ModelSpec, batch: int) -> int:
+def _peak(config: Config, subject: Subject, layers: int | None, batch: int) -> int:
     """Bytes at the height of one forward and backward pass, beside parameters; a gradient goes as soon as it is made,
     as what becomes of gradients is the engine's affair."""
-    model = on_meta(spec, model_class(config.model.code))
+    model, task, dtype = subject.model(layers), subject.task(), _compute_dtype(config)
     eager = update(config, {"train.compile": False, "parallel.data": "single"})
     # Only what is done to the model's own code is wanted: there are no ranks and there is no state.
     change_blocks(model, eager)
-    # As on an accelerator: there a chunk of logits is larger than on a CPU.
-    chunk = layers.default_chunk(spec.vocab_size, torch.device("meta"))
-    model.head.cross_entropy_sum = functools.partial(layers.cross_entropy_sum, chunk=chunk)
-    with FakeTensorMode():
-        _replace_by_fakes(model, _compute_dtype(config))
+    if subject.spec is None:
+        cast_at_edges(model, dtype)
+    else:  # as on an accelerator: there a chunk of logits is larger than on a CPU
+        chunk = kernels.default_chunk(subject.spec.vocab_size, torch.device("meta"))
+        for module in model.losses():
+            module.cross_entropy_sum = functools.partial(kernels.cross_entropy_sum, chunk=chunk)
+    real = task.collate(subject.trial_samples(batch))
+    with FakeTensorMode() as fake:
+        _replace_by_fakes(model, dtype)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_forget)
-        tokens = torch.zeros(batch, config.data.seq_len, dtype=torch.int64)
-        data = Batch({"tokens": tokens, "labels": tokens}, tokens.numel(), torch.arange(batch))
-        return height_of(model, data, config.data.seq_len)
+        inputs: dict[str, torch.Tensor] = {name: fake.from_tensor(tensor) for name, tensor in real.inputs.items()}
+        return height_of(model, task, Batch(inputs, real.weight, fake.from_tensor(real.samples)))
 
 
-def height_of(model: Llama, data: Batch, seq_len: int) -> int:
+def height_of(model: Model, task: Task, data: Batch) -> int:
     """Most bytes that a forward and backward pass of `model` holds beside its parameters and `data`."""
     live = LiveBytes([*model.parameters(), *data.inputs.values(), data.samples])
     with live:
-        loss = LanguageModel(seq_len).loss_sum(model, data, Draws(0, 1, data.samples))
+        loss = task.loss_sum(model, data, Draws(0, 1, data.samples))
         gradients.backward(loss, 1)
     return live.peak
 
@@ -251,5 +276,14 @@ def _parts(counts: dict[str, int]) -> dict[str, int]:
             part = name.split(".")[2]  # attention, mlp, or what a model of one's own calls it
         else:
             part = name.split(".")[0]  # embed, head
+        parts[part] = parts.get(part, 0) + count
+    return parts
+
+
+def _parts_by_name(counts: dict[str, int]) -> dict[str, int]:
+    """Parameters of a network of a user's own, by the first part of their names."""
+    parts: dict[str, int] = {}
+    for name, count in counts.items():
+        part = name.partition(".")[0]
         parts[part] = parts.get(part, 0) + count
     return parts

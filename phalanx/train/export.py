@@ -13,15 +13,15 @@ from phalanx.config import Config
 from phalanx.errors import CheckpointError, ConfigError, RunError
 from phalanx.models import hf
 from phalanx.models.custom import shapes_of
-from phalanx.models.export import copy_tokenizer, export, new_folder
-from phalanx.models.llama import Llama
+from phalanx.models.export import copy_tokenizer, export, export_plain, new_folder
+from phalanx.models.model import Architecture
 from phalanx.models.peft import save_adapter
 from phalanx.models.weights import Weights
 from phalanx.parallel.apply import DTYPES
 from phalanx.records import Kind, RunPaths, Url, write_event
 from phalanx.train import adapters, copies, exports
-from phalanx.train.build import class_of_run, spec_from_run
 from phalanx.train.folder import next_attempt, saved_config
+from phalanx.train.subject import class_of_run, spec_from_run
 
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -37,6 +37,7 @@ def export_run(
     """Write the newest valid checkpoint of a run as a Hugging Face folder; returns its step.
 
     `dtype`: bf16, fp16, fp32 or fp64; None: that of the folder the run started from, else the recipe's compute type.
+    A run of a task of the user's own is written under its own names, with its code and options beside it.
     A run that trains adapters is written as an adapter of PEFT's, by default in the type of its masters, or with
     `merge` as a whole model, each matrix added up in float32 and rounded once; None: merge where there are adapters.
     `progress(done, total)` in bytes; `note` leaves an event in the run's records. At most one tensor is in memory, and
@@ -47,6 +48,8 @@ def export_run(
     wanted = saved_config(paths)
     if wanted is None:
         raise RunError(f"{paths.shown} holds no run (it has no {paths.config.name}); name a run folder")
+    if wanted.task.kind == "own":
+        return _export_own(wanted, paths, folder, dtype, progress, note, merge)
     config = copies.here(wanted)
     original = hf.read_config(paths.hf_config.parent) if config.model.from_hf else None
     spec, code = spec_from_run(config, paths), class_of_run(config, paths)
@@ -54,11 +57,7 @@ def export_run(
         raise ConfigError(f"--merge is for a run that trains adapters, and {paths.shown} trains the weights themselves")
     if merge is not False if spec.lora is not None else dtype is None:
         copies.fetched(wanted)  # the weights that the run started from are read
-    refused: list[str] = []
-    checkpoint = newest_valid(paths.checkpoints, None, lambda kind, details: refused.append(details["reason"]))
-    if checkpoint is None:
-        why = f" ({refused[0]})" if refused else ""
-        raise CheckpointError(f"{paths.shown} has no usable checkpoint to export{why}; train it first")
+    checkpoint = _newest(paths)
     read: Callable[[str], torch.Tensor] = functools.partial(_read, checkpoint)
     if spec.lora is not None and merge is False:
         stored = EXPORT_DTYPES[dtype] if dtype is not None else DTYPES[_master_dtype(config)]
@@ -96,6 +95,52 @@ def export_run(
     return _noted(checkpoint, paths, folder, note)
 
 
+def _export_own(
+    config: Config,
+    paths: RunPaths,
+    folder: Path | Url,
+    dtype: str | None,
+    progress: Callable[[int, int], None] | None,
+    note: bool,
+    merge: bool | None,
+) -> int:
+    """A network of a user's own: its parameters by their own names, a config.json of its options, and its code."""
+    if merge:
+        raise ConfigError(f"--merge is for a run that trains adapters, and {paths.shown} trains the weights themselves")
+    checkpoint = _newest(paths)
+    shapes = {name: tuple(shape) for name, (shape, _) in checkpoint.parameters.items()}
+    out_dtype = EXPORT_DTYPES[dtype] if dtype is not None else DTYPES[_compute_dtype(config)]
+    total, done = sum(math.prod(shape) for shape in shapes.values()) * out_dtype.itemsize, 0
+
+    def report(count_bytes: int) -> None:
+        nonlocal done
+        done += count_bytes
+        if progress is not None:
+            progress(done, total)
+
+    about = {"task": {"code": paths.task_code.name, "options": config.task.options}, "step": checkpoint.header["step"]}
+    texts = {
+        paths.task_code.name: paths.task_code.read_text(encoding="utf-8"),
+        "config.json": json.dumps(about, indent=2) + "\n",
+    }
+    with exports.target(folder, config) as (local, finished):
+        export_plain(local, shapes, _reader(checkpoint), out_dtype, texts, progress=report, finished=finished)
+    return _noted(checkpoint, paths, folder, note)
+
+
+def _newest(paths: RunPaths) -> Checkpoint:
+    refused: list[str] = []
+    checkpoint = newest_valid(paths.checkpoints, None, lambda kind, details: refused.append(details["reason"]))
+    if checkpoint is None:
+        why = f" ({refused[0]})" if refused else ""
+        raise CheckpointError(f"{paths.shown} has no usable checkpoint to export{why}; train it first")
+    return checkpoint
+
+
+def _compute_dtype(config: Config) -> str:
+    return "bf16" if config.train.dtype == "mixed" else config.train.dtype
+
+
 def _noted(checkpoint: Checkpoint, paths: RunPaths, folder: Path | Url, note: bool) -> int:
     step = int(checkpoint.header["step"])
     checkpoint.close()
@@ -104,10 +149,10 @@ def _noted(checkpoint: Checkpoint, paths: RunPaths, folder: Path | Url, note: bo
     return step
 
 
-def _natural_dtype(config: Config, code: type[Llama]) -> torch.dtype:
+def _natural_dtype(config: Config, code: type[Architecture]) -> torch.dtype:
     """What the weights were imported as, else the compute type."""
     if not config.model.from_hf:
-        return DTYPES["bf16" if config.train.dtype == "mixed" else config.train.dtype]
+        return DTYPES[_compute_dtype(config)]
     folder = Path(config.model.from_hf).expanduser()
     if not folder.is_dir():
         raise ConfigError(

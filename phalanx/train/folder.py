@@ -158,12 +158,18 @@ def _numbers(records: Iterable[dict[str, Any]], key: str) -> list[int]:
     return [record[key] for record in records if type(record.get(key)) is int]
 
 
-def check_data(paths: RunPaths, token_sets: dict[str, TokenFile], going_on: bool, base: str | None = None) -> None:
-    """Note what a new run is trained on, or raise RunError when a run that goes on would not find the same tokens.
+def of_tokens(file: TokenFile) -> dict[str, Any]:
+    """What a token set is known by."""
+    return {"tokens": file.tokens, "crc32": file.checksum}
 
-    `base` is the fingerprint of the frozen weights of a run that trains adapters, which must stay the same too.
+
+def check_data(paths: RunPaths, data: dict[str, dict[str, Any]], going_on: bool, base: str | None = None) -> None:
+    """Note what a new run is trained on, or raise RunError when a run that goes on would not find the same.
+
+    `data` says by name what each set is known by; `base` is the fingerprint of the frozen weights of a run that trains
+    adapters, which must stay the same too.
     """
-    now: dict[str, Any] = {name: {"tokens": file.tokens, "crc32": file.checksum} for name, file in token_sets.items()}
+    now = dict(data)
     if base is not None:
         now[BASE_WEIGHTS] = {"sha256": base}
     if not going_on:
@@ -185,24 +191,30 @@ def check_data(paths: RunPaths, token_sets: dict[str, TokenFile], going_on: bool
             "only what was trained beside them; restore that folder, or choose another --run-dir"
         )
     if changed:
+        own = "samples" in now[changed[0]]
+        what, where = ("samples", "what it reads") if own else ("tokens", "data.source and the tokenizer")
         raise RunError(
-            f"the data of the run in {paths.shown} has changed since it began ({' and '.join(changed)} tokens differ), "
-            "so its curve could not go on; restore the files of data.source and the tokenizer, or choose another "
-            "--run-dir"
+            f"the data of the run in {paths.shown} has changed since it began ({' and '.join(changed)} {what} differ), "
+            f"so its curve could not go on; restore {where}, or choose another --run-dir"
         )
 
 
 def check_code(paths: RunPaths, config: Config, going_on: bool) -> None:
-    """Raises RunError when a run that goes on would not find the model's code that it began with."""
-    if config.model.code is None or not going_on:
-        return
-    then = paths.model_code.read_text(encoding="utf-8") if paths.model_code.is_file() else None
-    if then != _code(config.model.code):
-        raise RunError(
-            f"model.code {config.model.code} is not what the run in {paths.shown} began with (its "
-            f"{paths.model_code.name}{' is gone' if then is None else ''}), so its curve could not go on; restore the "
-            "file or choose another --run-dir"
-        )
+    """Raises RunError when a run that goes on would not find the model's or task's code that it began with."""
+    for key, code, kept in _codes(paths, config):
+        then = kept.read_text(encoding="utf-8") if kept.is_file() else None
+        if going_on and then != _code(code):
+            raise RunError(
+                f"{key} {code} is not what the run in {paths.shown} began with (its {kept.name}"
+                f"{' is gone' if then is None else ''}), so its curve could not go on; restore the file or choose "
+                "another --run-dir"
+            )
+
+
+def _codes(paths: RunPaths, config: Config) -> list[tuple[str, str, Path]]:
+    """Files of the user's that the run needs: the key, its value, and where the copy is."""
+    found = [("model.code", config.model.code, paths.model_code), ("task.code", config.task.code, paths.task_code)]
+    return [(key, code, kept) for key, code, kept in found if code is not None]
 
 
 def _code(path: str) -> str:
@@ -221,18 +233,20 @@ def remove_if_unused(paths: RunPaths, created: bool) -> None:
                 paths.root.rmdir()
 
 
-def write_start(paths: RunPaths, config: Config, tokenizer: Path) -> None:
-    """Write what makes the run repeatable: configuration, versions, tokenizer."""
+def write_start(paths: RunPaths, config: Config, tokenizer: Path | str | None) -> None:
+    """Write what makes the run repeatable: configuration, versions, tokenizer, code of the user's."""
     write_atomic(paths.config, recipe.to_yaml(config))
     write_atomic(paths.versions, json.dumps(_versions(), indent=2) + "\n")
+    for _, code, kept in _codes(paths, config):
+        write_atomic(kept, _code(code))
+    if tokenizer is None:
+        return
     paths.tokenizer.mkdir(exist_ok=True)
     for name in TOKENIZER_FILES:
-        if (tokenizer / name).is_file():
-            shutil.copyfile(tokenizer / name, paths.tokenizer / name)
+        if (Path(tokenizer) / name).is_file():
+            shutil.copyfile(Path(tokenizer) / name, paths.tokenizer / name)
     if (template := template_text(config.data.chat_template)) is not None:  # what it was tuned with is asked with
         write_atomic(paths.tokenizer / "chat_template.jinja", template)
-    if config.model.code is not None:
-        write_atomic(paths.model_code, _code(config.model.code))
     if config.model.from_hf:
         # Atomic, as ranks that something else started may read it already.
         original = storage.copy_of(config.model.from_hf, config.data.cache) / "config.json"

@@ -8,8 +8,8 @@ import torch
 
 from phalanx import accelerator
 from phalanx.comm.mesh import Mesh
-from phalanx.models.spec import ModelSpec, Shapes, flops_per_token
 from phalanx.records import StepRecord
+from phalanx.train.sharing import Sharing
 
 
 class HostCopy:
@@ -47,12 +47,13 @@ class Speed:
         return tokens_per_s * self.full / self.peak, tokens_per_s * self.causal / self.peak
 
 
-def speed_of(spec: ModelSpec, seq_len: int, mesh: Mesh, dtype: torch.dtype, shapes: Shapes | None = None) -> Speed:
-    """FLOPs and peak of this job; the peak is unknown when any rank's device is not in the table."""
+def speed_of(flops: tuple[int, int] | None, mesh: Mesh, dtype: torch.dtype) -> Speed:
+    """FLOPs of a token (full, causal) and peak of this job; the peak is unknown when any rank's device is not in the
+    table, and of no use when nobody knows the FLOPs."""
     peak = accelerator.peak_flops(accelerator.name(mesh.device), dtype)
     known, total = mesh.sum([float(peak is not None), peak or 0.0])
-    full, causal = flops_per_token(spec, seq_len, shapes)
-    return Speed(full, causal, total if known == mesh.world else None)
+    full, causal = flops or (0, 0)
+    return Speed(full, causal, total if known == mesh.world and full else None)
 
 
 @dataclass
@@ -77,8 +78,10 @@ class Recorder:
     than the labels that the loss is a mean of; speed and utilisation speak of all of them.
     """
 
-    def __init__(self, mesh: Mesh, speed: Speed, attempt: int, total_tokens: int, positions: int) -> None:
-        self.total_tokens, self._positions = total_tokens, positions
+    def __init__(
+        self, mesh: Mesh, speed: Speed, attempt: int, total_tokens: int, positions: int, sharing: Sharing
+    ) -> None:
+        self.total_tokens, self._positions, self._sharing = total_tokens, positions, sharing
         self._mesh, self._speed, self._attempt = mesh, speed, attempt
         self._waiting: _Measured | None = None
         self._mark = time.perf_counter()
@@ -101,10 +104,11 @@ class Recorder:
         assert self._waiting is None
         now = time.perf_counter()
         traffic = self._mesh.traffic.take()
+        wait_s = traffic.wait_s + self._mesh.bookkeeping.take().wait_s
         self.total_tokens += weight
         scaled = [] if loss_scale is None else [loss_scale]
         self._waiting = _Measured(
-            step, HostCopy([*results, *scaled]), weight, lr, now - self._mark, data_s, traffic.wait_s,
+            step, HostCopy([*results, *scaled]), weight, lr, now - self._mark, data_s, wait_s,
             traffic.payload_bytes, accelerator.peak_memory(self._mesh.device),
         )  # fmt: skip
         self._mark = now
@@ -126,6 +130,7 @@ class Recorder:
         tokens_per_s = self._positions / step_s
         mfu, mfu_causal = self._speed.mfu(tokens_per_s)
         on_host = self._mesh.device.type == "cpu"
+        shares, busy_s = self._sharing.shown(done.step)
         return StepRecord(
             step=done.step,
             attempt=self._attempt,
@@ -143,6 +148,8 @@ class Recorder:
             mfu_causal=mfu_causal,
             memory_bytes=int(max(memories)),
             skipped=skip != 0.0,
+            shares=shares,
+            busy_s=busy_s,
             loss_scale=scale[0] if scale else None,
         )
 

@@ -1,12 +1,14 @@
-"""How many sequences fit into one forward and backward pass: measured with small models of the same width.
+"""How many samples fit into one forward and backward pass: measured with small models of the same width.
 
-The memory of one sequence is `first + layers * block` bytes on top of the state. Four small runs (one and two layers,
+The memory of one sample is `first + layers * block` bytes on top of the state. Four small runs (one and two layers,
 two batch sizes) give both numbers; the state's size is known exactly. So a model that fits only when sharded can be
-probed by one process. Run it in a forked child: it allocates, and on an accelerator it initialises the driver.
+probed by one process. A network of a user's own has no layers to choose: it is measured itself. Run it in a forked
+child: it allocates, and on an accelerator it initialises the driver.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,24 +16,22 @@ from phalanx import accelerator
 from phalanx.comm.mesh import join
 from phalanx.config import Config
 from phalanx.errors import ConfigError
-from phalanx.models.custom import model_class, on_meta
 from phalanx.models.layers import chunk_bytes
-from phalanx.models.llama import Llama
+from phalanx.models.model import Model
 from phalanx.models.spec import ModelSpec
 from phalanx.optim.choose import make_rule
 from phalanx.optim.engine import Precision
-from phalanx.optim.single import Single
 from phalanx.optim.update import Rule
-from phalanx.parallel.apply import apply, compute_dtype
-from phalanx.parallel.materialize import drawn, materialise, with_adapters
-from phalanx.recipe import update
+from phalanx.parallel.apply import compute_dtype
 from phalanx.records import Placement
-from phalanx.tasks.language import LanguageModel
-from phalanx.tasks.task import Batch
-from phalanx.train.step import run_micro_batches
+from phalanx.train.subject import Subject
+from phalanx.train.trial import trial
 
 # Left free: the allocator's fragmentation, the batch itself, collectives' buffers, and on CPU the neighbours' growth.
 USABLE = 0.8
+SIZES = (1, 3)  # samples of the small runs
+
+Peaks = Mapping[int | None, Mapping[int, int]]  # layers (None: the model itself) -> samples -> bytes
 
 
 @dataclass(frozen=True)
@@ -46,52 +46,87 @@ class Finding:
     def reason(self) -> str:
         gib = 2**30
         return (
-            f"one sequence takes {self.sequence_bytes / gib:.3f} GiB, the state {self.state_bytes / gib:.2f} GiB, "
+            f"one sample takes {self.sequence_bytes / gib:.3f} GiB, the state {self.state_bytes / gib:.2f} GiB, "
             f"and {self.free_bytes / gib:.1f} GiB are free for this rank"
         )
 
 
+def depths_of(subject: Subject) -> Sequence[int | None]:
+    """The layers of the models to try: one and two, or those that the model has."""
+    return (1, 2) if subject.spec is not None else (None,)
+
+
 def largest_micro_batch(
-    config: Config, spec: ModelSpec, device_name: str, *, world: int, local_world: int, most: int
+    config: Config, subject: Subject, device_name: str, *, world: int, local_world: int, most: int
 ) -> Finding:
     """Measure on this device and return the largest micro-batch, at most `most`, that leaves a fifth of memory free.
 
-    Raises ConfigError when not even one sequence fits.
+    Raises ConfigError when not even one sample fits.
     """
     device = torch.device(device_name)
     accelerator.use(device, 1)
     free = accelerator.memory_free(device, local_world)
+    placement = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device=str(device), store=None)
+    peaks = {}
     try:
-        peaks = {(layers, batch): _peak(config, spec, device, layers, batch) for layers in (1, 2) for batch in (1, 3)}
+        with join(placement, config.comm.timeout_s) as mesh:
+            for layers in depths_of(subject):
+                with trial(config, subject, mesh, layers) as small:
+                    peaks[layers] = {size: small.peak_bytes(size) for size in SIZES}
     except (RuntimeError, MemoryError) as error:
         if not accelerator.is_out_of_memory(error):
             raise
+        tried = "the model and three samples" if subject.spec is None else "two blocks and three sequences"
         raise ConfigError(
-            f"train.micro_batch auto found no answer: of the {free / 2**30:.1f} GiB free for this rank two blocks and "
-            "three sequences took more; set train.micro_batch yourself, or lower data.seq_len"
+            f"train.micro_batch auto found no answer: of the {free / 2**30:.1f} GiB free for this rank {tried} "
+            f"took more; set train.micro_batch yourself, or {remedy(subject)}"
         ) from None
-    one, two = ((peaks[layers, 3] - peaks[layers, 1]) / 2 for layers in (1, 2))
-    block = max(two - one, 0.0)
-    # Small models drown in the noise of a process's memory; no sequence takes less than its residual stream.
-    floor = config.data.seq_len * spec.hidden * compute_dtype(config.train.dtype, device).itemsize * 4
-    sequence = max(one + block * (spec.layers - 1), floor)
-    state = _state_bytes(config, spec, device, world)
-    # The same however many sequences there are, so it is not in the difference of two runs.
-    chunk = chunk_bytes(spec.vocab_size, device, compute_dtype(config.train.dtype, device))
-    room = free * USABLE - state - chunk
-    finding = Finding(min(int(room // sequence), most), int(sequence), state, free)
+    finding = found(config, subject, device, peaks, free, world=world, most=most)
     if finding.micro_batch < 1:
         raise ConfigError(
             f"the model does not fit: {finding.reason()}; shard it over more ranks, set memory.activations=full, "
-            "or lower data.seq_len"
+            f"or {remedy(subject)}"
         )
     return finding
 
 
-def check_state(config: Config, spec: ModelSpec, device_name: str, *, world: int, local_world: int) -> None:
+def remedy(subject: Subject) -> str:
+    """What a user may do to have a sample take less memory."""
+    return "make the model or its samples smaller" if subject.spec is None else "lower data.seq_len"
+
+
+def found(
+    config: Config, subject: Subject, device: torch.device, peaks: Peaks, free: int, *, world: int, most: int
+) -> Finding:
+    """What follows from `peaks`: bytes at the height of a step, with `free` bytes before it; the micro-batch may be
+    0."""
+    slopes = [_sample_bytes(peaks[layers]) for layers in depths_of(subject)]
+    dtype, spec = compute_dtype(config.train.dtype, device), subject.spec
+    state, chunk = _state_bytes(config, subject, device, world), 0
+    # Small models drown in the noise of a process's memory.
+    if spec is None:
+        inputs = subject.task().collate(subject.trial_samples(1)).inputs
+        sample = max(slopes[0], 4.0 * sum(tensor.nbytes for tensor in inputs.values()), 1.0)
+    else:
+        block = max(slopes[1] - slopes[0], 0.0)
+        # No sequence takes less than its residual stream.
+        floor = config.data.seq_len * spec.hidden * dtype.itemsize * 4
+        sample = max(slopes[0] + block * (spec.layers - 1), floor)
+        # The same however many sequences there are, so it is not in the difference of two runs.
+        chunk = chunk_bytes(spec.vocab_size, device, dtype)
+    room = free * USABLE - state - chunk
+    return Finding(max(0, min(int(room // sample), most)), int(sample), state, free)
+
+
+def _sample_bytes(peaks: Mapping[int, int]) -> float:
+    few, many = min(peaks), max(peaks)
+    return (peaks[many] - peaks[few]) / (many - few)
+
+
+def check_state(config: Config, subject: Subject, device_name: str, *, world: int, local_world: int) -> None:
     """Raises ConfigError when parameters and optimizer state alone are more than the device could ever hold."""
     device = torch.device(device_name)
-    state = _state_bytes(config, spec, device, world)
+    state = _state_bytes(config, subject, device, world)
     total = accelerator.memory_total(device, local_world)
     if state > total:
         raise ConfigError(
@@ -101,19 +136,18 @@ def check_state(config: Config, spec: ModelSpec, device_name: str, *, world: int
         )
 
 
-def _state_bytes(config: Config, spec: ModelSpec, device: torch.device, world: int) -> int:
+def _state_bytes(config: Config, subject: Subject, device: torch.device, world: int) -> int:
     compute = compute_dtype(config.train.dtype, device)
     shared = torch.float32 if config.train.dtype == "mixed" and world > 1 else compute
     ranks = world if config.parallel.data == "fsdp2" else 1
-    rule, code = make_rule(config.optim), model_class(config.model.code)
-    return sum(state_items(spec, Precision(compute, shared), ranks, code, rule).values())
+    items = state_items(subject.model(), subject.spec, Precision(compute, shared), ranks, make_rule(config.optim))
+    return sum(items.values())
 
 
-def state_items(spec: ModelSpec, precision: Precision, ranks: int, code: type[Llama], rule: Rule) -> dict[str, int]:
+def state_items(model: Model, spec: ModelSpec | None, precision: Precision, ranks: int, rule: Rule) -> dict[str, int]:
     """Bytes one of `ranks` holds besides activations, by what they hold: masters, the update rule's state, gradients,
-    and what is gathered to be used."""
+    and what is gathered to be used. `model` is on meta, of the shapes `spec` where it has such."""
     dtype = precision.compute
-    model = on_meta(spec, code)
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
     frozen = {name: tuple(each.shape) for name, each in model.named_parameters() if not each.requires_grad}
     elements = sum(math.prod(shape) for shape in shapes.values())
@@ -130,38 +164,21 @@ def state_items(spec: ModelSpec, precision: Precision, ranks: int, code: type[Ll
         items["gradients"] = elements * (master + dtype.itemsize if narrow else master)
     else:
         # Two blocks are whole at a time (one in use, one on its way) with one's gradients, and the ends with theirs.
-        whole = _two_blocks_and_ends(shapes, spec.layers)
+        whole = _two_blocks_and_ends(model, trained=True)
         # What is gathered in another type than it is used in is there in both for a moment: counted in the wider.
-        items["weights in use"] = (whole + _two_blocks_and_ends(frozen, spec.layers)) * precision.shared.itemsize
+        items["weights in use"] = (whole + _two_blocks_and_ends(model, trained=False)) * precision.shared.itemsize
         items["gradients"] = elements * master // ranks + whole * master
     # The loss makes the head's gradient in the master's type before it is narrowed (layers.cross_entropy_sum).
-    head = 0 if spec.lora is not None else spec.vocab_size * spec.hidden
+    head = 0 if spec is None or spec.lora is not None else spec.vocab_size * spec.hidden
     items["gradient of the head"] = head * (master + dtype.itemsize)
     return items
 
 
-def _two_blocks_and_ends(shapes: dict[str, tuple[int, ...]], layers: int) -> int:
-    """Elements of two blocks and of what is in none."""
-    block = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers.0."))
-    return sum(math.prod(shape) for shape in shapes.values()) - block * (layers - 2)
+def _two_blocks_and_ends(model: Model, trained: bool) -> int:
+    """Elements of the two largest blocks and of what is in none, of those that are trained or of the others."""
 
+    def elements(module: torch.nn.Module) -> int:
+        return sum(each.numel() for each in module.parameters() if each.requires_grad == trained)
 
-def _peak(config: Config, spec: ModelSpec, device: torch.device, layers: int, batch: int) -> int:
-    """Bytes that one forward and backward pass adds at its height to a small model of `layers` blocks."""
-    small = replace(spec, layers=layers)
-    eager = update(config, {"train.compile": False, "parallel.data": "single"})
-    placement = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device=str(device), store=None)
-    with join(placement, config.comm.timeout_s) as mesh:
-        code = model_class(config.model.code)
-        model = on_meta(small, code)
-        engine = apply(model, eager, mesh, Single, nominal_weight=1)
-        materialise(model, engine, with_adapters(drawn(small, 0, code), 0, None))
-        task = LanguageModel(config.data.seq_len)
-        tokens = torch.zeros(batch, config.data.seq_len, dtype=torch.int64, device=device)
-        data = Batch({"tokens": tokens, "labels": tokens}, tokens.numel(), torch.arange(batch, device=device))
-        accelerator.reset_peak_memory(device)
-        before = accelerator.peak_memory(device)
-        engine.begin_step(1, data.weight)
-        run_micro_batches(engine, model, task, [data], seed=0, step=1, nominal_weight=1)
-        engine.finish_step(0.0, None)
-        return accelerator.peak_memory(device) - before
+    blocks = sorted(map(elements, model.blocks()), reverse=True)
+    return elements(model) - sum(blocks[2:])

@@ -10,21 +10,30 @@ from typing import Any
 import yaml
 
 from phalanx import balance
+from phalanx.combinations import LABELLED
 from phalanx.config import Config, spec_of
+from phalanx.data.columns import Columns
 from phalanx.data.loader import Loader
-from phalanx.data.prepare import Prepared, Progress, prepare
+from phalanx.data.prepare import Prepared, Progress
+from phalanx.data.prepare_records import prepare_for
 from phalanx.data.tokenizer import default_tokenizer
 from phalanx.data.tokens import TokenFile
 from phalanx.errors import ConfigError, DataError
-from phalanx.models.custom import check_class, model_class
+from phalanx.models.custom import check_class, shapes_of
 from phalanx.models.hf import read_config, spec_from_config
+from phalanx.models.lora import fingerprint
 from phalanx.models.weights import Weights
 from phalanx.optim.choose import make_rule
 from phalanx.recipe import check, to_yaml, update
 from phalanx.records import HELD_OUT
 from phalanx.train import adapters, copies
-from phalanx.train.build import form_of
+from phalanx.train.bert import default_labels, holds_records
+from phalanx.train.folder import of_tokens
+from phalanx.train.measure import given, work_of
+from phalanx.train.own import Own
+from phalanx.train.own_checks import check_own
 from phalanx.train.probe import check_state, largest_micro_batch
+from phalanx.train.subject import Subject, class_of_run, subject_of
 
 Chosen = list[tuple[str, Any, str]]  # key, value, reason
 
@@ -36,17 +45,24 @@ def resolve_with_files(
 
     `devices` has one of each model that this process's node has. Returns {"config": YAML, "chosen": [[key, value,
     reason]], "parameters": their number, "trainable": that of what is trained, "base": what the weights beside adapters
-    are known by, "train": [[folder, weight]], "held_out": {name: folder}, "tokenizer": folder}.
+    are known by, "weights": what those of model.from_hf are known by, "train": [[folder, weight]], "held_out": {name:
+    folder}, "data": what each set is known by, by name, "tokenizer": folder or None, "unit": what speed counts}.
     """
     wanted = check(yaml.safe_load(recipe), "the configuration")
+    if wanted.task.kind == "own":
+        return _resolve_own(wanted, devices, world, local_world)
     config = copies.fetched(wanted)
     make_rule(config.optim)  # its class may refuse a value
     chosen: Chosen = []
-    hf_spec, code = None, model_class(config.model.code)
+    hf_spec, code, known_weights = None, class_of_run(config), None
     if config.model.from_hf:
         folder = Path(config.model.from_hf).expanduser()
         hf_spec = spec_from_config(read_config(folder), str(folder), code)
-        Weights(folder, code).check(hf_spec)
+        spec_of(config, hf_spec)  # a sequence too long for it, say, before anything else is done
+        weights = Weights(folder, code)
+        weights.check(hf_spec)
+        stored = shapes_of(code, hf_spec).keys() - set(weights.lacking(hf_spec))
+        known_weights = fingerprint(weights.read, {name: weights.shape(name) for name in sorted(stored)})
     if config.data.tokenizer == "auto":
         chosen.append(("data.tokenizer", *default_tokenizer(config.model.from_hf)))
         config = update(config, {chosen[-1][0]: chosen[-1][1]})
@@ -54,36 +70,85 @@ def resolve_with_files(
         of_adapter = adapters.resolve(config, hf_spec.layers, code)
         chosen += of_adapter
         config = update(config, {key: value for key, value, _ in of_adapter})
-        spec_of(config, hf_spec)  # a sequence too long for it, say, before minutes are spent on data
-    prepared = prepare(config.data, progress, storage_timeout_s=config.resilience.storage_timeout_s)
+    prepared = prepare_for(config, progress)
+    if config.task.kind in LABELLED and config.task.labels == "auto":
+        chosen.append(("task.labels", *default_labels(config, _labels(prepared))))
+        config = update(config, {"task.labels": chosen[-1][1]})
     if config.model.vocab_size == "auto" and hf_spec is None and not config.model.preset:
         chosen.append(("model.vocab_size", prepared.vocab_size, "the tokenizer's"))
         config = update(config, {"model.vocab_size": prepared.vocab_size})
     spec = spec_of(config, hf_spec)
     parameters = check_class(code, spec)
     in_adapters = adapters.check(config, spec, code) if spec.lora is not None else None
-    _check_data(prepared, spec.vocab_size, config)
-    for device in devices:
-        check_state(config, spec, device, world=world, local_world=local_world)
-    if config.train.micro_batch == "auto":
-        most = max(balance.even(config.train.global_batch, world))
-        answers = [
-            largest_micro_batch(config, spec, device, world=world, local_world=local_world, most=most)
-            for device in devices
-        ]
-        found = min(answers, key=lambda answer: answer.micro_batch)
-        chosen.append(("train.micro_batch", found.micro_batch, found.reason()))
-        config = update(config, {"train.micro_batch": found.micro_batch})
+    subject = subject_of(config, spec)
+    _check_data(prepared, spec.vocab_size, config, subject)
+    fitting = _fitting(config, subject, devices, world, local_world)
+    chosen += fitting
+    config = update(config, {key: value for key, value, _ in fitting})
     return {
         "config": to_yaml(copies.restored(config, wanted)),
         "chosen": [(key, copies.original(value, wanted), reason) for key, value, reason in chosen],
         "parameters": parameters,
         "trainable": parameters if in_adapters is None else in_adapters,
         "base": None if in_adapters is None else adapters.base_of(config, spec, code),
+        "weights": known_weights,
         "train": [[str(folder), weight] for folder, weight in prepared.train],
         "held_out": {name: str(folder) for name, folder in prepared.held_out.items()},
+        "data": {name: _known_by(folder, config) for name, folder in _named(prepared).items()},
         "tokenizer": str(prepared.tokenizer_folder),
+        "unit": subject.unit,
     }
+
+
+def _fitting(config: Config, subject: Subject, devices: Sequence[str], world: int, local_world: int) -> Chosen:
+    """The micro-batch, where it is `auto`. Raises ConfigError for a model that no device can hold, and for what was
+    measured for another job."""
+    file = config.balance.hardware
+    if file is not None and (local_world == world or Path(file).expanduser().exists()):  # rank 0's node has to have it
+        given(file, [None] * world, work_of(config, subject))
+    for device in devices:
+        check_state(config, subject, device, world=world, local_world=local_world)
+    if config.train.micro_batch == "auto":
+        # Where shares follow the devices one may get nearly all there is, though they are alike now.
+        work, batch = config.balance.work, config.train.global_batch
+        most = max(work) if isinstance(work, list) else max(balance.even(batch, world)) if work == "even" else batch
+        answers = [
+            largest_micro_batch(config, subject, device, world=world, local_world=local_world, most=most)
+            for device in devices
+        ]
+        # The most that any rank may have: how much of it fits where is measured by the ranks themselves.
+        found = max(answers, key=lambda answer: answer.micro_batch)
+        return [("train.micro_batch", found.micro_batch, found.reason())]
+    return []
+
+
+def _resolve_own(config: Config, devices: Sequence[str], world: int, local_world: int) -> dict[str, Any]:
+    """The same for a task of a user's own, which needs no files but that one."""
+    make_rule(config.optim)
+    own = Own(config)
+    parameters = check_own(own, config)
+    chosen = _fitting(config, own, devices, world, local_world)
+    return {
+        "config": to_yaml(update(config, {key: value for key, value, _ in chosen})),
+        "chosen": chosen,
+        "parameters": parameters,
+        "trainable": parameters,
+        "base": None,
+        "weights": None,
+        "train": [],
+        "held_out": {},
+        "data": own.fingerprints(),
+        "tokenizer": None,
+        "unit": own.unit,
+    }
+
+
+def _named(prepared: Prepared) -> dict[str, Path]:
+    """What a run is trained and evaluated on, by the names in its data.json."""
+    several = len(prepared.train) > 1
+    trained = {f"train {number}" if several else "train": path for number, (path, _) in enumerate(prepared.train, 1)}
+    held_out = prepared.held_out.items()
+    return trained | {name if name == HELD_OUT else f"validation {name}": path for name, path in held_out}
 
 
 def token_folders(answer: dict[str, Any]) -> tuple[list[tuple[Path, float]], dict[str, Path]]:
@@ -92,7 +157,21 @@ def token_folders(answer: dict[str, Any]) -> tuple[list[tuple[Path, float]], dic
     return train, {name: Path(folder) for name, folder in answer["held_out"].items()}
 
 
-def _check_data(prepared: Prepared, vocab_size: int, config: Config) -> None:
+def _labels(prepared: Prepared) -> list[str]:
+    """All labels that the prepared data has."""
+    sets = [Columns(folder) for folder in [*(folder for folder, _ in prepared.train), *prepared.held_out.values()]]
+    return [label for each in sets for label in each.facts["labels"]]
+
+
+def _known_by(folder: Path, config: Config) -> dict[str, Any]:
+    """What a set is known by."""
+    if holds_records(config):
+        records = Columns(folder)
+        return {"records": records.count, "crc32": records.checksum}
+    return of_tokens(TokenFile(folder))
+
+
+def _check_data(prepared: Prepared, vocab_size: int, config: Config, subject: Subject) -> None:
     if prepared.vocab_size > vocab_size:
         trained = config.data.tokenizer == "train"
         which = "trained tokenizer" if trained else f"tokenizer {prepared.tokenizer_folder}"
@@ -101,16 +180,20 @@ def _check_data(prepared: Prepared, vocab_size: int, config: Config) -> None:
             f"the {which} has {prepared.vocab_size} tokens but the model's vocabulary only {vocab_size}; {remedy}, or "
             "raise model.vocab_size"
         )
-    form, batch = form_of(config), config.train.global_batch
-    train = [(TokenFile(folder), weight) for folder, weight in prepared.train]
-    held_out = {name: TokenFile(folder) for name, folder in prepared.held_out.items()}
-    Loader(train, form, batch, config.train.seed, rank=0, micro_batch=1)
-    for token_set in [*(file for file, _ in train), *held_out.values()]:
+    Loader(subject.train(prepared.train), config.train.global_batch, config.train.seed, rank=0)
+    opened: type[Columns] | type[TokenFile] = Columns if holds_records(config) else TokenFile
+    held_out = {name: opened(folder) for name, folder in prepared.held_out.items()}
+    for token_set in [*(opened(folder) for folder, _ in prepared.train), *held_out.values()]:
         token_set.verify_once()
-    for name, file in held_out.items() if config.train.eval_sequences else ():
-        if Loader([(file, 1.0)], form, batch, 0, rank=0, micro_batch=1, held_out=True).sequences:
+    if not config.train.eval_sequences:
+        return
+    for name, rows in subject.held_out(prepared.held_out).items():
+        if rows.count:
             continue
-        less = f"only {file.tokens} tokens, less than one sequence of {form.seq_len}"
+        file = held_out[name]
+        less = "no record that is short enough"
+        if isinstance(file, TokenFile):
+            less = f"only {file.tokens} tokens, less than one sequence of {config.data.seq_len}"
         if name != HELD_OUT:
             raise DataError(f"data.validation {name} has {less}; add documents, lower data.seq_len, or remove it")
         if config.train.eval_every and len(held_out) == 1:

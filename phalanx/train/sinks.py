@@ -83,6 +83,12 @@ class Records:
                 sink.close()
 
 
+def evaluation(event: dict[str, Any]) -> dict[str, float | None]:
+    """The scalars of an evaluation by the names that they are shown by: the loss of the set, and each score."""
+    name = f"eval/{event['set']}"
+    return {name: event["loss"]} | {f"{name} {score}": value for score, value in event.get("scores", {}).items()}
+
+
 class TensorBoard:
     """Scalars for TensorBoard, by its own library. What a full disk does not take is missing there, and only there."""
 
@@ -102,7 +108,7 @@ class TensorBoard:
 
     def on_event(self, event: dict[str, Any]) -> None:
         if event["kind"] == Kind.EVALUATED:
-            self._add({f"eval/{event['set']}": event["loss"]}, event)
+            self._add(evaluation(event), event)
 
     def _add(self, scalars: dict[str, float | None], record: dict[str, Any]) -> None:
         with self._room_or_not():

@@ -11,28 +11,31 @@ import torch
 from phalanx.config import Config
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.errors import ConfigError
-from phalanx.models.custom import model_class, shapes_of
+from phalanx.models.bert import Bert
+from phalanx.models.custom import shapes_of
 from phalanx.models.export import export
 from phalanx.models.hf import read_config, spec_from_config
-from phalanx.models.llama import Llama, init_slice
+from phalanx.models.llama import init_slice
+from phalanx.models.model import Architecture
 from phalanx.models.spec import ModelSpec
 from phalanx.records import VOCABULARY_FILES
-from phalanx.shrink import SEQ_LEN, STANDIN, tiny_spec
+from phalanx.shrink import SEQ_LEN, STANDIN, STANDIN_BERT, tiny_spec
+from phalanx.train.subject import class_of_run
 
 
 def tiny_folder(config: Config) -> tuple[str, bool]:
     """Write the stand-in for `model.from_hf` into the cache, if it is not there yet; (its path, has it a tokenizer).
 
-    Only the original's config.json is read; where even that is not here it is a tiny Llama. Raises ConfigError for a
-    config.json that the run itself would refuse.
+    Only the original's config.json is read; where even that is not here it is a tiny Llama, or BERT. Raises ConfigError
+    for a config.json that the run itself would refuse.
     """
     assert config.model.from_hf
-    original, code = Path(config.model.from_hf).expanduser(), model_class(config.model.code)
+    original, code = Path(config.model.from_hf).expanduser(), class_of_run(config)
     if (original / "config.json").is_file():
         written = read_config(original)
         spec = tiny_spec(spec_from_config(written, str(original), code), SEQ_LEN)
     else:
-        written, spec = None, STANDIN
+        written, spec = None, STANDIN_BERT if code is Bert else STANDIN
         if (tokenizer := Path(config.data.tokenizer).expanduser()).is_dir():
             spec = replace(spec, vocab_size=load_tokenizer(tokenizer).vocab_size)
     has_tokenizer = any((original / name).is_file() for name in VOCABULARY_FILES)
@@ -44,7 +47,7 @@ def tiny_folder(config: Config) -> tuple[str, bool]:
 
 
 def _write(
-    folder: Path, spec: ModelSpec, code: type[Llama], written: dict[str, Any] | None, tokenizer: Path | None
+    folder: Path, spec: ModelSpec, code: type[Architecture], written: dict[str, Any] | None, tokenizer: Path | None
 ) -> None:
     shapes = shapes_of(code, spec)
 

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phalanx import accelerator, balance, mirror
+from phalanx import accelerator, mirror
 from phalanx.checkpoint.disk import Saver
 from phalanx.checkpoint.read import find, newest_agreed
-from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.objects import JsonGroup
-from phalanx.errors import Diverged, RunError
-from phalanx.models.custom import shapes_of
+from phalanx.errors import Diverged, OutOfMemory, RunError
 from phalanx.models.spec import ModelSpec
 from phalanx.optim.schedule import learning_rate
 from phalanx.parallel.apply import compute_dtype
@@ -29,10 +27,13 @@ from phalanx.phases import phase
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, StepRecord
 from phalanx.tasks.task import Batch
 from phalanx.train.build import Parts, build
+from phalanx.train.clock import clock_of
+from phalanx.train.measure import know, remembering
 from phalanx.train.metrics import Recorder, speed_of
 from phalanx.train.profile import Inspection
 from phalanx.train.sinks import Records, Sink
 from phalanx.train.step import evaluate, run_micro_batches
+from phalanx.train.subject import subject_of
 
 if TYPE_CHECKING:
     from phalanx.config import Config
@@ -44,13 +45,13 @@ NOT_FINITE_STEPS = 20  # in a row: a single one is skipped and forgotten
 
 @dataclass(frozen=True)
 class Run:
-    """What every rank of a run is told; `config` has no `auto` left.
+    """What every rank of a run is told; `config` has no `auto` left, and a network of a user's own no `spec`.
 
     `train_tokens`: token sets with their weights in the mixture; `held_out_tokens`: those to evaluate on, by name.
     """
 
     config: "Config"
-    spec: ModelSpec
+    spec: ModelSpec | None
     paths: RunPaths
     train_tokens: list[tuple[Path, float]]
     held_out_tokens: dict[str, Path]
@@ -72,11 +73,18 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         group, keep = JsonGroup(mesh.checkpoint), config.checkpoint.keep
         mirrored = None if job.paths.url is None else functools.partial(mirror.before_commit, job.paths, {})
         saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, records.event, mirrored)
-        parts = build(config, job.spec, mesh, job.train_tokens, job.held_out_tokens, job.paths)
+        subject = subject_of(config, job.spec, job.paths)
+        speeds, link = know(config, subject, placement, mesh, job.paths, records)
+        parts = build(config, job.spec, mesh, job.train_tokens, job.held_out_tokens, job.paths, speeds, link)
         loop = Loop(job, placement, mesh, parts, records, saver, stop)
         try:
             with loop.inside:
-                return loop.run(loop.restore())
+                start = loop.restore()
+                with remembering(job.paths, mesh, parts.sharing, subject):
+                    return loop.run(start)
+        except OutOfMemory as error:
+            error.add_note(f"step {parts.engine.step + 1}")
+            raise
         except RuntimeError as error:
             error.add_note(f"step {parts.engine.step + 1}")
             named = mesh.blame(error)
@@ -126,6 +134,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.inside = Inspection(self.job.config.train, self.job.paths, self.mesh, self.records)
+        self.clock = clock_of(self.mesh, [unit for _, unit in self.parts.model.units()])
 
     def restore(self) -> int:
         """Fill model and state from the newest good checkpoint, or with the starting weights; returns the step."""
@@ -141,12 +150,13 @@ class Loop:
         fill = self.parts.starting_weights
         materialise(self.parts.model, self.parts.engine, frozen_only(fill) if checkpoint else fill)
         computes_in = compute_dtype(self.job.config.train.dtype, self.mesh.device)
-        shapes = shapes_of(type(self.parts.model), self.job.spec)
-        speed = speed_of(self.job.spec, self.job.config.data.seq_len, self.mesh, computes_in, shapes)
-        positions = self.job.config.train.global_batch * self.job.config.data.seq_len
+        subject = self.parts.subject
+        speed = speed_of(subject.flops(), self.mesh, computes_in)
+        positions = self.job.config.train.global_batch * subject.positions
         header: dict[str, Any] = checkpoint.header if checkpoint else {"step": 0, "skipped": 0, "tokens": 0}
         self.skipped = int(header["skipped"])
-        self.recorder = Recorder(self.mesh, speed, self.placement.attempt, int(header["tokens"]), positions)
+        sharing = self.parts.sharing
+        self.recorder = Recorder(self.mesh, speed, self.placement.attempt, int(header["tokens"]), positions, sharing)
         step = int(header["step"])
         if checkpoint is not None:
             with torch.no_grad():
@@ -158,8 +168,9 @@ class Loop:
         elif self.placement.attempt > 1:
             self.records.event(Kind.WARNING, {"message": "there is no checkpoint yet: starting again from step 1"})
         if not step:
-            for message in self.parts.train.warnings():
+            for message in [*self.parts.subject.warnings(), *self.parts.train.warnings()]:
                 self.records.event(Kind.WARNING, {"message": message})
+        sharing.begin(step, header.get("division"), self.job.paths, group, self.records.event)
         self.parts.engine.commit(step)
         return step
 
@@ -197,8 +208,9 @@ class Loop:
         """One optimizer step. Returns the name of the signal by which any rank was asked to stop."""
         parts, config = self.parts, self.job.config
         begun = time.perf_counter()
+        self.clock.start()
         with phase("data"):
-            batches = self.to_batches(parts.train.batches(step - 1, parts.shares, self.skipped))
+            batches = self.to_batches(parts.train.batches(step - 1, parts.sharing.division, self.skipped))
         data_s = time.perf_counter() - begun
         lr = learning_rate(config.optim, step)
         parts.engine.begin_step(step, sum(batch.weight for batch in batches))
@@ -212,16 +224,17 @@ class Loop:
             nominal_weight=parts.nominal_weight,
         )
         # The device is busy with this step now: a good moment to read the results of the one before.
+        parts.sharing.exchange(step, self.clock.late, self.clock.lap())
         self.note(self.recorder.flush())
-        asked = torch.tensor([float(self.stop.signal is not None)])
-        agreeing = all_reduce(asked, self.mesh.control, Traffic())
+        parts.sharing.announce(asked=self.stop.signal is not None)
         scale = parts.engine.loss_scale.factor.clone() if parts.engine.loss_scale is not None else None
         with phase("update"):
             norm, skip, weight = parts.engine.finish_step(lr, config.optim.clip_norm)
         parts.engine.commit(step)
         self.recorder.measured(step, (loss_sum, norm, skip), weight, lr, data_s, scale)
-        agreeing.wait()
-        return (self.stop.signal or "another rank's signal") if asked.item() else None
+        asked = parts.sharing.settle()
+        self.clock.stop()
+        return (self.stop.signal or "another rank's signal") if asked else None
 
     def note(self, record: StepRecord | None) -> None:
         """Write a step's record; give up when the gradient stays infinite, since then nothing is learnt any more."""
@@ -246,14 +259,17 @@ class Loop:
         limit = self.job.config.train.eval_sequences
         if not self.parts.held_out and limit:
             message = "no evaluation: the held-out documents make less than one sequence (data.held_out)"
+            if self.job.spec is None:
+                message = "no evaluation: held_out() of task.code gives no samples"
             self.records.event(Kind.WARNING, {"message": message})
         for name, held_out in self.parts.held_out.items():
             begun = time.perf_counter()
-            batches = held_out.evaluation(lambda count: balance.even(count, self.mesh.world), limit)
+            batches = held_out.evaluation(self.parts.sharing.of_evaluation, limit)
             collated = ([self.parts.task.collate(samples) for samples in step_batches] for step_batches in batches)
-            loss, tokens = evaluate(self.parts.model, self.parts.task, collated, self.mesh)
+            loss, tokens, scores = evaluate(self.parts.model, self.parts.task, collated, self.mesh)
             seconds = time.perf_counter() - begun
             details = {"step": step, "set": name, "loss": loss, "tokens": tokens, "seconds": seconds}
+            details |= {"scores": scores, "unit": self.parts.subject.unit}
             self.records.event(Kind.EVALUATED, details)
 
     def save(self, step: int, wait: bool = True) -> bool:
@@ -269,6 +285,7 @@ class Loop:
             "skipped": self.skipped,
             "attempt": self.placement.attempt,
             "world": self.mesh.world,
+            "division": self.parts.sharing.header(),
         }
         if self.parts.engine.loss_scale is not None:
             header["loss_scale"] = self.parts.engine.loss_scale.state()

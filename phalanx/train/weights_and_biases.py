@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import ConfigError
 from phalanx.records import Kind, RunPaths, write_atomic, write_event
-from phalanx.train.sinks import SCALARS
+from phalanx.train.sinks import SCALARS, evaluation
 
 if TYPE_CHECKING:
     from phalanx.config import Config
@@ -80,7 +80,7 @@ class WeightsAndBiases:
 
     def on_event(self, event: dict[str, Any]) -> None:
         if event["kind"] == Kind.EVALUATED:
-            self._log({f"eval/{event['set']}": event["loss"]}, event)
+            self._log(evaluation(event), event)
 
     def _log(self, scalars: dict[str, float | None], record: dict[str, Any]) -> None:
         known = {name: value for name, value in scalars.items() if value is not None}

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from phalanx.models.llama import HF_NAMES, units
+from phalanx.models.llama import HF_NAMES
 from phalanx.records import Kind, Placement
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -119,7 +119,7 @@ def announce_again(placement: Placement, run: str, data: str, changes: dict[str,
         def micro_batch(last: bool) -> Iterator[None]:
             with inner(last):
                 yield
-                for name, _ in reversed(units(loop.parts.model)):
+                for name, _ in reversed(loop.parts.model.units()):
                     engine.grads_ready(name)
                     engine.grads_ready(name)
 

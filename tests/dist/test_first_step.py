@@ -19,7 +19,7 @@ def here(tmp_path: Path) -> Path:
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(here: Path) -> None:
     found = refused(here, "train", "recipe.yaml", "train.micro_batch=auto", free_bytes=2**16)
     assert re.fullmatch(
-        r"the model does not fit: one sequence takes [\d.]+ GiB, the state [\d.]+ GiB, and 0.0 GiB are free for this "
+        r"the model does not fit: one sample takes [\d.]+ GiB, the state [\d.]+ GiB, and 0.0 GiB are free for this "
         r"rank; shard it over more ranks, set memory.activations=full, or lower data.seq_len",
         found,
     )
@@ -40,8 +40,9 @@ def cuts(placement: Placement, folder: str) -> list[int]:
     """How many micro-batches each rank makes of its share, having found that 1 or 4 sequences fit."""
     from phalanx import recipe
     from phalanx.comm.mesh import join
-    from phalanx.train.build import build, spec_from_run
+    from phalanx.train.build import build
     from phalanx.train.resolve import resolve_with_files, token_folders
+    from phalanx.train.subject import spec_from_run
 
     os.chdir(folder)
     fits = f"train.micro_batch={1 if placement.rank else 4}"
@@ -50,7 +51,7 @@ def cuts(placement: Placement, folder: str) -> list[int]:
     config = recipe.check(recipe.parse_yaml(answer["config"], "the answer"), "the answer")
     with join(placement, 30) as mesh:
         parts = build(config, spec_from_run(config), mesh, *token_folders(answer))
-        return [len(micro_batch) for micro_batch in parts.train.batches(0, parts.shares)]
+        return [len(micro_batch) for micro_batch in parts.train.batches(0, parts.sharing.division)]
 
 
 def test_ranks_that_found_different_micro_batches_use_the_smallest(here: Path) -> None:
@@ -77,7 +78,7 @@ def test_the_micro_batch_is_probed_once_and_kept(here: Path) -> None:
     assert event["kind"] == Kind.RESOLVED
     assert event["value"] == 4  # the whole global batch fits
     assert re.fullmatch(
-        r"one sequence takes .* GiB, the state .* GiB, and .* GiB are free for this rank", event["reason"]
+        r"one sample takes .* GiB, the state .* GiB, and .* GiB are free for this rank", event["reason"]
     )
     assert "micro_batch: 4" in paths.config.read_text()
     # Were it probed again, it would not fit this time.

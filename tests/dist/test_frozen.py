@@ -17,8 +17,8 @@ from phalanx.parallel.apply import apply
 from phalanx.parallel.materialize import drawn, frozen_only, materialise
 from phalanx.records import Placement
 from phalanx.tasks.task import Batch
-from phalanx.train.build import spec_from_run
 from phalanx.train.step import run_micro_batches
+from phalanx.train.subject import spec_from_run
 from tests.helpers import run_ranks
 from tests.numerics import runs
 
@@ -43,7 +43,7 @@ class Trained:
         make: Any = {"single": Single, "fsdp2": Fsdp2}[engine]
         self.engine: Engine = apply(self.model, config, mesh, make, nominal_weight=128)
         self.filled: dict[str, Shard] = {}
-        fill = drawn(spec, seed=0)
+        fill = drawn(self.model, seed=0)
 
         def note(shard: Shard) -> None:
             (fill if saved is None else frozen_only(fill))(shard)

@@ -1,6 +1,7 @@
 """What only an accelerator can show; skipped where there is none. The same recipes as the proofs on CPU."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from phalanx.models import layers
 from phalanx.models.attention import attention, has_kernel
 from phalanx.records import Placement, RunPaths, read_steps
 from phalanx.train import trainer
+from phalanx.train.clock import Events, UnitClock
 from phalanx.train.metrics import HostCopy
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -44,6 +46,23 @@ def memory(placement: Placement) -> list[int]:
     del block
     accelerator.reset_peak_memory(device)
     return [free, peak, accelerator.peak_memory(device)]
+
+
+def laps(placement: Placement) -> list[float | None]:
+    """What the clock of a unit says in four steps, each of the step before, of which the third is the longest."""
+    device = torch.device(accelerator.found()[0])
+    accelerator.use(device, 1)
+    unit = torch.nn.Linear(2048, 2048, device=device)
+    clock = UnitClock([unit], Events(device))
+    found: list[float | None] = []
+    for passes in (1, 3, 60, 1):
+        clock.start()
+        for _ in range(passes):
+            unit(torch.ones(512, 2048, device=device, requires_grad=True)).sum().backward()
+        seconds = clock.lap()
+        found.append(None if math.isnan(seconds) else seconds)
+        clock.stop()
+    return found
 
 
 def narrow_head(placement: Placement) -> list[float]:
@@ -191,3 +210,10 @@ def test_memory_is_counted_in_bytes() -> None:
     (free, peak, after), *_ = run_ranks(memory, 1)
     assert free > 2**30
     assert peak >= 64 << 20 > after
+
+
+def test_the_time_of_units_is_read_a_step_late() -> None:
+    first, *others = run_ranks(laps, 1)[0]
+    assert first is None
+    assert min(others) > 0
+    assert others[2] > 3 * others[1]

@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx import recipe
 from phalanx.checkpoint.disk import Saver
 from phalanx.checkpoint.read import Checkpoint, find, step_folder
-from phalanx.comm.mesh import join
+from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.objects import JsonGroup
 from phalanx.data.tokens import TokenWriter
 from phalanx.models.draws import Draws
@@ -27,8 +27,9 @@ from phalanx.records import Placement, RunPaths, read_lines, read_steps
 from phalanx.tasks.language import IGNORED
 from phalanx.tasks.task import Batch, SampleLike, Task
 from phalanx.train import trainer
-from phalanx.train.build import build, spec_from_run
+from phalanx.train.build import build
 from phalanx.train.sinks import Records
+from phalanx.train.subject import spec_from_run
 from tests.helpers import run_ranks
 
 VOCAB = 61  # divides by none of 2, 3 and 5, so that every engine's cut of the embedding is uneven
@@ -41,6 +42,7 @@ RECIPE: dict[str, dict[str, Any]] = {
     # A norm of about 1 at the start and less later: the clipping is active in some steps and not in others.
     "optim": {"lr": 1e-2, "warmup_steps": 3, "decay_steps": STEPS, "clip_norm": 0.9},
     "checkpoint": {"every": 0},
+    "balance": {"work": "even"},
     "comm": {"timeout_s": 30},
     "report": {"tensorboard": False},
 }  # fmt: skip
@@ -91,10 +93,15 @@ def on_one_thread(placement: Placement) -> Placement:
 def loop_of(placement: Placement, described: trainer.Run) -> Iterator[trainer.Loop]:
     """What `trainer.run` runs, for tests that change a part of it first."""
     with join(placement, described.config.comm.timeout_s) as mesh:
-        records = Records(described.paths, placement.attempt, [], active=mesh.rank == 0)
-        saver = Saver(described.paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 3, records.event)
-        parts = build(described.config, described.spec, mesh, described.train_tokens, described.held_out_tokens)
-        yield trainer.Loop(described, placement, mesh, parts, records, saver, trainer.StopRequest())
+        yield loop_among(mesh, placement, described)
+
+
+def loop_among(mesh: Mesh, placement: Placement, described: trainer.Run) -> trainer.Loop:
+    """The same among ranks that have met."""
+    records = Records(described.paths, placement.attempt, [], active=mesh.rank == 0)
+    saver = Saver(described.paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 3, records.event)
+    parts = build(described.config, described.spec, mesh, described.train_tokens, described.held_out_tokens)
+    return trainer.Loop(described, placement, mesh, parts, records, saver, trainer.StopRequest())
 
 
 def train(
@@ -106,17 +113,17 @@ def train(
     masked: bool = False,
 ) -> int:
     """One rank of a run, from start or newest checkpoint to its end; `shares` instead of even ones, labels `masked`."""
-    described = job(run, data, changes or {}, placement.world)
-    if shares is None and not masked:
+    given = {} if shares is None else {"balance.work": list(shares)}
+    described = job(run, data, (changes or {}) | given, placement.world)
+    if not masked:
         return int(trainer.run(described, on_one_thread(placement)))
     with loop_of(placement, described) as loop:
-        loop.parts.shares = list(shares or loop.parts.shares)
-        loop.parts.task = Masked(loop.parts.task) if masked else loop.parts.task
+        loop.parts.task = Masked(loop.parts.task)
         return int(loop.run(loop.restore()))
 
 
 @dataclass(frozen=True)
-class Masked:
+class Masked(Task):
     """A task that ignores many labels, of some samples all, by the sample's place: every step weighs something else."""
 
     task: Task

@@ -80,7 +80,7 @@ def keep(placement: Placement, run: str, data: str, activations: str) -> list[in
     described = runs.job(run, data, {"memory.activations": activations, "train.dtype": "fp32"}, 1)
     with runs.loop_of(placement, described) as loop:
         loop.restore()
-        batch = loop.to_batches(loop.parts.train.batches(0, loop.parts.shares))[0]
+        batch = loop.to_batches(loop.parts.train.batches(0, loop.parts.sharing.division))[0]
         with _Counted() as seen:
             loss = loop.parts.task.loss_sum(loop.parts.model, batch, Draws(0, 1, batch.samples))
             held = seen.held_bytes()
@@ -138,7 +138,7 @@ def sum_of_bf16_gradients(placement: Placement, run: str, data: str) -> int:
         parts = loop.parts
         loop.restore()
         wide: dict[str, torch.Tensor] = {}
-        for batch in loop.to_batches(parts.train.batches(0, parts.shares)):
+        for batch in loop.to_batches(parts.train.batches(0, parts.sharing.division)):
             loss = parts.task.loss_sum(parts.model, batch, Draws(described.config.train.seed, 1, batch.samples))
             gradients.backward(loss, parts.nominal_weight)
             for name, parameter in parts.model.named_parameters():

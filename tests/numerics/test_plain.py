@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from phalanx.balance import Division
 from phalanx.data.loader import Loader
-from phalanx.data.packing import Form
+from phalanx.data.packing import Form, rows_of
 from phalanx.data.tokens import TokenFile
 from phalanx.models.draws import Draws
 from phalanx.models.llama import Llama, init_slice
@@ -33,12 +34,13 @@ def plain_loop(job: Run, masked: bool) -> tuple[list[float], list[float], dict[s
     ]
     adam = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
     [(folder, weight)] = job.train_tokens
-    loader = Loader([(TokenFile(folder), weight)], Form(config.data.seq_len), config.train.global_batch, 0, 0, 1000)
+    rows = rows_of(TokenFile(folder), Form(config.data.seq_len), 0)
+    loader = Loader([(rows, weight)], config.train.global_batch, 0, 0)
     task: Task = LanguageModel(config.data.seq_len)
     task = runs.Masked(task) if masked else task
     losses, norms = [], []
     for step in range(1, config.train.steps + 1):
-        batch = task.collate(loader.batches(step - 1, [config.train.global_batch])[0])
+        batch = task.collate(loader.batches(step - 1, Division((config.train.global_batch,), 1))[0])
         logits = model(batch.inputs["tokens"], draws=Draws(config.train.seed, step, batch.samples))
         loss = F.cross_entropy(logits.flatten(0, 1), batch.inputs["labels"].flatten())
         loss.backward()

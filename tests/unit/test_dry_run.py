@@ -20,6 +20,7 @@ from phalanx.report import sizes, words
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Batch
 from phalanx.train.dry_run import LiveBytes, activation_bytes, dry_run, height_of
+from phalanx.train.subject import subject_of
 from tests.helpers import ROOT, run_ranks
 from tests.numerics import runs
 
@@ -73,7 +74,7 @@ def test_activations_are_what_a_pass_allocates(mode: str) -> None:
     config = checked(MODEL, train={"dtype": "fp32", "compile": False}, memory={"activations": mode})
     config, _ = recipe.resolve(config, device="cpu", world=1)
     spec = recipe_spec(config)
-    once, each = activation_bytes(config, spec)
+    once, each = activation_bytes(config, subject_of(config, spec))
     measured = {batch: real_height(config, spec, batch) for batch in (2, 4)}
     assert once + 4 * each == pytest.approx(measured[4], rel=0.1)
     assert each == pytest.approx((measured[4] - measured[2]) / 2, rel=0.1)
@@ -93,7 +94,7 @@ def real_height(config: recipe.Config, spec: Any, batch: int) -> int:
         parameter.register_post_accumulate_grad_hook(forget)
     tokens = torch.randint(0, spec.vocab_size, (batch, config.data.seq_len))
     data = Batch({"tokens": tokens, "labels": tokens}, tokens.numel(), torch.arange(batch))
-    height_of(model, data, config.data.seq_len)  # what the first pass alone allocates
+    height_of(model, LanguageModel(config.data.seq_len), data)  # what the first pass alone allocates
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         loss = LanguageModel(config.data.seq_len).loss_sum(model, data, None)
         loss.backward()
@@ -178,3 +179,14 @@ def test_of_a_hugging_face_folder_the_config_is_enough(scheme: str, tmp_path: Pa
     assert found["disk"]["checkpoint"] == 12 * adapters
     assert found["memory"]["frozen weights"] == 2 * parameter_count(spec)
     assert os.listdir(tmp_path) == ["config.json"]
+
+
+def test_labels_that_only_the_data_know_are_reckoned_as_two() -> None:
+    tree = {"task": {"kind": "tag"}, "data": {"tokenizer": "train", "tokenizer_vocab": 300, "source": "nowhere.txt"}}
+    shape = {"architecture": "bert", "hidden": 64, "layers": 1, "heads": 4, "intermediate": 96}
+    found = dry_run(checked(shape, **tree), 1)
+    assert found["model"]["parts"]["head"] == 2 * 64 + 2
+    assert any("task.labels is auto" in note for note in sizes.notes(found["assumed"]))
+    named = dry_run(checked(shape, **{**tree, "task": {"kind": "tag", "labels": ["O", "B-X", "I-X"]}}), 1)
+    assert named["model"]["parts"]["head"] == 3 * 64 + 3
+    assert not any("task.labels" in note for note in sizes.notes(named["assumed"]))

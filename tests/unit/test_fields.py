@@ -39,6 +39,44 @@ SGD = {"optim.rule": "sgd", "optim.lr": 0.5}
 WSD = {"optim.schedule": "wsd"}
 ROPE = {"model.rope_scaling": {"original_max_seq_len": 64}}  # so short that even a tiny head has waves to stretch
 YARN = {"model.rope_scaling": {"original_max_seq_len": 64, "rule": "yarn"}}
+MASKED = {"model.architecture": "bert", "data.seq_len": 16, "data.source": "FOLDER/labelled.jsonl"}
+MASKED |= {"data.text_key": "title"}  # of long words
+TAG = MASKED | {"task.kind": "tag"}
+CLASSIFY = TAG | {"task.kind": "classify"}
+OWN_TASK = """
+import torch
+from torch import nn
+from phalanx.models.model import Model
+from phalanx.tasks.own import OwnTask
+from phalanx.tasks.task import Batch
+
+
+class Net(Model):
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.two = nn.Linear(2, width), nn.Linear(width, 1)
+
+    def forward(self, x):
+        return self.two(self.one(x).tanh())
+
+
+class Task(OwnTask):
+    def __init__(self, width=3):
+        self.width = width
+
+    def model(self):
+        return Net(self.width)
+
+    def train(self):
+        return [torch.tensor([i / 9, 1.0]) for i in range(9)]
+
+    def collate(self, samples):
+        return Batch({"x": torch.stack(samples)}, len(samples))
+
+    def loss_sum(self, model, batch, draws):
+        return (model(batch.inputs["x"]) - TARGET).square().sum()
+"""
+TASK: dict[str, Any] = {"model": {}, "data": {}, "task.code": "FOLDER/task.py"}
 OWN = """
 from phalanx.models import llama
 
@@ -81,27 +119,26 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
     """One run as `phalanx train` makes it, in this process, and everything that can be seen of it afterwards."""
     from phalanx import launch
     from phalanx.checkpoint.read import Checkpoint, find, step_folder
-    from phalanx.models.spec import parameter_count
     from phalanx.train import folder as run_folder
-    from phalanx.train.build import spec_from_run
     from phalanx.train.resolve import resolve_with_files, token_folders
+    from phalanx.train.subject import spec_if_any
     from phalanx.train.trainer import Run
 
     run.mkdir()
     paths = RunPaths(run)
     answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
     config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
-    run_folder.write_start(paths, config, Path(answer["tokenizer"]))
-    job = Run(config, spec_from_run(config, paths), paths, *token_folders(answer))
+    run_folder.write_start(paths, config, answer["tokenizer"])
+    job = Run(config, spec_if_any(config, paths), paths, *token_folders(answer))
     # As on a machine so full that a rank gets one thread: threads that spin are slow where cores are busy.
-    code = launch._worker(job, dataclasses.replace(placement, local_world=1 << 20))
+    code = launch.worker(job, dataclasses.replace(placement, local_world=1 << 20))
     steps, events = read_steps(paths.metrics), list(read_lines(paths.events))
     newest = Checkpoint(step_folder(paths.checkpoints, find(paths.checkpoints)[0]))
     return {
         "code": code,
         "config": config.model_dump(mode="json"),
-        "parameters": parameter_count(job.spec),
-        "spec": {"max_seq_len": job.spec.max_seq_len, "vocab_size": job.spec.vocab_size},
+        "parameters": answer["parameters"],
+        "spec": {"max_seq_len": job.spec.max_seq_len, "vocab_size": job.spec.vocab_size} if job.spec else {},
         "train_tokens": [folder for folder, _ in answer["train"]],
         **{
             name: [step[name] for step in steps] for name in ("loss", "grad_norm", "lr", "tokens", "step", "loss_scale")
@@ -113,31 +150,31 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
         "tensorboard": paths.tensorboard.exists(),
         "wandb": sorted(path.name[:11] for path in (paths.root / "wandb").glob("offline-run-*")),
         "inside": sorted(path.name for path in paths.inside.iterdir()) if paths.inside.exists() else [],
-        "tokenizer_bytes": len((paths.tokenizer / "tokenizer.json").read_bytes()),
+        "tokenizer_bytes": (paths.tokenizer / "tokenizer.json").stat().st_size if paths.tokenizer.exists() else 0,
     }
 
 
 def look(placement: Placement, changes: dict[str, Any], folder: Path) -> Seen:
     """Build the parts of a run and take one step with them by hand."""
     from phalanx.comm.mesh import join
-    from phalanx.models.llama import units
     from phalanx.parallel.materialize import materialise
-    from phalanx.train.build import build, spec_from_run
+    from phalanx.train.build import build
     from phalanx.train.resolve import resolve_with_files, token_folders
     from phalanx.train.step import run_micro_batches
+    from phalanx.train.subject import spec_from_run
 
     answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
     config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
     with join(placement, config.comm.timeout_s) as mesh:
         parts = build(config, spec_from_run(config), mesh, *token_folders(answer))
         materialise(parts.model, parts.engine, parts.starting_weights)
-        block = dict(units(parts.model))["layers.0"]
+        block = dict(parts.model.units())["layers.0"]
         seen = {"engine": type(parts.engine).__name__, "compiled": "dynamo" in str(vars(block.forward))}
         if seen["compiled"]:
             return seen  # compiling takes far longer than everything else here
         norms: list[int] = []
         block.attention_norm.register_forward_hook(lambda *_: norms.append(1))
-        batches = [parts.task.collate(samples) for samples in parts.train.batches(0, parts.shares)]
+        batches = [parts.task.collate(samples) for samples in parts.train.batches(0, parts.sharing.division)]
         parts.engine.begin_step(1, sum(batch.weight for batch in batches))
         run_micro_batches(parts.engine, parts.model, parts.task, batches, seed=0, step=1, nominal_weight=1)
         parts.engine.finish_step(1e-3, None)
@@ -331,6 +368,58 @@ def wait_for_a_missing_rank(placement: Placement, timeout: float) -> dict[str, A
     return {"message": "it came", "seconds": 0.0}
 
 
+def _work(base: Seen, seen: Seen) -> None:
+    """A rank three times as fast as the other, which the steps then show to be as slow as that."""
+    assert run_ranks(divided, 2, timeout_s=60)[0] == {
+        "auto": [[3, 1], [2, 2]],
+        "measured-once": [[3, 1], [3, 1]],
+        "even": [[2, 2], [2, 2]],
+        "[1, 3]": [[1, 3], [1, 3]],
+    }
+
+
+def divided(placement: Placement) -> dict[str, list[Any]]:
+    """Shares at the start, and after some steps, for each kind of value."""
+    from phalanx.balance import Speed
+    from phalanx.comm.mesh import join
+    from phalanx.train.sharing import Sharing
+
+    found: dict[str, list[Any]] = {}
+    with join(placement, 30) as mesh:
+        for work in ("auto", "measured-once", "even", [1, 3]):
+            asked = recipe.check(BASE | {"balance": {"work": work}}, "the test's recipe")
+            sharing = Sharing(asked.balance.work, 4, [Speed(1.0), Speed(3.0)], mesh)
+            shares = [list(sharing.division.shares)]
+            for step in range(1, 5):
+                sharing.exchange(step, 0, sharing.division.shares[mesh.rank] * 1.0)
+                sharing.settle()
+            found[str(work)] = [*shares, list(sharing.division.shares)]
+    return found
+
+
+def _hardware(base: Seen, seen: Seen) -> None:
+    """What the file says holds, and nothing is measured."""
+    assert run_ranks(speeds_of_file, 2, timeout_s=60) == [[1.0, 3.0]] * 2
+
+
+def speeds_of_file(placement: Placement) -> list[float]:
+    from phalanx.comm.mesh import join
+    from phalanx.hardware import Device, Hardware, write
+    from phalanx.train.measure import know, work_of
+    from phalanx.train.sinks import Records
+    from phalanx.train.subject import spec_from_run, subject_of
+
+    with tempfile.TemporaryDirectory() as folder, join(placement, 30) as mesh:
+        file = Path(folder, "given.json")
+        config = configured({"model.vocab_size": 300, "balance.hardware": str(file)}, Path(folder))
+        subject = subject_of(config, spec_from_run(config))
+        devices = [Device(r, 0, r, "h", "cpu", "cpu", 1, 4, ((1, 2.0 * r + 1.0),), None) for r in range(2)]
+        write(file, Hardware(work_of(config, subject), tuple(devices), None))
+        paths = RunPaths(Path(folder))
+        speeds, _ = know(config, subject, placement, mesh, paths, Records(paths, 1, [], active=True))
+        return [speed.sequence_s for speed in speeds]
+
+
 def _max_restarts(base: Seen, seen: Seen) -> None:
     """A run that fails at each attempt, since a file lies where TensorBoard wants its folder."""
     assert [len(attempts) for attempts in run_ranks(fail_again, 1, timeout_s=60)[0]] == [1, 3]
@@ -411,11 +500,23 @@ CASES: dict[str, Case] = {
     "model.tie_embeddings": Case({"model.tie_embeddings": True}, bigger(-300 * 16)),
     "model.init_std": Case({"model.init_std": 0.05}, curve),
     "model.dropout": Case({"model.dropout": 0.3}, curve),
+    "model.attention_dropout": Case(MASKED | {"model.attention_dropout": 0.3}, curve, beside="masked"),
     "model.lora.adapter": Case(_lora(adapter="FOLDER/adapter", rank="auto"), _adapter, beside="lora"),
     "model.lora.rank": Case(_lora(rank=3), _adapters, beside="lora"),
     "model.lora.alpha": Case(_lora(alpha=1), _adapters, beside="lora"),
     "model.lora.dropout": Case(_lora(dropout=0.3), _adapters, beside="lora"),
     "model.lora.targets": Case(_lora(targets=["q"]), _adapters, beside="lora"),
+    "task.kind": Case(TASK | {"task.kind": "own"}, both(curve, equal("tokens", [4] * 3, [32] * 3))),
+    "task.code": Case(TASK | {"task.code": "FOLDER/other_task.py"}, both(bigger(0), curve), beside="own task"),
+    "task.options": Case(TASK | {"task.options": {"width": 5}}, bigger(2 * 4), beside="own task"),
+    "task.mask_share": Case(MASKED | {"task.mask_share": 0.4}, both(curve, more_tokens), beside="masked"),
+    "task.whole_word": Case(MASKED | {"task.whole_word": True}, curve, beside="masked"),
+    "task.next_sentence": Case(MASKED | {"task.next_sentence": True}, bigger(16 * 17 + 2 * 17), beside="masked"),
+    "task.labels": Case(TAG | {"task.labels": ["B-W", "O", "more"]}, bigger(17), beside="tag"),
+    "data.tokens_key": Case(TAG | {"data.tokens_key": "others"}, curve, beside="tag"),
+    "data.tags_key": Case(TAG | {"data.tags_key": "tags"}, curve, beside="tag"),
+    "data.label_key": Case(CLASSIFY | {"data.label_key": "other"}, curve, beside="classify"),
+    "data.pair_key": Case(CLASSIFY | {"data.pair_key": "text"}, curve, beside="classify"),
     "data.source": Case({"data.source": "FOLDER/other.jsonl"}, curve),
     "data.tokenizer": Case({"data.tokenizer": "FOLDER/exported"}, _tokenizer),
     "data.tokenizer_vocab": Case({"data.tokenizer_vocab": 270}, bigger(-2 * 30 * 16)),
@@ -475,6 +576,8 @@ CASES: dict[str, Case] = {
     ),
     "optim.min_lr_ratio": Case({"optim.min_lr_ratio": 1.0}, rates(lambda lr: [1e-2] * 3)),
     "parallel.data": Case({"parallel.data": "fsdp2"}, equal("engine", "Fsdp2", "Single"), how="look", beside="looked"),
+    "balance.work": Case({}, _work),
+    "balance.hardware": Case({}, _hardware),
     "memory.activations": Case(
         {"memory.activations": "full"}, equal("forward_calls", 4, 2), how="look", beside="looked"
     ),
@@ -517,6 +620,15 @@ def write_text(folder: Path) -> None:
                   * 3} for i in range(60)]  # fmt: skip
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "own.py").write_text(OWN)
+    (folder / "task.py").write_text(OWN_TASK.replace("TARGET", "1.0"))
+    (folder / "other_task.py").write_text(OWN_TASK.replace("TARGET", "2.0"))
+    labelled = []
+    for i in range(60):
+        words, numbers = [f"hello{i}", "again", str(i)], [str((i + 1) * 104729**2), "good", f"bye{i * 7919**2}"]
+        one = {"tokens": words, "others": numbers, "ner_tags": ["B-W", "O", "O"], "tags": ["O", "B-W", "O"]}
+        texts = {"text": " ".join(words), "title": " ".join(numbers)}
+        labelled.append(one | texts | {"label": i % 2, "other": i % 3 % 2})
+    (folder / "labelled.jsonl").write_text("".join(json.dumps(line) + "\n" for line in labelled))
     talks = []
     for i in range(60):
         ask, answer = {"role": "user", "content": f"{i} * {i}?"}, {"role": "assistant", "content": f"{i * i}, said {i}"}
@@ -533,10 +645,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     folder = tmp_path_factory.mktemp("fields")
     write_text(folder)
     asked = [("base", "walk", {}), ("rope", "walk", ROPE), ("yarn", "walk", YARN)]
-    asked += [("prompts", "walk", PROMPTS), ("chat", "walk", CHAT)]
+    asked += [("own task", "walk", TASK), ("prompts", "walk", PROMPTS), ("chat", "walk", CHAT)]
     asked += [("saving", "walk", {"checkpoint.every": 1}), ("looked", "look", {}), ("lora", "walk", LORA)]
     asked += [("fp16", "walk", {"train.dtype": "fp16"}), ("sgd", "walk", SGD), ("wsd", "walk", WSD)]
-    asked += [("polynomial", "walk", {"optim.schedule": "polynomial"})]
+    asked += [("polynomial", "walk", {"optim.schedule": "polynomial"}), ("masked", "walk", MASKED)]
+    asked += [("tag", "walk", TAG), ("classify", "walk", CLASSIFY)]
     asked += [(key, case.how, case.changes) for key, case in CASES.items() if case.changes]
     found: dict[str, Seen] = run_ranks(observe, 1, timeout_s=200, folder=str(folder), cases=asked)[0]
     return found

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,25 +91,28 @@ def test_a_lock_that_leads_nowhere_is_a_sentence(tmp_path: Path) -> None:
         folder.open_folder(RunPaths(tmp_path))
 
 
+Known = dict[str, dict[str, Any]]
+
+
 @pytest.fixture
-def tokens(tmp_path: Path) -> dict[str, TokenFile]:
+def tokens(tmp_path: Path) -> Known:
     writer = TokenWriter(tmp_path / "tokens", vocab_size=10, eos_id=0, key="k")
     writer.append(np.array([1, 2, 3]))
     writer.finish()
-    return {"train": TokenFile(tmp_path / "tokens")}
+    return {"train": folder.of_tokens(TokenFile(tmp_path / "tokens"))}
 
 
 @pytest.mark.parametrize(
     "text", ["[]", "null", "7", '"train"', '{"train": 3}', '{"train": []}', "{}", pytest.param("[" * 99999, id="deep")]
 )
-def test_a_note_of_the_data_that_is_none_is_a_sentence(tmp_path: Path, tokens: dict[str, TokenFile], text: str) -> None:
+def test_a_note_of_the_data_that_is_none_is_a_sentence(tmp_path: Path, tokens: Known, text: str) -> None:
     paths = RunPaths(tmp_path)
     paths.data.write_text(text)
     with pytest.raises(RunError, match="restore it or choose another --run-dir"):
         folder.check_data(paths, tokens, going_on=True)
 
 
-def test_other_tokens_are_named(tmp_path: Path, tokens: dict[str, TokenFile]) -> None:
+def test_other_tokens_are_named(tmp_path: Path, tokens: Known) -> None:
     paths = RunPaths(tmp_path)
     folder.check_data(paths, tokens, going_on=False)
     folder.check_data(paths, tokens, going_on=True)

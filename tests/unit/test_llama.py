@@ -9,7 +9,7 @@ from phalanx.models import attention as attention_module
 from phalanx.models.attention import attention
 from phalanx.models.draws import Draws
 from phalanx.models.layers import RMSNorm, apply_rope, cross_entropy_sum_plain, rope_table
-from phalanx.models.llama import HF_NAMES, Block, Llama, init_slice, initial, units
+from phalanx.models.llama import HF_NAMES, Block, Llama, init_slice, initial
 from phalanx.models.spec import ARCHITECTURES, PRESETS, ModelSpec, parameter_shapes
 
 SPEC = ModelSpec(vocab_size=96, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=128)
@@ -39,8 +39,8 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def test_units_cover_every_parameter_once_in_order_of_use() -> None:
     model = build(SPEC)
-    assert [name for name, _ in units(model)] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
-    names = [f"{unit}.{name}" for unit, module in units(model) for name, _ in module.named_parameters()]
+    assert [name for name, _ in model.units()] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
+    names = [f"{unit}.{name}" for unit, module in model.units() for name, _ in module.named_parameters()]
     assert names == [name for name, _ in model.named_parameters()]
     assert set(names) == set(parameter_shapes(SPEC))
 
@@ -86,7 +86,7 @@ def test_initial_distributions() -> None:
 
 
 def test_every_parameter_has_a_hugging_face_name() -> None:
-    specs = [replace(SPEC, layers=1, architecture=architecture) for architecture in ARCHITECTURES]
+    specs = [replace(SPEC, layers=1, architecture=one) for one in ARCHITECTURES if one != "bert"]
     ours = {name.replace("layers.0.", "layers.{i}.") for spec in specs for name in parameter_shapes(spec)}
     assert ours == set(HF_NAMES)
 

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx import balance
-from phalanx.data.loader import ORDER_BLOCK, Loader, Sample, shuffled
+from phalanx.balance import Division
+from phalanx.data.loader import ORDER_BLOCK, Loader, shuffled
 from phalanx.data.order import order
-from phalanx.data.packing import Form
+from phalanx.data.packing import Form, Sample, rows_of
 from phalanx.data.tokens import TokenFile, TokenWriter
 from phalanx.errors import DataError
 
@@ -32,8 +33,11 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
     return TokenFile(folder)
 
 
-def loader(token_file: TokenFile, rank: int = 0, micro_batch: int = 3, seed: int = 1, held_out: bool = False) -> Loader:
-    return Loader([(token_file, 1.0)], Form(SEQ_LEN), BATCH, seed, rank, micro_batch, held_out)
+WHOLE = Division((BATCH,), 4)
+
+
+def loader(token_file: TokenFile, rank: int = 0, seed: int = 1, held_out: bool = False) -> Loader:
+    return Loader([(rows_of(token_file, Form(SEQ_LEN), seed), 1.0)], BATCH, seed, rank, held_out)
 
 
 def windows(batches: list[list[Sample]]) -> list[int]:
@@ -95,48 +99,50 @@ shares_strategy = st.lists(st.integers(0, BATCH), min_size=0, max_size=5).map(
 
 
 @settings(max_examples=100, deadline=None)
-@given(shares=shares_strategy, step=st.integers(0, 20), skipped=st.integers(0, 3), micro_batch=st.integers(1, 12))
+@given(shares=shares_strategy, step=st.integers(0, 20), skipped=st.integers(0, 3), parts=st.integers(1, 12))
 def test_any_shares_make_up_the_batch_of_one_rank(
-    token_file: TokenFile, shares: list[int], step: int, skipped: int, micro_batch: int
+    token_file: TokenFile, shares: list[int], step: int, skipped: int, parts: int
 ) -> None:
-    alone = loader(token_file).batches(step, [BATCH], skipped)
-    ranks = [loader(token_file, rank, micro_batch).batches(step, shares, skipped) for rank in range(len(shares))]
+    division = Division(tuple(shares), parts)
+    alone = loader(token_file).batches(step, WHOLE, skipped)
+    ranks = [loader(token_file, rank).batches(step, division, skipped) for rank in range(len(shares))]
     assert [w for rank in ranks for w in windows(rank)] == windows(alone)
     assert [p for rank in ranks for p in positions(rank)] == positions(alone)
     assert positions(alone) == [(step + skipped) * BATCH + i for i in range(BATCH)]
-    assert {len(rank) for rank in ranks} == {-(-max(shares) // micro_batch)}
-    for rank, share in zip(ranks, shares, strict=True):
+    assert {len(rank) for rank in ranks} == {parts}
+    for number, (rank, share) in enumerate(zip(ranks, shares, strict=True)):
         sizes = [len(batch) for batch in rank]
         assert sum(sizes) == share
-        assert max(sizes) <= micro_batch
+        assert max(*sizes, 1) == division.largest(number)
         assert sizes == sorted(sizes, reverse=True)
         assert max(sizes) - min(sizes) <= 1
 
 
 def test_changing_shares_between_steps_changes_nothing(token_file: TokenFile) -> None:
-    fixed = [windows(loader(token_file).batches(step, [BATCH])) for step in range(6)]
+    fixed = [windows(loader(token_file).batches(step, WHOLE)) for step in range(6)]
     changing = [[10, 0, 0], [0, 10, 0], [3, 3, 4], [4, 3, 3], [1, 9, 0], [0, 0, 10]]
     loaders = [loader(token_file, rank) for rank in range(3)]
     for step in (4, 0, 5, 1, 3, 2):  # in any order: there is no state
-        assert [w for one in loaders for w in windows(one.batches(step, changing[step]))] == fixed[step]
+        division = Division(tuple(changing[step]), 1 + step % 3)
+        assert [w for one in loaders for w in windows(one.batches(step, division))] == fixed[step]
 
 
 def test_each_epoch_has_every_window_once_in_another_order(token_file: TokenFile) -> None:
-    stream = [w for step in range(12) for w in windows(loader(token_file).batches(step, [BATCH]))]
+    stream = [w for step in range(12) for w in windows(loader(token_file).batches(step, WHOLE))]
     first, second, third = (stream[i * WINDOWS : (i + 1) * WINDOWS] for i in range(3))
     assert sorted(first) == sorted(second) == sorted(third) == list(range(WINDOWS))
     assert first != second != third != first
-    other = [w for step in range(4) for w in windows(loader(token_file, seed=2).batches(step, [BATCH]))]
+    other = [w for step in range(4) for w in windows(loader(token_file, seed=2).batches(step, WHOLE))]
     assert other[:WINDOWS] != first
 
 
 def test_skipped_batches_are_passed_over(token_file: TokenFile) -> None:
     one = loader(token_file)
-    assert windows(one.batches(3, [BATCH], skipped=2)) == windows(one.batches(5, [BATCH]))
+    assert windows(one.batches(3, WHOLE, skipped=2)) == windows(one.batches(5, WHOLE))
 
 
 def test_windows_overlap_by_one_token(token_file: TokenFile) -> None:
-    for batch in loader(token_file).batches(0, [BATCH]):
+    for batch in loader(token_file).batches(0, WHOLE):
         for sample in batch:
             start = int(sample.tokens[0])
             assert start % SEQ_LEN == 0
@@ -144,8 +150,8 @@ def test_windows_overlap_by_one_token(token_file: TokenFile) -> None:
             assert sample.tokens.dtype == np.int64
 
 
-def halves(count: int) -> list[int]:
-    return [count // 2, count - count // 2]
+def halves(count: int) -> Division:
+    return Division((count // 2, count - count // 2), 3)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(0, 0), (7, 7), (20, 20), (25, 25), (1000, WINDOWS)])
@@ -158,7 +164,7 @@ def test_evaluation_walks_the_same_windows_spread_over_the_file(
     assert walked == sorted(set(walked))
     if 5 < expected < WINDOWS:
         assert walked[-1] > WINDOWS // 2, "a few windows must not all come from the first documents"
-    again = loader(token_file, held_out=True).evaluation(lambda n: [n], limit)
+    again = loader(token_file, held_out=True).evaluation(lambda n: Division((n,), 2), limit)
     assert [w for batch in again for w in windows(batch)] == walked
     assert all(len(a) == len(b) for a, b in zip(*ranks, strict=True))
 
@@ -169,7 +175,7 @@ def test_a_held_out_file_may_be_smaller_than_a_batch_and_even_empty(tmp_path: Pa
         writer.extend(np.array([*range(1, count), 99][:count]), np.array([count] if count else [], np.int64))
         writer.finish()
         file = TokenFile(tmp_path / str(count))
-        batches = list(loader(file, held_out=True).evaluation(lambda n: [n], 100))
+        batches = list(loader(file, held_out=True).evaluation(lambda n: Division((n,), 2), 100))
         assert [sample.position for batch in batches for part in batch for sample in part] == expected
         with pytest.raises(DataError, match=r"fewer than one global batch of 10; add data") as caught:
             loader(file)
@@ -180,7 +186,7 @@ def test_a_held_out_file_may_be_smaller_than_a_batch_and_even_empty(tmp_path: Pa
 def test_shares_that_do_not_add_up_are_a_programming_error(token_file: TokenFile) -> None:
     for shares in ([BATCH, 1], [], [BATCH + 1, -1]):
         with pytest.raises(AssertionError):
-            loader(token_file).batches(0, shares)
+            loader(token_file).batches(0, Division(tuple(shares), 1))
 
 
 # ------------------------------------------------------------------------------------------------------------- mixtures
@@ -207,8 +213,10 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[TokenFile, flo
 
 def drawn(sources: list[tuple[TokenFile, float]], steps: range, shares: list[int], seed: int = 1) -> list[int]:
     """First tokens of all samples of these steps, of all ranks in order."""
-    ranks = [Loader(sources, Form(SEQ_LEN), sum(shares), seed, rank, 3) for rank in range(len(shares))]
-    samples = [s for k in steps for rank in ranks for batch in rank.batches(k, shares) for s in batch]
+    rows = [(rows_of(file, Form(SEQ_LEN), seed), weight) for file, weight in sources]
+    ranks = [Loader(rows, sum(shares), seed, rank) for rank in range(len(shares))]
+    division = Division(tuple(shares), 3)
+    samples = [s for k in steps for rank in ranks for batch in rank.batches(k, division) for s in batch]
     assert [s.position for s in samples] == list(range(steps.start * sum(shares), steps.stop * sum(shares)))
     return [int(sample.tokens[0]) for sample in samples]
 
@@ -258,7 +266,7 @@ def test_the_mixture_is_the_same_in_every_version(three: list[tuple[TokenFile, f
 def test_a_source_that_makes_no_sequence_cannot_be_mixed(three: list[tuple[TokenFile, float]], tmp_path: Path) -> None:
     none = numbered(tmp_path / "none", 0, 1)
     with pytest.raises(DataError, match="has 1 tokens, which make 0 sequences of 4, so it cannot take its share"):
-        Loader([*three, (none, 1.0)], Form(SEQ_LEN), BATCH, 0, 0, 1)
+        Loader([(rows_of(file, Form(SEQ_LEN), 0), 1.0) for file in (three[0][0], none)], BATCH, 0, 0)
 
 
 @pytest.mark.parametrize(("weights", "total", "expected"), [

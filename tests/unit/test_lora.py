@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx import recipe
-from phalanx.config import LoraSection
 from phalanx.errors import ConfigError
+from phalanx.model_config import LoraSection
+from phalanx.models.custom import on_meta
 from phalanx.models.draws import Draws
 from phalanx.models.layers import cross_entropy_sum
 from phalanx.models.llama import Block, Llama, init_slice
@@ -295,11 +296,11 @@ def test_frozen_weights_cost_their_own_bytes_and_no_gradient() -> None:
     attention = flops_per_token(SPEC, 10)[0] - 6 * plain
     assert flops_per_token(spec, 10)[0] == 4 * plain + 6 * count + attention
     bf16, rule = Precision(torch.bfloat16, torch.bfloat16), AdamW(0.9, 0.95, 1e-8, 0.0)
-    one = state_items(spec, bf16, 1, Llama, rule)
+    one = state_items(on_meta(spec), spec, bf16, 1, rule)
     assert one["frozen weights"] == 2 * frozen
     assert one["gradient of the head"] == 0
     assert sum(one.values()) == 2 * frozen + count * (4 + 8 + 2 + 2 + 4)  # master, moments, rounded, gradients
-    two = state_items(spec, bf16, 2, Llama, rule)
+    two = state_items(on_meta(spec), spec, bf16, 2, rule)
     assert two["frozen weights"] == frozen
     # A model of two blocks is whole when both are: all of it, beside the shards.
     assert two["weights in use"] == 2 * (frozen + count)

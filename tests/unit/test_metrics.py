@@ -6,11 +6,18 @@ import math
 import pytest
 import torch
 
-from phalanx.comm.mesh import join
+from phalanx.balance import Speed, in_parts
+from phalanx.comm.mesh import Mesh, join
 from phalanx.records import Placement
-from phalanx.train.metrics import HostCopy, Recorder, Speed
+from phalanx.train.metrics import HostCopy, Recorder
+from phalanx.train.metrics import Speed as Flops
+from phalanx.train.sharing import Sharing
 
 ALONE = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device="cpu", store=None)
+
+
+def alone(mesh: Mesh) -> Sharing:
+    return Sharing("auto", 8, [Speed(1.0)], mesh)
 
 
 def results(loss: float, norm: float = 1.0, skip: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -19,7 +26,7 @@ def results(loss: float, norm: float = 1.0, skip: float = 0.0) -> tuple[torch.Te
 
 def test_a_record_is_handed_out_once_and_late() -> None:
     with join(ALONE, 10) as mesh:
-        recorder = Recorder(mesh, Speed(600, 400, None), attempt=2, total_tokens=1000, positions=16)
+        recorder = Recorder(mesh, Flops(600, 400, None), 2, total_tokens=1000, positions=16, sharing=alone(mesh))
         assert recorder.flush() is None
         recorder.measured(7, results(30.0, 2.5), 10, 1e-3, 0.25)
         record = recorder.flush()
@@ -36,7 +43,7 @@ def test_a_record_is_handed_out_once_and_late() -> None:
 @pytest.mark.parametrize(("loss", "weight"), [(math.nan, 10), (math.inf, 10), (0.0, 0)])
 def test_what_is_no_number_is_none(loss: float, weight: int) -> None:
     with join(ALONE, 10) as mesh:
-        recorder = Recorder(mesh, Speed(6, 6, None), attempt=1, total_tokens=0, positions=10)
+        recorder = Recorder(mesh, Flops(6, 6, None), attempt=1, total_tokens=0, positions=10, sharing=alone(mesh))
         recorder.measured(1, results(loss, math.nan, 1.0), weight, 1e-3, 0.0)
         record = recorder.flush()
     assert record is not None
@@ -45,7 +52,7 @@ def test_what_is_no_number_is_none(loss: float, weight: int) -> None:
 
 def test_time_between_steps_is_left_out_when_the_clock_is_started_again() -> None:
     with join(ALONE, 10) as mesh:
-        recorder = Recorder(mesh, Speed(6, 6, None), attempt=1, total_tokens=0, positions=10)
+        recorder = Recorder(mesh, Flops(6, 6, None), attempt=1, total_tokens=0, positions=10, sharing=alone(mesh))
         torch.ones(1 << 22).sort()
         recorder.restart_clock()
         recorder.measured(1, results(1.0), 1, 1e-3, 0.0)
@@ -55,8 +62,8 @@ def test_time_between_steps_is_left_out_when_the_clock_is_started_again() -> Non
 
 
 def test_mfu_is_what_the_model_needs_of_what_the_devices_can() -> None:
-    assert Speed(600, 450, 1e6).mfu(1000) == (0.6, 0.45)
-    assert Speed(600, 450, None).mfu(1000) == (None, None)
+    assert Flops(600, 450, 1e6).mfu(1000) == (0.6, 0.45)
+    assert Flops(600, 450, None).mfu(1000) == (None, None)
 
 
 def test_a_host_copy_is_of_that_moment() -> None:
@@ -65,3 +72,17 @@ def test_a_host_copy_is_of_that_moment() -> None:
     with torch.no_grad():
         value.mul_(10)
     assert copy.get() == [1.5, 2.0]
+
+
+def test_very_many_ranks_are_named_now_and_then_and_whenever_their_shares_change() -> None:
+    with join(ALONE, 10) as mesh:
+        sharing = Sharing("even", 130, [Speed(1.0)] * 65, dataclasses.replace(mesh, world=65))
+        named = []
+        for step in range(1, 130):
+            sharing.exchange(step, 0, 1.0)
+            sharing.settle()
+            if sharing.shown(step)[0] is not None:
+                named.append(step)
+            if step == 70:
+                sharing.division = in_parts([66] + [1] * 64, sharing.most)
+    assert named == [1, 64, 71, 128]

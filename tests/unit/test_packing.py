@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.balance import Division
 from phalanx.data.loader import Loader
-from phalanx.data.packing import Form, Packed, Windows, pack
+from phalanx.data.packing import Form, Packed, Windows, pack, rows_of
 from phalanx.data.tokens import TokenFile, TokenWriter
 from phalanx.errors import DataError
 from phalanx.models.llama import Llama, init_slice
@@ -110,10 +111,10 @@ def test_a_row_is_whole_documents_and_padding(tmp_path: Path, drop_long: bool) -
 def test_documents_that_no_row_holds_are_told(tmp_path: Path) -> None:
     file = write(tmp_path / "set", [3, 30, 40])
     for drop, done in ((False, "cut"), (True, "left out")):
-        [said] = Loader([(file, 1.0)], Form(8, packed=True, drop_long=drop), 1, 0, 0, 1).warnings()
+        [said] = rows_of(file, Form(8, packed=True, drop_long=drop), 0).warnings()
         assert said.startswith(f"2 of 3 documents are longer than data.seq_len 8 and are {done} (data.too_long)")
-    assert not Loader([(file, 1.0)], Form(39, packed=True), 1, 0, 0, 1).warnings()
-    assert not Loader([(file, 1.0)], Form(8), 1, 0, 0, 1).warnings()
+    assert not rows_of(file, Form(39, packed=True), 0).warnings()
+    assert not rows_of(file, Form(8), 0).warnings()
 
 
 def test_too_few_rows_are_named_with_their_documents(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_too_few_rows_are_named_with_their_documents(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match="8 tokens in 2 documents, which make 1 sequences of 8, fewer than one global b"
     ):
-        Loader([(file, 1.0)], Form(8, packed=True), 2, 0, 0, 1)
+        Loader([(rows_of(file, Form(8, packed=True), 0), 1.0)], 2, 0, 0)
 
 
 def test_windows_know_their_documents_where_they_are_asked(tmp_path: Path) -> None:
@@ -154,9 +155,9 @@ def test_a_packed_row_is_its_documents_one_by_one(tmp_path: Path) -> None:
         parameters[name].data.copy_(50 * values.view(shape) if "norm" not in name else values.view(shape))
     lengths = [5, 8, 11, 2, 3, 20, 7, 33, 40]
     file = write(tmp_path / "set", lengths)
-    loader = Loader([(file, 1.0)], Form(32, packed=True), 4, 0, 0, 4)
+    loader = Loader([(rows_of(file, Form(32, packed=True), 0), 1.0)], 4, 0, 0)
     task = LanguageModel(32, isolated=True)
-    [samples] = loader.batches(0, [4])
+    [samples] = loader.batches(0, Division((4,), 1))
     batch = task.collate(samples)
     together = task.loss_sum(model, batch, None)
     together.backward()

@@ -80,7 +80,7 @@ MALFORMED = [
     ("'': 1", "unknown key ''"),
     ("'a(b': 1", "unknown key a(b"),
     ("'a[0]': 1", "unknown key a[0]"),
-    ("int: 1", "unknown key int; the sections are model, data, train"),
+    ("int: 1", "unknown key int; the sections are model, task, data, train"),
     ("train: {int: 1}", "unknown key train.int; the keys of train are steps, global_batch"),
     ("train: {'literal[''auto'']': 1}", "unknown key train.literal"),
     ("trian: {steps: 1}", "unknown key trian; did you mean train?"),
@@ -121,6 +121,12 @@ MALFORMED = [
     ("train: {compile: 2}", "train.compile must be true or false or 'auto', not 2"),
     ("train: {dtype: fp8}", "train.dtype must be 'auto', 'bf16', 'fp16', 'fp32', 'fp64' or 'mixed', not 'fp8'"),
     ("train: {dtype: 32}", "train.dtype must be 'auto', 'bf16', 'fp16', 'fp32', 'fp64' or 'mixed', not 32"),
+    ("balance: {work: fast}", "balance.work must be 'auto', 'even', 'measured-once' or a list of whole numbers from 0"),
+    ("balance: {work: []}", "or a list of whole numbers from 0, not []"),
+    ("balance: {work: [3, -1]}", "or a list of whole numbers from 0, not [3, -1]"),
+    ("balance: {work: [3.5]}", "or a list of whole numbers from 0, not [3.5]"),
+    ("balance: {work: true}", "or a list of whole numbers from 0, not True"),
+    (GOOD + "balance: {work: [30, 1]}", "balance.work gives the ranks 31 sequences of a step together, but train.glob"),
     ("optim: {schedule: cosign}", "optim.schedule must be 'cosine', 'linear', 'constant', 'polynomial' or 'wsd', not"),
     ("optim: {lr: fast}", "optim.lr must be a number, not 'fast'"),
     ("optim: {lr: true}", "optim.lr is a number, not true or false"),
@@ -209,7 +215,7 @@ def test_a_malformed_recipe_is_a_sentence(text: str, sentence: str) -> None:
     assert found.startswith("r.yaml")
     assert sentence in found
     assert "\n" not in found or " problems:\n" in found
-    assert len(found) < 500
+    assert len(found) < 600
     assert "Traceback" not in found and "pydantic" not in found and "Error" not in found
 
 
@@ -404,6 +410,7 @@ def test_auto_is_resolved_by_device_and_world() -> None:
     config = recipe.check(tree(train={"steps": 70}), "here")
     resolved, chosen = recipe.resolve(config, device="cpu", world=1)
     assert {key: value for key, value, _ in chosen} == {
+        "task.kind": "language",
         "train.dtype": "fp32",
         "train.compile": False,
         "optim.decay_steps": 70,
@@ -415,6 +422,7 @@ def test_auto_is_resolved_by_device_and_world() -> None:
     assert recipe.resolve(resolved, device="cpu", world=1) == (resolved, [])
     elsewhere = {key: value for key, value, _ in recipe.resolve(config, device="gpu", world=8)[1]}
     assert elsewhere == {
+        "task.kind": "language",
         "train.dtype": "bf16",
         "train.compile": True,
         "optim.decay_steps": 70,
@@ -423,6 +431,13 @@ def test_auto_is_resolved_by_device_and_world() -> None:
     }
     none = recipe.check(tree(train={"steps": 0}, optim={"warmup_steps": 5}), "here")
     assert recipe.resolve(none, device="cpu", world=1)[0].optim.decay_steps == "auto"  # the next start decides
+
+
+def test_a_list_of_shares_is_one_of_all_ranks() -> None:
+    config = recipe.check(tree(balance={"work": [30, 2]}), "here")
+    for world, there in ((3, "are 3"), (1, "is 1")):
+        with pytest.raises(ConfigError, match=rf"has a number for each of 2 ranks, but there {there}; give each"):
+            recipe.resolve(config, device="cpu", world=world)
 
 
 def test_one_rank_alone_is_not_asked_of_many() -> None:
@@ -456,6 +471,8 @@ FREE = {
     "data.cache": "/elsewhere",
     "data.workers": 2,
     "parallel.data": "fsdp2",
+    "balance.work": "even",
+    "balance.hardware": "given.json",
     "memory.activations": "full",
     "comm.timeout_s": 5.0,
     "checkpoint.every": 2,

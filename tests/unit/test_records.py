@@ -14,6 +14,7 @@ from phalanx.records import (
     RunPaths,
     StepRecord,
     append_line,
+    last_line,
     read_lines,
     read_steps,
     split_attempts,
@@ -25,6 +26,7 @@ from phalanx.records import (
 def test_lines_come_back_in_order(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     assert list(read_lines(path)) == []
+    assert last_line(path) is None
     records = [{"n": 1, "text": "naïve\n試し"}, {"n": 2, "path": "x"}, {}]
     for record in records:
         append_line(path, record)
@@ -44,9 +46,11 @@ def test_a_torn_line_costs_nothing_but_itself(tmp_path: Path, torn: bytes) -> No
     append_line(path, {"n": 1})
     with open(path, "ab") as file:
         file.write(torn)
+    assert last_line(path) == {"n": 1}
     append_line(path, {"n": 2})
     append_line(path, {"n": 3})
     assert [record["n"] for record in read_lines(path)] == [1, 2, 3]
+    assert last_line(path) == {"n": 3}
 
 
 def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from phalanx.models.spec import (
     flops_per_token,
     parameter_count,
     parameter_shapes,
-    problems,
 )
+from phalanx.models.spec_problems import problems
 
 PUBLISHED = {
     "llama-1-7b": 6_738_415_616,
@@ -49,6 +49,14 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "bert-tiny": 4_416_698,
+    "bert-mini": 11_201_594,
+    "bert-small": 28_795_194,
+    "bert-medium": 41_404_730,
+    "bert-base-uncased": 109_514_298,
+    "bert-base-cased": 108_340_804,
+    "bert-large-uncased": 335_174_458,
+    "bert-large-cased": 333_610_308,
 }
 TINY = ModelSpec(vocab_size=64, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=128)
 
@@ -103,6 +111,10 @@ def test_rope_scaling_only_from_3_1_on() -> None:
         ({"rope_scaling": RopeScaling(rule="yarn", factor=2.0), "rope_theta": 1.0}, "rope_theta"),
         ({"rope_scaling": RopeScaling(rule="dynamic", factor=2.0), "head_dim": 2}, "head_dim"),
         ({"kv_heads": 3}, "model.kv_heads"),
+        ({"attention_dropout": 0.1}, "only model.architecture bert"),
+        ({"architecture": "bert", "objective": "masked", "segment_kinds": 2, "tie_embeddings": True}, "share nothing"),
+        ({"architecture": "bert", "kv_heads": 4, "segment_kinds": 2}, "model.tie_embeddings"),
+        ({"architecture": "bert", "kv_heads": 4, "tie_embeddings": True}, "table of segments"),
         ({"hidden": 2**56}, "model.hidden"),
         ({"vocab_size": 2**60}, "model.vocab_size"),
         ({"lora": LoraSpec(rank=2**60, alpha=1.0, targets=("q",))}, "model.lora.rank"),

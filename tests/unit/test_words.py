@@ -21,6 +21,16 @@ DETAILS = ("step", "loss", "pids", "pid", "rank", "signal", "exit_code", "bytes"
             {"kind": "worker_died", "rank": 1, "pid": 42, "signal": 9},
             "rank 1 (pid 42) was killed by SIGKILL after step 7",
         ),
+        (
+            {"kind": "worker_died", "rank": 1, "pid": 42, "signal": 9, "host": "gpu2"},
+            "rank 1 on gpu2 (pid 42) was killed by SIGKILL after step 7",
+        ),
+        ({"kind": "node_joined", "node": 1, "host": "gpu2", "ranks": 2}, "node 1 (gpu2) joined with 2 ranks"),
+        ({"kind": "node_joined", "node": 1, "ranks": 1}, "node 1 joined with 1 rank"),
+        (
+            {"kind": "node_lost", "node": 1, "host": "gpu2", "reason": "it closed the connection"},
+            "node 1 (gpu2) was lost: it closed the connection",
+        ),
         ({"kind": "worker_died", "rank": 0, "exit_code": 11}, "rank 0 ran out of memory (exit code 11) after step 7"),
         ({"kind": "worker_died", "rank": 0, "exit_code": 3}, "rank 0 ended with exit code 3 after step 7"),
         (

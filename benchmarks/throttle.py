@@ -1,0 +1,142 @@
+"""Processes that may use no more than a part of a core: devices of chosen speeds on one machine.
+
+By a CPU quota of a control group (v1 or v2) where this process may make one, otherwise by a helper of each process that
+stops it for the rest of every period once it has had its part. Linux only.
+"""
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PERIOD_S = 0.010
+LEAST = 0.1  # of a core: the kernel takes no quota below a millisecond a period
+
+
+class Throttle:
+    """Limits for `ranks` processes. Each calls `enter` on itself; anyone may call `limit` at any time."""
+
+    kind: str
+
+    def enter(self, rank: int) -> None:
+        """Put this process under the limit of `rank`."""
+        raise AssertionError
+
+    def limit(self, rank: int, cores: float) -> None:
+        """Allow the processes of `rank` so much of a core from now on."""
+        raise AssertionError
+
+
+class ControlGroups(Throttle):
+    """One group for each rank below `parent`, a folder of the CPU controller of either version."""
+
+    def __init__(self, parent: Path, ranks: int) -> None:
+        self.second = (parent / "cgroup.controllers").exists()
+        self.kind = f"control groups v{2 if self.second else 1}"
+        self._groups = [parent / f"rank-{rank}" for rank in range(ranks)]
+        for group in self._groups:
+            group.mkdir()
+
+    def enter(self, rank: int) -> None:
+        (self._groups[rank] / "cgroup.procs").write_text(str(os.getpid()))
+
+    def limit(self, rank: int, cores: float) -> None:
+        assert cores >= LEAST, cores
+        period, quota = round(PERIOD_S * 1e6), round(cores * PERIOD_S * 1e6)
+        if self.second:
+            (self._groups[rank] / "cpu.max").write_text(f"{quota} {period}")
+            return
+        (self._groups[rank] / "cpu.cfs_quota_us").write_text(
+            "-1"
+        )  # a shorter period must not make it more than allowed
+        (self._groups[rank] / "cpu.cfs_period_us").write_text(str(period))
+        (self._groups[rank] / "cpu.cfs_quota_us").write_text(str(quota))
+
+    def remove(self) -> None:
+        for group in self._groups:
+            group.rmdir()
+
+
+class StopAndGo(Throttle):
+    """A forked helper stops its process once it has used its part of a period, and lets it go on in the next."""
+
+    kind = "stop and go"
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self._parts = [folder / f"rank-{rank}" for rank in range(ranks)]
+
+    def enter(self, rank: int) -> None:
+        watched = os.getpid()
+        if os.fork() == 0:
+            try:
+                self._watch(watched, self._parts[rank])
+            finally:
+                os._exit(0)
+
+    def limit(self, rank: int, cores: float) -> None:
+        arriving = self._parts[rank].with_suffix(".new")
+        arriving.write_text(str(cores))
+        os.replace(arriving, self._parts[rank])
+
+    @staticmethod
+    def _watch(watched: int, part: Path) -> None:
+        clock = (~watched << 3) | 2  # CPUCLOCK_SCHED of another process, as <linux/posix-timers.h> makes it
+        credit, seen_at, seen = 0.0, time.monotonic(), time.clock_gettime(clock)
+        with contextlib.suppress(ProcessLookupError, OSError):
+            while os.getppid() == watched:
+                cores = float(part.read_text())
+                now, used = time.monotonic(), time.clock_gettime(clock)
+                # What it had too much (this helper may come late) is taken from the next periods.
+                credit = min(cores * PERIOD_S, credit + cores * (now - seen_at) - (used - seen))
+                seen_at, seen = now, used
+                if credit > 0:
+                    time.sleep(max(credit, 0.0003))
+                    continue
+                os.kill(watched, signal.SIGSTOP)
+                time.sleep(PERIOD_S / 2 - credit / cores)
+                os.kill(watched, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def throttle(ranks: int, by_groups: bool | None = None) -> Iterator[Throttle]:
+    """Control groups where this process may make them (or if `by_groups` says so), else stop and go. Nothing of it is
+    left afterwards; the processes must have ended by then."""
+    parent = None if by_groups is False else _made_parent()
+    assert parent is not None or not by_groups, "this process may make no control group with a CPU quota"
+    if parent is None:
+        with tempfile.TemporaryDirectory(prefix="phalanx-throttle-") as folder:
+            yield StopAndGo(Path(folder), ranks)
+        return
+    groups = ControlGroups(parent, ranks)
+    try:
+        yield groups
+    finally:
+        groups.remove()
+        parent.rmdir()
+
+
+def _made_parent() -> Path | None:
+    """A new folder of the CPU controller, in which groups with a quota can be made."""
+    for root in (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cpu,cpuacct"), Path("/sys/fs/cgroup")):
+        parent = root / f"phalanx-{os.getpid()}"
+        try:
+            parent.mkdir()
+        except OSError:
+            continue
+        if _has_quota(parent):
+            return parent
+        parent.rmdir()
+    return None
+
+
+def _has_quota(parent: Path) -> bool:
+    if (parent / "cpu.cfs_quota_us").exists():
+        return True
+    try:
+        (parent / "cgroup.subtree_control").write_text("+cpu")
+    except OSError:
+        return False
+    return True

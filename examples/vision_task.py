@@ -1,0 +1,133 @@
+"""Image classification as a task of one's own: a small residual network, and images in IDX files as MNIST ships them.
+
+    phalanx train recipes/digits.yaml
+
+Without `task.options: {folder: FOLDER}` it learns scikit-learn's bundled digits, 8 x 8 pixels. No batch norm, whose
+statistics would depend on how a batch is cut; dropout draws by coordinates. So any devices walk the same curve.
+"""
+
+import gzip
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.errors import DataError
+from phalanx.models.draws import Draws
+from phalanx.models.model import Model
+from phalanx.tasks.own import OwnTask
+from phalanx.tasks.task import Batch
+
+
+class Block(nn.Module):
+    """x + dropout(conv(gelu(conv(norm(x)))))."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.GroupNorm(4, width), dropout
+        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor, draws: Draws | None, place: Tensor) -> Tensor:
+        y = self.second(F.gelu(self.first(self.norm(x))))
+        if draws is not None:  # a draw for each (sample, pixel, channel)
+            y = draws.dropout(y.flatten(2).transpose(1, 2), place, self.dropout).transpose(1, 2).view_as(x)
+        return x + y
+
+
+class Net(Model):
+    """Images (B, 1, H, W) -> logits (B, classes). Its units are stem, layers.0 and so on, norm and head."""
+
+    def __init__(self, width: int, depth: int, classes: int, dropout: float) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, width, 3, padding=1)
+        self.layers = nn.ModuleList(Block(width, dropout) for _ in range(depth))
+        self.norm = nn.GroupNorm(4, width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor, draws: Draws | None = None) -> Tensor:
+        x = self.stem(images)
+        places = torch.arange(len(self.layers), device=x.device)  # as tensors: one compiled block serves all
+        for place, block in zip(places, self.layers, strict=True):
+            x = block(x, draws, place)
+        return self.head(F.gelu(self.norm(x)).amax((2, 3)))
+
+
+def read_idx(folder: Path, name: str) -> np.ndarray:
+    """The array of the IDX file `name` (or `name`.gz). Source of the format: yann.lecun.com/exdb/mnist."""
+    path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
+    if path is None:
+        raise DataError(f"{folder} has neither {name} nor {name}.gz; name the folder with the four files of MNIST")
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        zeros, kind, dims = struct.unpack_from(">HBB", raw)
+        shape = struct.unpack_from(f">{dims}I", raw, 4)
+    except (OSError, EOFError, zlib.error, struct.error) as error:
+        raise DataError(f"{path} is damaged ({error}); fetch the file again") from error
+    if (zeros, kind) != (0, 8):
+        raise DataError(f"{path} is no IDX file of bytes (it begins with {raw[:4].hex()}); fetch the file again")
+    if len(raw) != 4 + 4 * dims + np.prod(shape, dtype=object):
+        raise DataError(f"{path} has {len(raw)} bytes, but its header promises {shape}; fetch the file again")
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)
+
+
+class Images:
+    """A map-style data set of (image uint8 (H, W), label)."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, what: str, classes: int) -> None:
+        self.images, self.labels = images, labels
+        if images.ndim != 3 or labels.shape != images.shape[:1]:
+            raise DataError(f"{what}: images of shape {images.shape} and labels of {labels.shape}; mend the files")
+        if labels.max(initial=0) >= classes:
+            raise DataError(f"{what}: labels up to {labels.max()}, but only {classes} classes; raise that option")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, int]:
+        return self.images[number], int(self.labels[number])
+
+
+class Task(OwnTask):
+    """What `task.code` looks for; the arguments are `task.options`."""
+
+    def __init__(self, folder: str = "", width: int = 32, depth: int = 3, classes: int = 10, dropout: float = 0.1):
+        self.folder, self.shape = folder, (width, depth, classes, dropout)
+
+    def model(self) -> Model:
+        return Net(*self.shape)
+
+    def train(self) -> Images:
+        return self.part("train", [number for number in range(1797) if number % 5])
+
+    def held_out(self) -> Images:
+        return self.part("t10k", list(range(0, 1797, 5)))
+
+    def part(self, name: str, of_digits: list[int]) -> Images:
+        if self.folder:
+            folder = Path(self.folder).expanduser()
+            images, labels = (read_idx(folder, f"{name}-{what}-ubyte") for what in ("images-idx3", "labels-idx1"))
+            return Images(images, labels, f"{folder}, {name}", self.shape[2])
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images, labels = (digits.images[of_digits] * 15).astype(np.uint8), digits.target[of_digits]
+        return Images(images, labels, "scikit-learn's digits", self.shape[2])
+
+    def collate(self, samples: Sequence[tuple[np.ndarray, int]]) -> Batch:
+        images = torch.from_numpy(np.stack([image for image, _ in samples]))[:, None].float() / 255
+        return Batch({"images": images, "labels": torch.tensor([label for _, label in samples])}, len(samples))
+
+    def loss_sum(self, model: nn.Module, batch: Batch, draws: Draws | None) -> Tensor:
+        return F.cross_entropy(model(batch.inputs["images"], draws), batch.inputs["labels"], reduction="sum")
+
+    def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        right = model(batch.inputs["images"]).argmax(-1) == batch.inputs["labels"]
+        return {"right": right.sum(), "images": torch.tensor(right.numel())}
+
+    def scores(self, counts: dict[str, float]) -> dict[str, float]:
+        return {"accuracy": counts["right"] / counts["images"]}

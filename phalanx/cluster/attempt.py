@@ -1,0 +1,267 @@
+"""One attempt of a job on one node: its ranks are forked together, watched together, and killed together."""
+
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.cluster.causes import End, first_cause, is_aftermath
+from phalanx.cluster.fork import fork, kill_group, out_of_memory_kills
+from phalanx.cluster.job import Job, Part
+from phalanx.cluster.stopping import Signals
+from phalanx.cluster.worker import STACKS_SIGNAL, run_worker
+from phalanx.errors import PhalanxError, RunError
+from phalanx.records import ExitCode, Kind, Placement, RunPaths, StoreAddress
+
+IDLE_S = 0.1  # how often `on_idle` is called
+SETTLE_S = 0.2  # how long a worker that merely lost a peer waits for the one that caused it to be seen
+STACKS_S = 0.2  # what a hung worker gets to write its stacks down
+DEATH_S = 10.0  # what the kernel gets to tear a killed worker down
+CAUSE_FIELDS = {"exit_code", "type", "message", "reason", "step"}
+
+
+@dataclass
+class _Process:
+    rank: int
+    pid: int
+    pidfd: int
+    killed: bool = False
+    status: int | None = None  # as os.waitstatus_to_exitcode gives it: an exit code, or minus a signal
+
+
+@dataclass
+class Attempt:
+    """`number` counts from 1 over all nodes; `signals` are those that this agent gets."""
+
+    job: Job
+    number: int
+    signals: Signals
+    processes: list[_Process] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)  # in order of detection
+    forwarded: set[int] = field(default_factory=set)
+    deadline: float | None = None  # of the grace period
+    next_idle: float = 0.0
+    kills_before: int = field(default_factory=out_of_memory_kills)
+    part: Part = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.part = self.job.part or Part(0, 0, self.job.world, "lo")
+
+    def start(self) -> None:
+        """Bind the socket where the ranks meet, fork them, close it here. Not on node 0, they meet at a relay's."""
+        part, others = self.part, self.job.others
+        if self.job.paths is not None:
+            self._make_logs(self.job.paths)
+        if part.first_rank > 0:
+            assert others is not None
+            store = others.begin(self.number, None)
+            self._fork_all([store] * self.job.world)
+            return
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))  # a new port each time: nobody can meet a dead attempt's addresses
+            listener.listen(socket.SOMAXCONN)
+            host, port = listener.getsockname()
+            if others is not None:
+                others.begin(self.number, port)
+            if part.world == 1:
+                self._fork_all([None])
+            else:
+                elsewhere = [StoreAddress(host, port)] * (self.job.world - 1)
+                self._fork_all([StoreAddress(host, port, listener.fileno()), *elsewhere])
+
+    def _fork_all(self, stores: Sequence[StoreAddress | None]) -> None:
+        for local_rank, store in enumerate(stores):
+            placement = Placement(
+                rank=self.part.first_rank + local_rank,
+                world=self.part.world,
+                local_rank=local_rank,
+                local_world=self.job.world,
+                node=self.part.node,
+                device=self.job.devices[local_rank],
+                store=store,
+                attempt=self.number,
+            )
+            self._fork(placement)
+        pids = {process.rank: process.pid for process in self.processes}
+        self.job.on_event(Kind.ATTEMPT_STARTED, {"attempt": self.number, "pids": pids})
+
+    def _fork(self, placement: Placement) -> None:
+        keep = [] if placement.store is None or placement.store.listen_fd is None else [placement.store.listen_fd]
+        interface = self.part.interface
+        pid, pidfd = fork(lambda: run_worker(self.job.worker, placement, self.job.paths, interface), keep)
+        self.processes.append(_Process(placement.rank, pid, pidfd))
+
+    def _make_logs(self, paths: RunPaths) -> None:
+        try:
+            paths.log(self.number, 0).parent.mkdir(parents=True, exist_ok=True)
+            for rank in range(self.part.first_rank, self.part.first_rank + self.job.world):
+                paths.cause(self.number, rank).unlink(missing_ok=True)  # of an older run with the same number
+                paths.log(self.number, rank).touch()
+        except OSError as error:
+            raise RunError(
+                f"the workers' logs cannot be written under {paths.root} ({error.strerror}), so no worker was started; "
+                "choose another run folder or make this one writable"
+            ) from error
+
+    def watch(self) -> int:
+        """Wait until all have ended, or until the first abnormal end, and return the exit code."""
+        others = self.job.others
+        while self._living() or self._busy_elsewhere():
+            self._wait(IDLE_S, heed_signals=True)
+            for number in self.signals.take():
+                self._pass_on(number)
+                if others is not None:
+                    others.tell_stop(number.name)
+            for name in others.stops() if others is not None else ():
+                self._pass_on(signal.Signals[name])
+            if self._is_broken():
+                return self._incident()
+            if (self._living() or self._busy_elsewhere()) and self._patience_is_over():
+                return self._kill_the_unwilling()
+            if time.monotonic() >= self.next_idle:
+                self.next_idle = time.monotonic() + IDLE_S
+                self.job.on_idle()
+        if self._is_broken():
+            return self._incident()
+        stopped = any(end.exit_code == ExitCode.STOPPED for end in self.ends)
+        stopped |= others is not None and others.stopped()
+        return int(ExitCode.STOPPED if stopped else ExitCode.DONE)
+
+    def _is_broken(self) -> bool:
+        abnormal = any(end.abnormal for end in self.ends)
+        return abnormal or (self.job.others is not None and self.job.others.broken())
+
+    def _busy_elsewhere(self) -> bool:
+        return self.job.others is not None and self.job.others.busy()
+
+    def _all_abnormal(self) -> list[End]:
+        """Abnormal ends here and, on node 0, elsewhere."""
+        elsewhere = self.job.others.ends() if self.job.others is not None else []
+        return [end for end in [*self.ends, *elsewhere] if end.abnormal]
+
+    def _living(self) -> list[_Process]:
+        return [process for process in self.processes if process.status is None]
+
+    def _wait(self, seconds: float, heed_signals: bool) -> None:
+        """Sleep until a worker ends, a signal or another node's word comes or the time is up; reap every worker that
+        has ended, and hear every word."""
+        poll = select.poll()
+        for descriptor, events in self.job.others.descriptors().items() if self.job.others is not None else ():
+            poll.register(descriptor, events)
+        if heed_signals:
+            poll.register(self.signals, select.POLLIN)
+        for process in self._living():
+            poll.register(process.pidfd, select.POLLIN)
+        poll.poll(seconds * 1000)
+        if self.job.others is not None:
+            self.job.others.tend()
+        for process in self._living():
+            if os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                self._reap(process)
+
+    def _reap(self, process: _Process) -> None:
+        kill_group(process.pid)  # before the reaping, as the number is free for others afterwards
+        process.status = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+        os.close(process.pidfd)
+        by_us = process.killed and process.status == -signal.SIGKILL
+        cause = self._read_cause(process.rank)
+        if by_us and cause is None:
+            return  # it was well, as far as anyone knows
+        number = -process.status if process.status < 0 and not by_us else None
+        code = process.status if process.status >= 0 else None
+        if by_us and cause is not None:
+            code = cause["exit_code"]  # it had failed before it was killed
+        self.ends.append(End(process.rank, process.pid, number, code, cause))
+
+    def _read_cause(self, rank: int) -> dict[str, Any] | None:
+        if self.job.paths is None:
+            return None
+        try:
+            cause = json.loads(self.job.paths.cause(self.number, rank).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # there is none, or none that can be read: exit code and log still say something
+            return None
+        return cause if isinstance(cause, dict) and cause.keys() >= CAUSE_FIELDS else None
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        self.job.on_event(Kind.SIGNALLED, {"attempt": self.number, "signal": number.name})
+        if self.deadline is None:
+            self.deadline = time.monotonic() + self.job.grace_s
+        sent = signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number
+        if sent in self.forwarded:
+            return
+        self.forwarded.add(sent)
+        for process in self._living():
+            signal.pidfd_send_signal(process.pidfd, sent)
+
+    def _patience_is_over(self) -> bool:
+        if self.signals.asked.count(signal.SIGINT) >= 2:
+            return True
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def _incident(self) -> int:
+        """After an abnormal end, here or elsewhere: find its cause, kill the others, report."""
+        until = time.monotonic() + SETTLE_S
+        while self._living() and all(is_aftermath(end) for end in self._all_abnormal()):
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            self._wait(left, heed_signals=False)
+        self.kill()
+        self.end_elsewhere()
+        ends = self._all_abnormal()
+        elsewhere = self.job.others is not None and self.job.others.explained()
+        if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
+            return int(ExitCode.FAILED)  # a node was lost, or node 0 ended the attempt: that has been said
+        end = first_cause(ends)
+        details = end.details()
+        if end.signal == signal.SIGKILL and end.host is None and out_of_memory_kills() > self.kills_before:
+            details["reason"] += "; the kernel has killed something for want of memory meanwhile"
+        self.job.on_event(Kind.WORKER_DIED, {"attempt": self.number, **details})
+        if end.signal in self.forwarded:
+            return int(ExitCode.STOPPED)  # it had not got as far as to handle the signal, nor to do a step
+        return int(ExitCode.FAILED if end.exit_code is None else end.exit_code)
+
+    def end_elsewhere(self) -> None:
+        """Have the attempt end on the other nodes too, as far as that is this node's business."""
+        if self.job.others is None:
+            return
+        self.job.others.end()
+        while not self.job.others.ended():
+            self._wait(IDLE_S, heed_signals=False)
+
+    def _kill_the_unwilling(self) -> int:
+        """Kill the workers that have not stopped in time; their logs get the stacks they were killed in."""
+        unwilling = self._living()
+        if self.job.paths is not None:
+            for process in unwilling:
+                signal.pidfd_send_signal(process.pidfd, STACKS_SIGNAL)
+            time.sleep(STACKS_S)
+        self.kill()
+        self.end_elsewhere()
+        impatient = self.signals.asked.count(signal.SIGINT) >= 2
+        why = "at a second SIGINT" if impatient else f"{self.job.grace_s:g} s after the stop signal"
+        for process in unwilling:
+            details = {"rank": process.rank, "pid": process.pid, "signal": "SIGKILL"}
+            reason = f"killed by the agent: still running {why}"
+            self.job.on_event(Kind.WORKER_DIED, {"attempt": self.number, **details, "reason": reason})
+        return int(ExitCode.FAILED)
+
+    def kill(self) -> None:
+        """SIGKILL every worker that still lives and reap it; nothing to do where all have ended."""
+        for process in self._living():
+            process.killed = True
+            kill_group(process.pid)
+        until = time.monotonic() + DEATH_S
+        while self._living() and time.monotonic() < until:
+            self._wait(until - time.monotonic(), heed_signals=False)
+        if self._living():
+            names = ", ".join(f"rank {process.rank} (pid {process.pid})" for process in self._living())
+            raise PhalanxError(
+                f"{names} did not die within {DEATH_S:g} s of SIGKILL, so nothing new was started beside it; "
+                "look for a stuck device or file system (ps shows state D)"
+            )

@@ -1,0 +1,108 @@
+"""What an agent runs on its node, and what it knows of the other nodes of the same job."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from phalanx.cluster.causes import End
+from phalanx.records import Placement, RunPaths, StoreAddress
+
+
+class Others(Protocol):
+    """The other nodes of a job, as the agent of one sees them; nothing here waits."""
+
+    def descriptors(self) -> Mapping[int, int]:
+        """What poll() has to look at, and for what."""
+
+    def tend(self) -> None:
+        """Do all that can be done without waiting."""
+
+    def begin(self, number: int, port: int | None) -> StoreAddress | None:
+        """An attempt begins. Node 0 gives the loopback port of its store; another node gets the store's address."""
+
+    def busy(self) -> bool:
+        """Whether ranks of this attempt run elsewhere, for which this node has to wait."""
+
+    def broken(self) -> bool:
+        """Whether this attempt has to end here because of what happened elsewhere."""
+
+    def explained(self) -> bool:
+        """Whether what happened elsewhere explains why ranks here lost a peer."""
+
+    def stopped(self) -> bool:
+        """Whether ranks elsewhere ended because they were asked to stop."""
+
+    def ends(self) -> list[End]:
+        """How ranks elsewhere ended, as far as this node has to know."""
+
+    def end(self) -> None:
+        """This attempt is over here."""
+
+    def ended(self) -> bool:
+        """Whether it is over wherever this node has to wait for it; true within a limited time."""
+
+    def stops(self) -> list[str]:
+        """Names of stop signals that other nodes got since the last call."""
+
+    def tell_stop(self, name: str) -> None:
+        """This node got a stop signal."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a job's ranks that one node has."""
+
+    node: int
+    first_rank: int
+    world: int  # ranks of the whole job
+    interface: str | None  # the network interface that leads to the other nodes, where it is known
+
+
+def _nothing() -> None:
+    return None
+
+
+def _none() -> int:
+    return 0
+
+
+def _no() -> bool:
+    return False
+
+
+def _no_event(kind: str, details: dict[str, Any]) -> None:
+    return None
+
+
+@dataclass
+class Job:
+    """What an agent runs: `world` ranks of `worker` on this node, started anew up to `max_restarts` times in a row.
+
+    `progress` says how far the run has come for good (the step of the newest checkpoint); when it has grown since the
+    failure before, the count of restarts begins again. `after_out_of_memory` says whether, after a rank ran out of
+    memory, another attempt asks for less than the one before: then it is made, whatever the count.
+
+    `devices` has one name per rank (none given: all on the CPU). `paths` says where logs and causes of death go (None:
+    standard error, and no causes). `on_event(kind, details)` gets the events; details always hold `attempt`. `on_idle`
+    is called about every 0.1 s. `grace_s`: seconds that workers get, after a stop signal, to finish their step and
+    save, before they are killed. `part` and `others` belong to a job on several nodes.
+    """
+
+    world: int
+    worker: Callable[[Placement], int]
+    paths: RunPaths | None = None
+    devices: Sequence[str] = ()
+    max_restarts: int = 0
+    on_event: Callable[[str, dict[str, Any]], None] = _no_event
+    on_idle: Callable[[], None] = _nothing
+    first_attempt: int = 1
+    grace_s: float = 60.0
+    progress: Callable[[], int] = _none
+    after_out_of_memory: Callable[[], bool] = _no
+    part: Part | None = None
+    others: Others | None = None
+
+    def __post_init__(self) -> None:
+        self.devices = list(self.devices) or ["cpu"] * self.world
+        assert len(self.devices) == self.world >= 1, f"{self.world} ranks need as many devices, not {self.devices}"
+        assert (self.part is None) == (self.others is None), "a part of a job has other parts"

@@ -1,0 +1,265 @@
+"""Messages between the agents of a job's nodes: JSON lines over TCP, behind a proof that both sides know the secret.
+
+Nothing here waits: a channel sends and takes what the kernel has room for or holds, whenever its owner tends it. The
+proof is HMAC-SHA256 over a nonce of each side (challenge and response, both ways), so that the secret never travels and
+an old conversation is worth nothing. What follows the proof is neither encrypted nor signed.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import select
+import socket
+import time
+from typing import Any, TypeGuard
+
+PROTOCOL = 1
+STRANGER_BYTES = 1 << 10  # the longest line of a side that has not proved itself
+FRIEND_BYTES = 16 << 20
+PROOF_S = 10.0  # what a side gets to prove itself
+# A side that is silent because its machine or network is gone: the kernel asks it after IDLE seconds, then COUNT times.
+IDLE_S, BETWEEN_S, COUNT = 5, 3, 3
+SILENT_S = IDLE_S + BETWEEN_S * COUNT
+# The kernel answers for a process that is stopped or stuck, too: one that says nothing for ASK_S is asked itself, and
+# has DEAF_S to answer. Node 0 may be busy for a while, with its report for instance.
+ASK_S, DEAF_S = 30.0, 300.0
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """One connection. `lost` says why it is over, in words that follow "because"; None while it holds."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        watch(connection)
+        self.socket = connection
+        self.lost: str | None = None
+        self.most_bytes = STRANGER_BYTES
+        self._in, self._out = bytearray(), bytearray()
+        self._quiet_since, self._asked = time.monotonic(), False
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    @property
+    def awaits(self) -> int:
+        """What poll() has to look for."""
+        return select.POLLIN | (select.POLLOUT if self._out else 0)
+
+    def say(self, message: Message) -> None:
+        """Send a message, now or when there is room."""
+        self._out += json.dumps(message).encode() + b"\n"
+        self._send()
+
+    def heard(self) -> list[Message]:
+        """The messages that have come since the last call; what makes no sense loses the channel."""
+        self._send()
+        self._receive()
+        messages = []
+        while self.lost is None or self._in:
+            line, end, rest = self._in.partition(b"\n")
+            if len(line) > self.most_bytes:
+                self.close("it sent a line that is too long")
+                break
+            if not end:
+                break
+            self._in = rest
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict):
+                self.close("it sent what is no message")
+                break
+            messages.append(message)
+        return messages
+
+    def check_alive(self) -> None:
+        """Ask the other side's process whether it lives, where that is due; who does not answer in time is lost. Must
+        follow `heard`, since an answer may lie there."""
+        quiet_s = time.monotonic() - self._quiet_since
+        if not self._asked and quiet_s > ASK_S:
+            self._asked, self._quiet_since = True, time.monotonic()
+            self.say({"ping": True})
+        elif self._asked and quiet_s > DEAF_S:
+            self.close(f"its process has not answered for {DEAF_S:g} s")
+
+    def close(self, why: str) -> None:
+        """End the connection; what was not sent is dropped."""
+        self.lost = self.lost or why
+        self._in.clear()
+        self.socket.close()
+
+    def farewell(self, message: Message, why: str, patience_s: float = 0.5) -> None:
+        """Send a last message and close. A slow network, and the other side's own last words, get a moment: closing
+        over what has not been read would take back what was sent."""
+        self.say(message)
+        until, poll, told = time.monotonic() + patience_s, select.poll(), False
+        while self.lost is None and time.monotonic() < until:
+            if not self._out and not told:
+                told = True
+                with contextlib.suppress(OSError):  # it has gone already, as the next look shows
+                    self.socket.shutdown(socket.SHUT_WR)
+            poll.register(self.socket, self.awaits)
+            poll.poll(50)
+            self.heard()
+        self.close(why)
+
+    def _send(self) -> None:
+        while self._out and self.lost is None:
+            try:
+                sent = self.socket.send(self._out)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._over(_words(error))
+                return
+            del self._out[:sent]
+
+    def _receive(self) -> None:
+        # No more than two lines' worth: who sends without end must not keep anybody busy.
+        while self.lost is None and len(self._in) <= self.most_bytes:
+            try:
+                part = self.socket.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._over(_words(error))
+                return
+            if not part:
+                self._over("it closed the connection")
+                return
+            self._in += part
+            self._quiet_since, self._asked = time.monotonic(), False
+
+    def _over(self, why: str) -> None:
+        """The other side has gone; what it had said before is still read."""
+        self.lost = why
+        self.socket.close()
+
+
+class Proof:
+    """One side's part in the proof; feed it with what was heard until `done` or `failed`.
+
+    The side that is called (node 0) gives its nonce first and proves itself last, so that a stranger who calls learns
+    nothing to guess the secret from.
+    """
+
+    def __init__(self, channel: Channel, secret: str, calling: bool) -> None:
+        self.channel, self._calling = channel, calling
+        self._secret = secret.encode(errors="surrogateescape")  # the environment may hold any bytes
+        self.done = False
+        self.failed: str | None = None
+        self._mine, self._theirs = secrets.token_hex(16), ""
+        self.until = time.monotonic() + PROOF_S
+        if not calling:
+            channel.say({"phalanx": PROTOCOL, "nonce": self._mine})
+
+    def hear(self, message: Message) -> None:
+        """Take the next message of the other side."""
+        if self._calling and not self._theirs:
+            self._answer(message)
+        elif self._calling:
+            if message.get("unknown") is True:
+                self.failed = "it does not accept this node's secret"
+            elif not self._is_proved(message.get("proof"), b"called"):
+                self.failed = "whoever listens there does not know this job's secret"
+        elif _is_ascii(message.get("nonce")):
+            self._theirs = message["nonce"]
+            if self._is_proved(message.get("proof"), b"calling"):
+                self.channel.say({"proof": self._proof(b"called")})
+            else:
+                self.channel.farewell({"unknown": True}, "it does not know the secret", patience_s=0)
+                self.failed = "it does not know the secret"
+        else:
+            self.failed = "it did not answer the question for the secret"
+
+    def _answer(self, message: Message) -> None:
+        nonce = message.get("nonce")
+        if message.get("phalanx") != PROTOCOL or not _is_ascii(nonce):
+            self.failed = "what listens there is no node 0 of this version of Phalanx"
+            return
+        self._theirs = nonce
+        self.channel.say({"nonce": self._mine, "proof": self._proof(b"calling")})
+
+    def _proof(self, side: bytes) -> str:
+        calling, called = (self._mine, self._theirs) if self._calling else (self._theirs, self._mine)
+        text = b"|".join([b"phalanx", side, calling.encode(), called.encode()])
+        return hmac.new(self._secret, text, hashlib.sha256).hexdigest()
+
+    def _is_proved(self, proof: Any, side: bytes) -> bool:
+        self.done = _is_ascii(proof) and hmac.compare_digest(proof, self._proof(side))
+        if self.done:
+            self.channel.most_bytes = FRIEND_BYTES
+            self.until = time.monotonic() + PROOF_S  # to say who it is
+        return self.done
+
+
+def watch(connection: socket.socket) -> None:
+    """Have the kernel end a connection whose other side has been silent for SILENT_S, and send small parts at once."""
+    options = [
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, BETWEEN_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, COUNT),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000),  # the same for what was sent and not taken
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    ]
+    for level, name, value in options:
+        connection.setsockopt(level, name, value)
+
+
+def proved(address: tuple[str, int], secret: str, connect_s: float, proof_s: float) -> Channel:
+    """Connect and prove, for a process that may wait; the channel is then ready for what this side has to say.
+
+    The other side has `connect_s` to be there, and `proof_s` to answer, since its process may be busy. Raises
+    ConnectionRefusedError when it is there but the two do not know the same secret, and any other OSError when it is
+    not there in time; the text says why.
+    """
+    channel = Channel(socket.create_connection(address, timeout=connect_s))
+    until = time.monotonic() + proof_s
+    proof = Proof(channel, secret, calling=True)
+    poll = select.poll()
+    while not proof.done and not proof.failed and channel.lost is None and time.monotonic() < until:
+        poll.register(channel, channel.awaits)
+        poll.poll(100)
+        for message in channel.heard():
+            proof.hear(message)
+    if proof.failed:
+        channel.close(proof.failed)
+        raise ConnectionRefusedError(proof.failed)
+    if not proof.done:
+        channel.close("it did not answer in time")
+        raise ConnectionError(channel.lost)
+    return channel
+
+
+def call(address: tuple[str, int], secret: str, hello: Message, timeout_s: float) -> socket.socket:
+    """Connect, prove, say hello and wait for {"ok": true}; returns the connection, which now blocks, for what follows.
+
+    The other side must not send anything else before it hears something. Raises OSError.
+    """
+    until = time.monotonic() + timeout_s
+    channel = proved(address, secret, timeout_s, timeout_s)
+    channel.say(hello)
+    poll = select.poll()
+    while channel.lost is None and time.monotonic() < until:
+        poll.register(channel, channel.awaits)
+        poll.poll(100)
+        if {"ok": True} in channel.heard():
+            channel.socket.setblocking(True)
+            return channel.socket
+    channel.close("it did not answer in time")
+    raise ConnectionError(channel.lost)
+
+
+def _is_ascii(text: Any) -> TypeGuard[str]:
+    """Whether this is text that can be encoded: JSON may hold halves of characters."""
+    return isinstance(text, str) and text.isascii()
+
+
+def _words(error: OSError) -> str:
+    return "it has not been heard of" if isinstance(error, TimeoutError) else error.strerror or str(error)

@@ -1,0 +1,183 @@
+"""Combinations of knobs that cannot work, as sentences; pure numbers and no files."""
+
+from phalanx import balance, rules
+from phalanx.config import (
+    SHAPE_FIELDS,
+    Config,
+    SourceSection,
+    TrainSection,
+    is_bert,
+    shape_of,
+    shape_problems,
+    unknown_preset,
+)
+from phalanx.models.spec import PRESETS
+
+LABELLED = ("tag", "classify")  # task.kind of records with labels
+
+
+def problems(config: Config) -> list[str]:
+    """Combinations that cannot work, as sentences; pure numbers and no files."""
+    found = []
+    train, optim, data = config.train, config.optim, config.data
+    found += _own_problems(config) if is_own(config) else _model_problems(config)
+    found += _task_problems(config)
+    if train.micro_batch != "auto" and train.micro_batch > train.global_batch:
+        found.append(
+            f"train.micro_batch {train.micro_batch} is larger than train.global_batch {train.global_batch}; lower it"
+        )
+    work = config.balance.work
+    if isinstance(work, list) and sum(work) != train.global_batch:
+        found.append(
+            f"balance.work gives the ranks {sum(work)} sequences of a step together, but train.global_batch is "
+            f"{train.global_batch}; make them equal"
+        )
+    changed = {key for key, info in type(optim).model_fields.items() if getattr(optim, key) != info.default}
+    found += rules.problems(optim.model_dump(), changed)
+    if data.held_out == 0 and not data.validation and train.eval_sequences > 0 and train.eval_every > 0:
+        found.append("train.eval_every asks for evaluations but data.held_out is 0; set data.held_out or eval_every=0")
+    if "held_out" in data.validation:
+        found.append("data.validation names a set held_out, as what data.held_out keeps back is called; rename it")
+    found += _mixture_problems(data.source)
+    if not data.cache:
+        found.append("data.cache is empty, so token files would lie all over the working folder; name a folder or URL")
+    if data.format in ("text", "masked"):
+        unread = {"chat_template": None, "loss_on": "assistant", "too_long": "truncate"}
+        if config.task.kind in LABELLED:
+            del unread["too_long"]
+        for name in [name for name, default in unread.items() if getattr(data, name) != default]:
+            found.append(f"data.{name} is for conversations and prompts, but data.format is {data.format}; remove it")
+    return found + _inside_problems(train)
+
+
+def _inside_problems(train: TrainSection) -> list[str]:
+    """What is wrong with the steps that are to be looked into."""
+    found = []
+    snapshot = train.memory_snapshot
+    if snapshot > train.steps:
+        found.append(f"train.memory_snapshot {snapshot} comes after the last step {train.steps}; lower it")
+    if train.profile is not None:
+        first, last = (int(part) for part in train.profile.split("-"))
+        if first > last:
+            found.append(f"train.profile {train.profile} ends before it begins; write the first step first")
+        elif last > train.steps:
+            found.append(f"train.profile {train.profile} goes beyond the last step {train.steps}; lower it")
+        elif first <= snapshot <= last:
+            found.append(
+                f"train.memory_snapshot {snapshot} lies within train.profile {train.profile}, and both trace; choose a "
+                "step outside"
+            )
+    return found
+
+
+def _mixture_problems(sources: list[str | SourceSection]) -> list[str]:
+    weights = [source.weight if isinstance(source, SourceSection) else 1.0 for source in sources]
+    if not any(isinstance(source, SourceSection) for source in sources):
+        return []
+    least = sum(weights) / balance.MIXTURE_BLOCK
+    # Raising it raises the sum, too, and what is rounded must be rounded up.
+    enough = sum(weight for weight in weights if weight >= least) / max(1, balance.MIXTURE_BLOCK - len(weights)) * 1.01
+    return [
+        f"data.source gives {', '.join(source.path)} the weight {source.weight:g}, less than one sequence in "
+        f"{balance.MIXTURE_BLOCK}; raise it to {enough:.3g} or more, or remove that source"
+        for source in sources
+        if isinstance(source, SourceSection) and source.weight < least
+    ]
+
+
+def is_own(config: Config) -> bool:
+    """Whether the task is of a user's own."""
+    return config.task.code is not None
+
+
+def _task_problems(config: Config) -> list[str]:
+    task, found = config.task, []
+    if task.kind == "own" and task.code is None:
+        found.append("task.kind own needs task.code, the Python file with the class Task; set it")
+    if task.code is not None and task.kind not in ("auto", "own"):
+        found.append(f"task.code brings a task of its own, but task.kind is {task.kind}; remove one of them")
+    found += _encoder_problems(config)
+    if task.options and task.code is None:
+        found.append("task.options are arguments of the class Task of task.code, which is not set; remove them")
+    return found
+
+
+def _encoder_problems(config: Config) -> list[str]:
+    """Keys that only some tasks of a BERT read."""
+    task, data, found = config.task, config.data, []
+    kind = "masked" if task.kind == "auto" and is_bert(config) else task.kind
+    readers = {
+        "task.mask_share": ("masked",),
+        "task.whole_word": ("masked",),
+        "task.next_sentence": ("masked",),
+        "task.labels": LABELLED,
+        "data.tokens_key": ("tag",),
+        "data.tags_key": ("tag",),
+        "data.label_key": ("classify",),
+        "data.pair_key": ("classify",),
+    }
+    for key, kinds in readers.items():
+        section, name = key.split(".")
+        given = getattr(config, section)
+        if getattr(given, name) != type(given).model_fields[name].default and kind not in kinds:
+            found.append(f"{key} is for task.kind {' and '.join(kinds)}, but it is {kind}; remove it")
+    if kind in ("masked", *LABELLED):
+        if data.format != "text" and (kind, data.format) != ("masked", "masked"):
+            found.append(f"data.format {data.format} is for task.kind language, but it is {kind}; remove it")
+        if data.isolate_documents:
+            found.append(f"data.isolate_documents is for task.kind language, but it is {kind}; remove it")
+        if data.seq_len < 8:
+            found.append(f"data.seq_len is {data.seq_len}, but a sequence of BERT's needs 8 tokens at least; raise it")
+    if data.format == "masked" and kind != "masked":
+        found.append(f"data.format masked is for task.kind masked of a BERT, but it is {kind}; set that, or remove it")
+    if data.format == "masked" and task.whole_word:
+        found.append("task.whole_word chooses what is masked, but with data.format masked that is done; remove it")
+    if kind == "masked" and task.mask_share == 0:
+        found.append("task.mask_share is 0, so nothing would be predicted; set it to 0.15, say")
+    if task.labels != "auto" and len(set(task.labels)) < len(task.labels):
+        found.append("task.labels names a label twice; name each once")
+    return found
+
+
+def _own_problems(config: Config) -> list[str]:
+    """Keys of the built-in models and data, which a task of a user's own does without."""
+    found = []
+    for name, kept in (("model", ()), ("data", ("cache",))):
+        section = getattr(config, name)
+        given = [
+            key
+            for key, info in type(section).model_fields.items()
+            if key not in kept and getattr(section, key) != info.default
+        ]
+        if given:
+            found.append(
+                f"{', '.join(f'{name}.{key}' for key in given)} cannot be set together with task.code, which brings a "
+                f"{'network' if name == 'model' else 'data set'} of its own; remove it, or make it one of task.options"
+            )
+    return found
+
+
+def _model_problems(config: Config) -> list[str]:
+    found, model = [], config.model
+    shape_given = [name for name in SHAPE_FIELDS if getattr(model, name) is not None]
+    if model.preset and model.from_hf:
+        found.append("model.preset and model.from_hf both say what the shapes are; remove one of them")
+    elif model.from_hf and (shape_given or model.vocab_size != "auto"):
+        named = ", ".join(
+            f"model.{name}" for name in [*shape_given, *(["vocab_size"] if model.vocab_size != "auto" else [])]
+        )
+        found.append(f"{named} cannot be set together with model.from_hf, whose folder fixes the shapes; remove it")
+    elif not model.preset and not model.from_hf:
+        missing = [f"model.{name}" for name in ("hidden", "layers", "heads") if getattr(model, name) is None]
+        if missing:
+            found.append(f"{', '.join(missing)} must be set, or model.preset, or model.from_hf")
+        else:
+            found += shape_problems(config, shape_of(config, None, vocab_size=1))
+    elif model.preset and model.preset not in PRESETS:
+        found.append(unknown_preset(model.preset))
+    elif model.preset:
+        found += shape_problems(config, shape_of(config, None))
+    if model.lora is not None and not model.from_hf:
+        why = "model.lora trains adapters beside frozen weights, and weights that were only drawn are worth no adapter"
+        found.append(f"{why}; set model.from_hf to the folder of a trained model, or remove model.lora")
+    return found

@@ -1,0 +1,229 @@
+"""Rows to pre-train BERT on: [CLS] text [SEP], or [CLS] A [SEP] B [SEP], with some tokens masked.
+
+Everything that is drawn (which tokens are masked, as what, where A ends and what B is) is a function of the seed and of
+the sample's place in the run: other ranks, shares and restarts draw the same, and every epoch draws anew.
+Source: Devlin et al., "BERT", 2018; windows of running text as in Liu et al., "RoBERTa", 2019 (FULL-SENTENCES).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.columns import Columns
+from phalanx.data.order import bits
+from phalanx.data.tokens import TokenFile
+from phalanx.data.wordpiece import Specials
+from phalanx.errors import ConfigError, DataError
+
+IGNORED = -100  # a label that no loss is computed for
+
+
+@dataclass(frozen=True)
+class MaskForm:
+    """How text becomes masked rows: `share` of a row's tokens are predicted, at most `most` of any row.
+
+    `pairs`: two segments, of which half follow one another. `whole_words`: all pieces of a word or none.
+    """
+
+    seq_len: int
+    share: float
+    pairs: bool = False
+    whole_words: bool = False
+
+    @property
+    def most(self) -> int:
+        return max(1, int(self.seq_len * self.share + 0.5))
+
+
+class Vocabulary:
+    """What masking must know of a tokenizer: its special tokens, its size, and which pieces continue a word."""
+
+    def __init__(self, specials: Specials, size: int) -> None:
+        self.specials, self.size = specials, size
+        self.continues = np.zeros(size, np.bool_)
+        self.continues[list(specials.continuing)] = True
+
+
+@dataclass(frozen=True)
+class MaskedSample:
+    """A row as the model is given it, without padding: `tokens` and `segments` (n,), `places` (p,) that are predicted
+    with their `labels` (p,), all int64, and its place in the run. `follows`: 0 if B follows A, 1 if not, IGNORED where
+    nobody asks."""
+
+    tokens: NDArray[np.int64]
+    segments: NDArray[np.int64]
+    places: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    follows: int
+    position: int
+
+
+def masked_rows(file: TokenFile, form: MaskForm, seed: int, held_out: bool = False) -> "Windows | Pairs":
+    """The masked rows of a token set; one that is `held_out` may hold a single document, in which all pairs follow.
+
+    Raises ConfigError where its tokenizer has no [MASK], DataError where no pair could be made of two documents.
+    """
+    if file.specials is None:
+        raise ConfigError(
+            f"the tokenizer of {file.folder} lacks one of the tokens [PAD], [UNK], [CLS], [SEP] and [MASK], so nothing "
+            "can be masked; set data.tokenizer to that of a BERT, or to train"
+        )
+    vocabulary = Vocabulary(file.specials, file.vocab_size)
+    rows = (Pairs if form.pairs else Windows)(file, vocabulary, form, seed)
+    if isinstance(rows, Pairs) and rows.count and rows.alone and not held_out:
+        raise DataError(
+            f"{file.folder} has one document that is long enough to make a pair, so none could be continued by "
+            "another; add documents, or set task.next_sentence=false"
+        )
+    return rows
+
+
+class Windows:
+    """Windows of running text, one behind the other; each document in them ends with [SEP]."""
+
+    def __init__(self, file: TokenFile, vocabulary: Vocabulary, form: MaskForm, seed: int) -> None:
+        self.file, self._vocabulary, self._form, self._seed = file, vocabulary, form, seed
+        self._room = form.seq_len - 2
+        self.count = file.tokens // self._room
+
+    def sample(self, number: int, position: int) -> MaskedSample:
+        text = self._tokens(number * self._room, (number + 1) * self._room)
+        specials = self._vocabulary.specials
+        tokens = np.concatenate([[specials.cls], text, [specials.sep]])
+        places, labels = mask(tokens, self._vocabulary, self._form, self._seed, position)
+        return MaskedSample(tokens, np.zeros_like(tokens), places, labels, IGNORED, position)
+
+    def _tokens(self, start: int, stop: int) -> NDArray[np.int64]:
+        tokens = self.file.slice(start, stop)
+        if tokens.max(initial=0) >= self._vocabulary.size:
+            raise DataError(
+                f"{self.file.folder} has a token beyond its vocabulary of {self._vocabulary.size} near number {start}, "
+                "so the file is damaged; delete that folder and prepare the data again"
+            )
+        return tokens
+
+    def describe(self) -> str:
+        """As the loader's Rows."""
+        held = f"{self.file.tokens} tokens in {self.file.documents} documents"
+        return f"{self.file.folder} has {held}, which make {self.count} sequences of {self._form.seq_len}"
+
+    def warnings(self) -> list[str]:
+        """As the loader's Rows."""
+        return []
+
+
+class Pairs(Windows):
+    """Pieces of documents, each cut in two at random; for half of them the second part comes from elsewhere."""
+
+    def __init__(self, file: TokenFile, vocabulary: Vocabulary, form: MaskForm, seed: int) -> None:
+        super().__init__(file, vocabulary, form, seed)
+        self._room = room = form.seq_len - 3
+        lengths = np.diff(file.index) - 1  # without its end
+        # A rest of one token makes no pair.
+        self._first = np.concatenate([[0], np.cumsum(lengths // room + (lengths % room > 1))])
+        self.count = int(self._first[-1])
+        self.alone = int(np.diff(self._first).max(initial=0)) == self.count
+
+    def sample(self, number: int, position: int) -> MaskedSample:
+        document, start, stop = self._bounds(number)
+        cut, other, row, offset = bits(self._seed, "pair", position, 4).tolist()
+        middle = start + 1 + cut % (stop - start - 1)
+        first = self._tokens(start, middle)
+        elsewhere = other % 2 == 1 and not self.alone
+        if elsewhere:
+            begun, ended = int(self._first[document]), int(self._first[document + 1])
+            chosen = row % (self.count - (ended - begun))
+            found, from_, to = self._bounds(chosen + (ended - begun) * (chosen >= begun))
+            from_ += offset % (to - from_)
+            end = int(self.file.index[found + 1]) - 1
+            second = self._tokens(from_, min(from_ + self._room - len(first), end))
+        else:
+            second = self._tokens(middle, stop)
+        cls, sep = [self._vocabulary.specials.cls], [self._vocabulary.specials.sep]
+        tokens = np.concatenate([cls, first, sep, second, sep])
+        segments = np.repeat(np.array([0, 1]), [len(first) + 2, len(second) + 1])
+        places, labels = mask(tokens, self._vocabulary, self._form, self._seed, position)
+        return MaskedSample(tokens, segments, places, labels, int(elsewhere), position)
+
+    def _bounds(self, number: int) -> tuple[int, int, int]:
+        """A row's document, and where it starts and stops in the file."""
+        document = int(np.searchsorted(self._first, number, side="right")) - 1
+        start = int(self.file.index[document]) + (number - int(self._first[document])) * self._room
+        return document, start, min(start + self._room, int(self.file.index[document + 1]) - 1)
+
+
+class Shards:
+    """Rows that were masked when they were written, the same in every epoch."""
+
+    def __init__(self, columns: Columns, form: MaskForm) -> None:
+        self.file, self._form = columns, form
+        self.count = columns.count
+        self._vocab_size = int(columns.facts["vocab_size"])
+        longest = int(columns.lengths("tokens").max(initial=0))
+        if longest > form.seq_len:
+            raise DataError(
+                f"{columns.folder} has rows of {longest} tokens, but data.seq_len is {form.seq_len}; raise it to that"
+            )
+
+    def sample(self, number: int, position: int) -> MaskedSample:
+        record = self.file.record(number)
+        if max(int(record["tokens"].max(initial=0)), int(record["labels"].max(initial=0))) >= self._vocab_size:
+            raise DataError(
+                f"{self.file.folder} has a token beyond the vocabulary of {self._vocab_size} in record {number}, so "
+                "the file is damaged; delete that folder and prepare the data again"
+            )
+        follows = int(record["follows"][0]) if self._form.pairs else IGNORED
+        return MaskedSample(record["tokens"], record["segments"], record["places"], record["labels"], follows, position)
+
+    def describe(self) -> str:
+        """As the loader's Rows."""
+        return f"{self.file.folder} has {self.count} masked sequences"
+
+    def warnings(self) -> list[str]:
+        """As the loader's Rows."""
+        return []
+
+
+def mask(
+    tokens: NDArray[np.int64], vocabulary: Vocabulary, form: MaskForm, seed: int, position: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Mask some of `tokens` in place; returns the places (ascending) and what stood there, (p,) int64 each.
+
+    Of the chosen ones 8 of 10 become [MASK], 1 any token, and 1 stays as it is.
+    """
+    specials = vocabulary.specials
+    never = (tokens == specials.cls) | (tokens == specials.sep) | (tokens == specials.pad)
+    candidates = np.flatnonzero(~never)
+    wanted = min(form.most, max(1, int(len(tokens) * form.share + 0.5)), len(candidates))
+    drawn = bits(seed, "mask", position, 3 * len(tokens))
+    if form.whole_words:
+        places = _words(vocabulary.continues[tokens], candidates, wanted, drawn)
+    else:
+        places = candidates[np.argsort(drawn[candidates], kind="stable")[:wanted]]
+    places = np.sort(places)
+    labels = tokens[places]
+    kind = drawn[len(tokens) + places] % np.uint64(10)
+    any_token = (drawn[2 * len(tokens) + places] % np.uint64(vocabulary.size)).astype(np.int64)
+    tokens[places] = np.where(kind < 8, specials.mask, np.where(kind == 8, any_token, labels))
+    return places, labels
+
+
+def _words(
+    continues: NDArray[np.bool_], candidates: NDArray[np.int64], wanted: int, drawn: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    """Places of whole words, in a random order, as many as there is room for. `continues`: of all tokens of a row."""
+    starts = np.flatnonzero(~continues[candidates] | (np.diff(candidates, prepend=-2) != 1))
+    if not len(starts):
+        return candidates[:0]
+    bounds = [*starts.tolist(), len(candidates)]
+    chosen: list[NDArray[np.int64]] = []
+    left = wanted
+    for word in np.argsort(drawn[candidates[starts]], kind="stable").tolist():
+        size = bounds[word + 1] - bounds[word]
+        if size <= left:
+            chosen.append(candidates[bounds[word] : bounds[word + 1]])
+            left -= size
+            if not left:
+                break
+    return np.concatenate(chosen) if chosen else candidates[:0]

@@ -1,0 +1,316 @@
+"""Labelled records and masked shards to sets of records, once: cached by what defines the result, as token sets are.
+
+They are small beside running text, so one process makes them, and one that is killed begins its set again.
+"""
+
+import functools
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from phalanx import storage
+from phalanx.config import is_bert
+from phalanx.data import labelled, shards
+from phalanx.data.cache import Cache, describe, prune
+from phalanx.data.columns import Columns, ColumnsWriter, copy_into
+from phalanx.data.prepare import (
+    SAMPLE_BYTES,
+    TRAIN,
+    Prepared,
+    Progress,
+    Wanted,
+    format_of,
+    hashed,
+    identity,
+    mixture,
+    named,
+    prepare,
+    silent,
+    sum_of_all,
+)
+from phalanx.data.reading import Meter
+from phalanx.data.sources import (
+    SHARDS,
+    TALKS,
+    TOKENS,
+    Format,
+    SourceFile,
+    is_held_out,
+    list_files,
+    text_digest,
+)
+from phalanx.data.tokenizer import Tokenizer, check_vocab, load_tokenizer, tokenizer_hash, train_tokenizer
+from phalanx.data.tokens import token_dtype
+from phalanx.errors import ConfigError, DataError, StorageError
+from phalanx.records import HELD_OUT, shown
+
+if TYPE_CHECKING:
+    from phalanx.config import Config, DataSection
+
+VERSION = 1
+GROUP = 1024  # records handed to the tokenizer at once
+FORMATS = {"tag": "tags", "classify": "classes"}  # task.kind -> how its records are read
+
+
+@dataclass(frozen=True)
+class Work:
+    """One set to be made. `told(count)` is told the bytes of source that are done."""
+
+    wanted: Wanted
+    kind: str
+    format: Format
+    tokenizer: Tokenizer
+    tokenizer_name: str
+    told: Callable[[int], None]
+
+
+def prepare_for(config: "Config", progress: Progress | None = None) -> Prepared:
+    """The data that a recipe's task needs, made if need be; `data.tokenizer` is not "auto"."""
+    timeout_s = config.resilience.storage_timeout_s
+    kind: str = "masked" if config.task.kind == "auto" and is_bert(config) else config.task.kind
+    kind = "shards" if config.data.format == "masked" else kind
+    if kind in (*FORMATS, "shards"):
+        return prepare_records(config.data, kind, progress, storage_timeout_s=timeout_s)
+    return prepare(config.data, progress, storage_timeout_s=timeout_s, pieces=kind == "masked")
+
+
+def prepare_records(
+    data: "DataSection",
+    kind: str,
+    progress: Progress | None = None,
+    lock_timeout_s: float = storage.LOCK_TIMEOUT_S,
+    storage_timeout_s: float = storage.TIMEOUT_S,
+) -> Prepared:
+    """Return the sets of records that `data` asks for, preparing those that the cache does not have.
+
+    `kind` is "tag", "classify" or "shards". `data.tokenizer` is a folder, or "train" (a WordPiece on the words and
+    texts). The rest is as of `prepare`. Raises DataError for sources that are missing, empty or malformed (file, place
+    and key named), ConfigError for a tokenizer that cannot be, StorageError for a store that fails.
+    """
+    assert data.tokenizer != "auto"
+    progress = progress or silent
+    format = _format(data, kind, storage_timeout_s)
+    train = [
+        (Wanted("data.source", list_files(paths, "data.source", storage_timeout_s), data.held_out), weight)
+        for paths, weight in mixture(data.source)
+    ]
+    validation = {
+        name: Wanted(f"data.validation.{name}", list_files(paths, f"data.validation.{name}", storage_timeout_s), 1.0)
+        for name, paths in data.validation.items()
+    }
+    everything = [*(wanted for wanted, _ in train), *validation.values()]
+    for wanted in everything:
+        _check_kinds(wanted, kind)
+    cache = Cache(
+        storage.local_cache(data.cache).absolute(),
+        data.cache if storage.is_url(data.cache) else None,
+        lock_timeout_s,
+        storage_timeout_s,
+    )
+    try:
+        prune(cache.folder)
+        folder, name = _tokenizer(data, kind, train, format, cache, progress)
+        tokenizer = load_tokenizer(folder)
+        if tokenizer.specials is None:
+            raise ConfigError(
+                f"the tokenizer in {folder} lacks one of the tokens [PAD], [UNK], [CLS], [SEP] and [MASK]; set "
+                "data.tokenizer to that of a BERT, or to train"
+            )
+        parts = [VERSION, kind, tokenizer_hash(folder), format.columns() if kind != "shards" else []]
+        keys = {id(one): f"records-{hashed([*parts, identity(one.files), one.held_out])}" for one in everything}
+        missing = [wanted for wanted in everything if not cache.has(keys[id(wanted)])]
+        told = sum_of_all("records", progress, sum(wanted.total_bytes for wanted in missing))
+        made: dict[int, Path] = {}
+        for wanted in everything:
+            work = Work(wanted, kind, format, tokenizer, name, told)
+            made[id(wanted)] = cache.obtain(keys[id(wanted)], functools.partial(_build, work))
+        sides = [made[id(wanted)] / HELD_OUT for wanted, _ in train]
+        held_out = sides[0] if len(sides) == 1 else _joined(sides, [keys[id(one)] for one, _ in train], name, cache)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise DataError(
+            f"the data cache {shown(data.cache)} cannot be written ({error.strerror or error}); free space there or "
+            f"name another folder"
+        ) from error
+    return Prepared(
+        folder,
+        tokenizer.vocab_size,
+        tokenizer.eos_id,
+        [(made[id(wanted)] / TRAIN, weight) for wanted, weight in train],
+        {HELD_OUT: held_out} | {name: made[id(wanted)] / HELD_OUT for name, wanted in validation.items()},
+    )
+
+
+def _format(data: "DataSection", kind: str, storage_timeout_s: float) -> Format:
+    if kind == "shards":
+        return format_of(data, storage_timeout_s)
+    return Format(
+        FORMATS[kind],
+        text_key=data.text_key,
+        storage_timeout_s=storage_timeout_s,
+        tokens_key=data.tokens_key,
+        tags_key=data.tags_key,
+        label_key=data.label_key,
+        pair_key=data.pair_key,
+    )
+
+
+def _check_kinds(wanted: Wanted, kind: str) -> None:
+    for file in wanted.files:
+        if (file.kind == SHARDS) != (kind == "shards") or file.kind in (TALKS, TOKENS):
+            need = "shards of masked sequences" if kind == "shards" else "labelled records"
+            raise DataError(f"{shown(file.path)} is {file.kind}, but {need} are asked for; name other files")
+
+
+def _tokenizer(
+    data: "DataSection", kind: str, train: list[tuple[Wanted, float]], format: Format, cache: Cache, progress: Progress
+) -> tuple[Path, str]:
+    """The folder of the tokenizer, and its name as a result beside it would write it."""
+    if data.tokenizer != TRAIN:
+        folder = os.path.abspath(os.path.expanduser(data.tokenizer))
+        return Path(folder), folder
+    if kind == "shards":
+        raise ConfigError(
+            "data.source holds token ids, so no tokenizer can be trained on it; set data.tokenizer to the folder of "
+            "the one that made them"
+        )
+    check_vocab(data.tokenizer_vocab)
+    sources = [identity(wanted.files) for wanted, _ in train]
+    parts = [VERSION, version("tokenizers"), data.tokenizer_vocab, data.held_out, SAMPLE_BYTES, format.columns()]
+    name = f"tokenizer-{hashed([*parts, sources])}"
+
+    def make(partial: Path, out: Path) -> None:
+        trained = partial / "tokenizer"
+        if not trained.exists():
+            train_tokenizer(_texts([w for w, _ in train], format, progress), data.tokenizer_vocab, trained, pieces=True)
+        shutil.copytree(trained, out, dirs_exist_ok=True)
+        describe(out, {"trained_on": [named(wanted.files) for wanted, _ in train]})
+
+    return cache.obtain(name, make), f"../{name}"
+
+
+def _texts(train: list[Wanted], format: Format, progress: Progress) -> Iterator[str]:
+    """Words and texts of training records without their labels, all of them or a sample chosen by hash."""
+    total, done = sum(wanted.total_bytes for wanted in train), 0
+    share = min(1.0, SAMPLE_BYTES / max(1, total))
+    for wanted in train:
+        for file in wanted.files:
+            for record in labelled.labelled(file, format, Meter()):
+                digest = text_digest(record.digest_text())
+                chosen = is_held_out(hashlib.sha256(digest).digest(), share)
+                if chosen and not is_held_out(digest, wanted.held_out):
+                    yield " ".join(record.texts)
+            done += file.size_bytes
+            progress("tokenizer", done, total)
+
+
+# ------------------------------------------------------------------------------------------------------------- one set
+
+
+def _build(work: Work, partial: Path, out: Path) -> None:
+    specials = work.tokenizer.specials
+    assert specials is not None
+    wide = token_dtype(work.tokenizer.vocab_size).str
+    columns = {
+        "tag": {"tokens": wide, "labels": "<i4"},
+        "classify": {"tokens": wide, **({"pair": wide} if work.kind == "classify" else {}), "labels": "<i4"},
+        "shards": {"tokens": wide, "segments": "<u1", "places": "<u2", "labels": wide, "follows": "<u1"},
+    }[work.kind]
+    facts = {"kind": work.kind, "vocab_size": work.tokenizer.vocab_size, "specials": specials.to_json()}
+    sides = (TRAIN, HELD_OUT) if work.wanted.held_out < 1.0 else (HELD_OUT,)
+    writers = {side: ColumnsWriter(out / side, columns, facts) for side in sides}
+    if work.kind == "shards":
+        for file in work.wanted.files:
+            _convert(file, work, writers)
+    else:
+        labels: dict[str, int] = {}
+        for file in work.wanted.files:
+            _encode(file, work, writers, labels)
+        for writer in writers.values():
+            writer.facts["labels"] = list(labels)
+    if not writers[sides[0]].count:
+        what = "train" if sides[0] == TRAIN else "evaluate"
+        first, kept = shown(work.wanted.files[0].path), writers[HELD_OUT].count
+        raise DataError(
+            f"{work.wanted.key} ({first}) leaves no record to {what} on ({kept} held out); add records"
+            f"{' or lower data.held_out' if sides[0] == TRAIN else ''}"
+        )
+    for writer in writers.values():
+        writer.finish()
+    describe(
+        out,
+        {
+            "sources": named(work.wanted.files),
+            "tokenizer": work.tokenizer_name,
+            "kind": work.kind,
+            "held_out": work.wanted.held_out,
+        },
+    )
+
+
+def _encode(file: SourceFile, work: Work, writers: dict[str, ColumnsWriter], labels: dict[str, int]) -> None:
+    encode = labelled.encode_tags if work.kind == "tag" else labelled.encode_classes
+    specials = work.tokenizer.specials
+    assert specials is not None
+    meter, told = Meter(), 0
+    group: list[labelled.Labelled] = []
+
+    def write() -> None:
+        nonlocal told
+        for one, record in zip(group, encode(work.tokenizer.backend, specials.unk, group, labels), strict=True):
+            digest = text_digest(one.digest_text())
+            side = HELD_OUT if TRAIN not in writers or is_held_out(digest, work.wanted.held_out) else TRAIN
+            writers[side].append(record)
+        work.told(max(0, min(meter.bytes, file.size_bytes) - told))
+        told = max(told, min(meter.bytes, file.size_bytes))
+        group.clear()
+
+    for record in labelled.labelled(file, work.format, meter):
+        if any(record.texts):
+            group.append(record)
+        if len(group) == GROUP:
+            write()
+    write()
+    work.told(file.size_bytes - told)
+
+
+def _convert(file: SourceFile, work: Work, writers: dict[str, ColumnsWriter]) -> None:
+    told = 0
+    for block, part in shards.blocks(file.path, work.tokenizer.vocab_size):
+        digests = (hashlib.sha256(row.astype("<i4").tobytes()).digest() for row in block.tokens)
+        if TRAIN in writers:
+            out = np.fromiter((is_held_out(digest, work.wanted.held_out) for digest in digests), np.bool_)
+            writers[TRAIN].extend(block.columns(~out))
+        else:
+            out = np.ones(len(block.tokens), np.bool_)
+        writers[HELD_OUT].extend(block.columns(out))
+        work.told(int(file.size_bytes * part) - told)
+        told = int(file.size_bytes * part)
+
+
+def _joined(sides: list[Path], keys: list[str], tokenizer_name: str, cache: Cache) -> Path:
+    """What all sources of a mixture keep back, as one set."""
+
+    def make(_: Path, out: Path) -> None:
+        opened = [Columns(side) for side in sides]
+        first = opened[0]
+        names: dict[str, int] = {}
+        facts: dict[str, Any] = dict(first.facts)
+        writer = ColumnsWriter(out / HELD_OUT, first.types, facts)
+        for side in opened:
+            numbers = [names.setdefault(label, len(names)) for label in side.facts.get("labels", [])]
+            copy_into(writer, side, {"labels": np.array([*numbers, labelled.UNTAGGED])} if numbers else {})
+        if names:
+            writer.facts["labels"] = list(names)
+        writer.finish()
+        describe(out, {"sources": [side.parent.name for side in sides], "tokenizer": tokenizer_name})
+
+    return cache.obtain(f"records-{hashed([VERSION, 'joined', keys])}", make) / HELD_OUT

@@ -1,0 +1,294 @@
+"""What was measured on each device of a job, the file it is kept in, and what a device that ran out of memory may still
+be given.
+
+A device is slower or faster for one piece of work only, so a file says for which it was measured (`work`). Whoever
+reads one asks `misfit` first. No torch here: it is `train/measure.py` that measures.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.balance import UNBOUND, Speed
+from phalanx.errors import ConfigError
+from phalanx.records import RunPaths, write_atomic
+
+VERSION = 1
+ALIKE = 1.15  # ratio of the times of two devices of one model
+AGAIN = "measure again with `phalanx hardware`, or delete the file"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's device, as it was measured while all others were measured too."""
+
+    rank: int
+    node: int
+    local_rank: int
+    host: str
+    name: str  # "cpu", or an accelerator with its index
+    model: str  # what its maker calls it
+    memory_bytes: int  # that this rank could have
+    most: int  # sequences that fit into one forward and backward pass
+    # (sequences, seconds) of a forward and backward pass of the whole model, by size; empty: could not be measured
+    times: tuple[tuple[int, float], ...]
+    host_to_device_bytes_per_s: float | None  # None for a CPU, which copies nothing
+
+
+@dataclass(frozen=True)
+class Link:
+    """An all-reduce over all ranks: bytes of the tensor per second for a large one, seconds for one number."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """`work`: what was done to measure, such as the model's shapes; `devices` in order of rank; `link` None for one."""
+
+    work: dict[str, Any]
+    devices: tuple[Device, ...]
+    link: Link | None
+
+
+def read(path: Path) -> Hardware:
+    """Read what `write` wrote. Raises ConfigError, naming the file and what to do, for one that is none or damaged."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"the hardware file {path} cannot be read ({error.strerror}); name one that `phalanx hardware` wrote"
+        ) from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"the hardware file {path} is not JSON, so it is damaged; {AGAIN}") from None
+    try:
+        return from_json(tree)
+    except ValueError as error:
+        raise ConfigError(f"the hardware file {path} cannot be used: {error}; {AGAIN}") from None
+
+
+def write(path: Path, hardware: Hardware) -> None:
+    """Write the file in one go. Raises OSError where that cannot be done."""
+    write_atomic(path, json.dumps(to_json(hardware), indent=1, allow_nan=False) + "\n")
+
+
+def to_json(hardware: Hardware) -> dict[str, Any]:
+    return {"version": VERSION, **asdict(hardware)}
+
+
+def from_json(tree: Any) -> Hardware:
+    """The other way round; raises ValueError with half a sentence for anything else than what `to_json` gives."""
+    if not isinstance(tree, dict):
+        raise ValueError("it holds no table")
+    if tree.get("version") != VERSION:
+        raise ValueError(f"it is of version {tree.get('version')!r}, and this Phalanx reads version {VERSION}")
+    work, devices, link = (_item(tree, key, "it") for key in ("work", "devices", "link"))
+    if not isinstance(work, dict):
+        raise ValueError(f"its work is {work!r}, not a table")
+    if not isinstance(devices, list) or not devices:
+        raise ValueError("it lists no devices")
+    found = tuple(_device(each, number) for number, each in enumerate(devices))
+    if link is None:
+        return Hardware(work, found, None)
+    if not isinstance(link, dict):
+        raise ValueError(f"its link is {link!r}, not a table")
+    return Hardware(work, found, Link(_positive(link, "bytes_per_s", "link"), _positive(link, "latency_s", "link")))
+
+
+def misfit(hardware: Hardware, models: Sequence[str | None], work: Mapping[str, Any]) -> str | None:
+    """Why it was measured for another job than that of devices of these models (None: not known yet), in order of rank,
+    doing `work`; None when it fits."""
+    there = [device.model for device in hardware.devices]
+    if len(there) != len(models):
+        return f"it was measured with {len(there)} ranks, and this job has {len(models)}"
+    for rank, (before, now) in enumerate(zip(there, models, strict=True)):
+        if now is not None and before != now:
+            return f"rank {rank} was on a device called {before!r} when it was measured, and is on {now!r} now"
+    for key in [*work, *(key for key in hardware.work if key not in work)]:
+        measured, wanted = hardware.work.get(key), work.get(key)
+        if measured != wanted:
+            return f"it was measured for another piece of work: {key} was {measured!r} and is {wanted!r} now"
+    return None
+
+
+def speeds(hardware: Hardware) -> list[Speed]:
+    """How fast each rank is, in order of rank: the line nearest to the times of its device, relative to them.
+
+    Devices of one model that differ by no more than ALIKE count as alike, since it is measured in a moment and noise is
+    no reason to divide unevenly. Where one device could not be measured, all count as alike: half of the truth would be
+    worse than none.
+    """
+    lines = [line(device.times) for device in hardware.devices]
+    known = [found for found in lines if found is not None]
+    if len(known) < len(lines):
+        return [Speed(1.0, 0.0, device.most) for device in hardware.devices]
+    for model in sorted({device.model for device in hardware.devices}):
+        ranks = [device.rank for device in hardware.devices if device.model == model]
+        # At the size at which all were measured, so that fixed costs count too.
+        size = min(hardware.devices[rank].times[-1][0] for rank in ranks)
+        took = [known[rank][0] + size * known[rank][1] for rank in ranks]
+        if max(took) <= ALIKE * min(took):
+            mean = (
+                sum(known[rank][0] for rank in ranks) / len(ranks),
+                sum(known[rank][1] for rank in ranks) / len(ranks),
+            )
+            for rank in ranks:
+                known[rank] = mean
+    return [
+        Speed(sequence_s, fixed_s, device.most)
+        for (fixed_s, sequence_s), device in zip(known, hardware.devices, strict=True)
+    ]
+
+
+def line(times: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+    """(fixed seconds, seconds of a sequence) of the line through `times` with the least sum of squared relative errors
+    that neither begins below zero nor falls; None of no times.
+
+    >>> fixed_s, sequence_s = line([(1, 3.0), (2, 5.0), (4, 9.0)])
+    >>> round(fixed_s, 6), round(sequence_s, 6)
+    (1.0, 2.0)
+    """
+    if not times:
+        return None
+    # Of the squares of (fixed + size * each - seconds) / seconds, by the normal equations.
+    weights = [1 / seconds**2 for _, seconds in times]
+    total = sum(weights)
+    mean_size = sum(weight * size for weight, (size, _) in zip(weights, times, strict=True)) / total
+    mean_s = sum(weight * seconds for weight, (_, seconds) in zip(weights, times, strict=True)) / total
+    spread = sum(weight * (size - mean_size) ** 2 for weight, (size, _) in zip(weights, times, strict=True))
+    together = sum(
+        weight * (size - mean_size) * (seconds - mean_s) for weight, (size, seconds) in zip(weights, times, strict=True)
+    )
+    slope = together / spread if spread > 0 else 0.0
+    fixed = mean_s - slope * mean_size
+    if slope > 0 and fixed >= 0:
+        return fixed, slope
+    # The best line through the origin: more sequences always take longer, whatever noise says.
+    squares = sum(weight * size**2 for weight, (size, _) in zip(weights, times, strict=True))
+    return 0.0, sum(weight * size * seconds for weight, (size, seconds) in zip(weights, times, strict=True)) / squares
+
+
+# ------------------------------------------------------------------------------------------------------- out of memory
+
+
+def limits(paths: RunPaths) -> dict[int, int]:
+    """Sequences of a micro-batch that each rank which has run out of memory may have at most, by rank."""
+    return {int(found["rank"]): int(found["most"]) for found in _limits(paths)}
+
+
+def remember(paths: RunPaths, rank: int, tried: int, device: str = "") -> int:
+    """Note that `rank` ran out of memory with micro-batches of `tried` sequences; returns its new limit, half of that.
+
+    `device` is the model of the rank's device, since another one may hold more (`forget_others`). Raises OSError.
+    """
+    assert tried > 1, "less than one sequence cannot be asked for"
+    path = paths.limit(rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    most = tried // 2
+    write_atomic(path, json.dumps({"rank": rank, "most": most, "device": device}))
+    return most
+
+
+def forget_others(paths: RunPaths, models: Sequence[str]) -> None:
+    """Remove limits of ranks that are gone or that are on a device of another model now; `models` in order of rank."""
+    for found in _limits(paths):
+        rank = int(found["rank"])
+        if rank >= len(models) or found.get("device") not in ("", models[rank]):
+            paths.limit(rank).unlink(missing_ok=True)
+
+
+def lowered(paths: RunPaths) -> Callable[[], bool]:
+    """A function that says whether a limit has been lowered since it was made or last asked.
+
+    Limits only fall, and not below one sequence, so it says True a bounded number of times.
+    """
+    seen = limits(paths)
+
+    def fell() -> bool:
+        nonlocal seen
+        before, seen = seen, limits(paths)
+        return any(most < before.get(rank, UNBOUND) for rank, most in seen.items())
+
+    return fell
+
+
+def _limits(paths: RunPaths) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted(paths.limit(0).parent.glob("rank-*.json")):
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # one that cannot be read limits nothing: running out of memory writes it anew
+            continue
+        if isinstance(tree, dict) and all(type(tree.get(key)) is int for key in ("rank", "most")) and tree["most"] >= 1:
+            found.append(tree)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- reading a file
+
+
+def _device(tree: Any, rank: int) -> Device:
+    where = f"device {rank}"
+    if not isinstance(tree, dict):
+        raise ValueError(f"its {where} is {tree!r}, not a table")
+    if _whole(tree, "rank", where) != rank:
+        raise ValueError(f"its devices are not in order of rank: number {rank} has rank {tree['rank']}")
+    bandwidth = _item(tree, "host_to_device_bytes_per_s", where)
+    return Device(
+        rank=rank,
+        node=_whole(tree, "node", where),
+        local_rank=_whole(tree, "local_rank", where),
+        host=_text(tree, "host", where),
+        name=_text(tree, "name", where),
+        model=_text(tree, "model", where),
+        memory_bytes=_whole(tree, "memory_bytes", where),
+        most=_whole(tree, "most", where, least=1),
+        times=_times(_item(tree, "times", where), where),
+        host_to_device_bytes_per_s=None if bandwidth is None else _positive(tree, "host_to_device_bytes_per_s", where),
+    )
+
+
+def _times(value: Any, where: str) -> tuple[tuple[int, float], ...]:
+    wrong = ValueError(f"the times of {where} are not pairs of rising sizes and seconds above zero")
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise wrong
+    pairs = [(size, seconds) for size, seconds in value if type(size) is int and size >= 1 and _is_positive(seconds)]
+    sizes = [size for size, _ in pairs]
+    if len(pairs) < len(value) or sizes != sorted(set(sizes)):
+        raise wrong
+    return tuple((size, float(seconds)) for size, seconds in pairs)
+
+
+def _item(tree: dict[str, Any], key: str, where: str) -> Any:
+    if key not in tree:
+        raise ValueError(f"{where} has no {key}")
+    return tree[key]
+
+
+def _whole(tree: dict[str, Any], key: str, where: str, least: int = 0) -> int:
+    value = _item(tree, key, where)
+    if type(value) is not int or value < least:
+        raise ValueError(f"{key} of {where} is {value!r}, not a whole number from {least}")
+    return value
+
+
+def _text(tree: dict[str, Any], key: str, where: str) -> str:
+    value = _item(tree, key, where)
+    if not isinstance(value, str):
+        raise ValueError(f"{key} of {where} is {value!r}, not a text")
+    return value
+
+
+def _positive(tree: dict[str, Any], key: str, where: str) -> float:
+    value = _item(tree, key, where)
+    if not _is_positive(value):
+        raise ValueError(f"{key} of {where} is {value!r}, not a number above zero")
+    return float(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

@@ -1,0 +1,292 @@
+"""BERT in plain PyTorch, with heads for masked tokens, the next sentence, labels of tokens and labels of sequences.
+
+The model knows nothing of ranks; it lists its units in order of use. Source: Devlin et al., "BERT: Pre-training of Deep
+Bidirectional Transformers", 2018. Channel order and names of parameters as in Hugging Face's models.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.models.draws import Draws
+from phalanx.models.layers import IGNORED, Embedding, cross_entropy_sum
+from phalanx.models.model import Architecture
+from phalanx.models.spec import ModelSpec
+
+# Our name -> the name in a Hugging Face folder; {i} is the layer. `_both` adds the weight and the bias of each.
+_PARTS: dict[str, str] = {
+    "embed.norm": "bert.embeddings.LayerNorm",
+    "layers.{i}.attention.q": "bert.encoder.layer.{i}.attention.self.query",
+    "layers.{i}.attention.k": "bert.encoder.layer.{i}.attention.self.key",
+    "layers.{i}.attention.v": "bert.encoder.layer.{i}.attention.self.value",
+    "layers.{i}.attention.o": "bert.encoder.layer.{i}.attention.output.dense",
+    "layers.{i}.attention_norm": "bert.encoder.layer.{i}.attention.output.LayerNorm",
+    "layers.{i}.mlp.up": "bert.encoder.layer.{i}.intermediate.dense",
+    "layers.{i}.mlp.down": "bert.encoder.layer.{i}.output.dense",
+    "layers.{i}.mlp_norm": "bert.encoder.layer.{i}.output.LayerNorm",
+    "head.pooler": "bert.pooler.dense",
+    "head.transform": "cls.predictions.transform.dense",
+    "head.norm": "cls.predictions.transform.LayerNorm",
+    "head.next": "cls.seq_relationship",
+    "head.classifier": "classifier",
+}
+HF_NAMES: dict[str, str] = {
+    "embed.words.weight": "bert.embeddings.word_embeddings.weight",
+    "embed.positions.weight": "bert.embeddings.position_embeddings.weight",
+    "embed.segments.weight": "bert.embeddings.token_type_embeddings.weight",
+    "head.bias": "cls.predictions.bias",
+} | {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in _PARTS.items() for kind in ("weight", "bias")}
+
+PLACES = 3  # of dropout in a block: attention's probabilities, and the outputs of its two halves
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm with sums in float32 or better, and rounded once, whatever dtype its input has."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input (..., width) -> the same shape and dtype."""
+        wide = torch.promote_types(input.dtype, torch.float32)
+        weight, bias = self.weight.to(wide), self.bias.to(wide)
+        return F.layer_norm(input.to(wide), self.normalized_shape, weight, bias, self.eps).to(input.dtype)
+
+
+class Embed(nn.Module):
+    """Words, positions and kinds of segment, added up and normalised."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.words = Embedding(spec.vocab_size, spec.hidden)
+        self.positions = nn.Embedding(spec.max_seq_len, spec.hidden)
+        self.segments = Embedding(spec.segment_kinds, spec.hidden)
+        self.norm = LayerNorm(spec.hidden, spec.norm_eps)
+
+    def forward(self, tokens: Tensor, segments: Tensor | None) -> Tensor:
+        """tokens and segments (B, S) int64 -> (B, S, D); without `segments` all are of the first kind."""
+        kinds = torch.zeros_like(tokens) if segments is None else segments
+        x = self.words(tokens) + self.segments(kinds) + self.positions.weight[: tokens.shape[1]]
+        return self.norm(x)
+
+
+class Attention(nn.Module):
+    """Self-attention of all positions to all that are not padding."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.head_dim, self.dropout = spec.head_dim, spec.attention_dropout
+        self.q, self.k, self.v, self.o = (nn.Linear(spec.hidden, spec.hidden) for _ in range(4))
+
+    def forward(self, x: Tensor, seen: Tensor | None, draws: Draws | None, place: Tensor | None) -> Tensor:
+        """x (B, S, D), seen bool (B, 1, 1, S) or None for all -> (B, S, D)."""
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        if draws is None or place is None or self.dropout == 0.0:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        else:
+            mixed = dropped_attention(q, k, v, seen, draws, place, self.dropout)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+def dropped_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, draws: Draws, place: Tensor, p: float
+) -> Tensor:
+    """Attention with dropout of its probabilities, which are all held: q, k, v (B, heads, S, head_dim) -> the same.
+
+    A draw depends on the sample, both positions and the head, not on how far other samples are padded.
+    """
+    scores = (q @ k.transpose(2, 3)) * (1.0 / math.sqrt(q.shape[3]))
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -math.inf)
+    probabilities = torch.softmax(scores, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    rows = probabilities.permute(0, 2, 3, 1)  # (B, S, S, heads): a position's channels are the others, head by head
+    kept = draws.dropout(rows.flatten(2), place, p).view(rows.shape).permute(0, 3, 1, 2)
+    return kept @ v
+
+
+class MLP(nn.Module):
+    """down(gelu(up(x))), with the exact error function."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.up = nn.Linear(spec.hidden, spec.intermediate)
+        self.down = nn.Linear(spec.intermediate, spec.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, S, D) -> (B, S, D)."""
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each beside a residual and before a norm."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.dropout = spec.dropout
+        self.attention = Attention(spec)
+        self.attention_norm = LayerNorm(spec.hidden, spec.norm_eps)
+        self.mlp = MLP(spec)
+        self.mlp_norm = LayerNorm(spec.hidden, spec.norm_eps)
+
+    def forward(
+        self, x: Tensor, seen: Tensor | None = None, draws: Draws | None = None, place: Tensor | None = None
+    ) -> Tensor:
+        """x (B, S, D) -> (B, S, D). With `draws`, `place` is the 0-dim number of this block's first dropout."""
+        if draws is None or place is None:
+            x = self.attention_norm(x + self.attention(x, seen, None, None))
+            return self.mlp_norm(x + self.mlp(x))
+        mixed = draws.dropout(self.attention(x, seen, draws, place), place + 1, self.dropout)
+        x = self.attention_norm(x + mixed)
+        return self.mlp_norm(x + draws.dropout(self.mlp(x), place + 2, self.dropout))
+
+
+class MaskedHead(nn.Module):
+    """Masked tokens from the vectors at their places, and whether the second segment follows the first.
+
+    The last matrix is the embedding's, which it is handed. `cross_entropy_sum` is an attribute so that another
+    implementation (a compiled one) can be put in its place.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        pairs = spec.objective == "masked-next"
+        self.pooler = nn.Linear(spec.hidden, spec.hidden) if pairs else None
+        self.bias = nn.Parameter(torch.zeros(spec.vocab_size))
+        self.transform = nn.Linear(spec.hidden, spec.hidden)
+        self.norm = LayerNorm(spec.hidden, spec.norm_eps)
+        self.next = nn.Linear(spec.hidden, 2) if pairs else None
+        self.cross_entropy_sum: Callable[..., Tensor] = cross_entropy_sum
+
+    def forward(
+        self,
+        hidden: Tensor,
+        words: Tensor,
+        places: Tensor | None,
+        labels: Tensor | None,
+        next_labels: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden (B, S, D) -> logits of tokens (B, P, V) at `places` int64 (B, P), all if None, and of the second
+        segment (B, 2); or with `labels` (B, P) and `next_labels` (B,), -100 ignored, the two sums of losses."""
+        follows = None
+        if self.pooler is not None and self.next is not None:
+            follows = self.next(torch.tanh(self.pooler(hidden[:, 0])))
+        if places is not None:
+            hidden = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[2]))
+        hidden = self.norm(F.gelu(self.transform(hidden)))
+        if labels is None:
+            return F.linear(hidden, words, self.bias), follows
+        loss = self.cross_entropy_sum(hidden.flatten(0, 1), words, labels.flatten(), self.bias)
+        if follows is None:
+            return loss, None
+        assert next_labels is not None, "a head for pairs needs to know which of them follow one another"
+        return loss, _loss_sum(follows, next_labels)
+
+
+class LabelHead(nn.Module):
+    """A label for each token, or through the pooler one for each sequence."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.dropout, self.place = spec.dropout, PLACES * spec.layers + 1
+        self.pooler = nn.Linear(spec.hidden, spec.hidden) if spec.objective == "classes" else None
+        self.classifier = nn.Linear(spec.hidden, len(spec.labels))
+
+    def forward(self, hidden: Tensor, labels: Tensor | None, draws: Draws | None) -> Tensor:
+        """hidden (B, S, D) -> logits (B, S, C), with a pooler (B, C); or with `labels` (B, S) or (B,), -100 ignored,
+        the sum of the losses."""
+        x = hidden if self.pooler is None else torch.tanh(self.pooler(hidden[:, :1]))
+        if draws is not None:
+            x = draws.dropout(x, self.place, self.dropout)
+        logits = self.classifier(x if self.pooler is None else x[:, 0])
+        return logits if labels is None else _loss_sum(logits, labels)
+
+
+def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of cross-entropies over the labels that count, in float32 or better; exactly 0 where none does."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+class Bert(Architecture):
+    """A model of the shape `spec` with the head of its objective; parameters hold no useful values until they are drawn
+    or read.
+
+    Build it under `torch.device("meta")` to spend no memory. `embed...`, `layers.{i}...`, `head...` are its parameters,
+    in order of use and named as `parameter_shapes(spec)` says.
+    """
+
+    hf_names: ClassVar[dict[str, str]] = HF_NAMES
+    may_draw: ClassVar[tuple[str, ...]] = ("head.",)
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.embed = Embed(spec)
+        self.layers = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.masks = spec.objective in ("masked", "masked-next")
+        self.head: MaskedHead | LabelHead = MaskedHead(spec) if self.masks else LabelHead(spec)
+
+    def encode(self, tokens: Tensor, segments: Tensor | None, lengths: Tensor | None, draws: Draws | None) -> Tensor:
+        """The vectors of all positions: tokens (B, S) int64 -> (B, S, D)."""
+        p = self.spec.dropout
+        draws = draws if p > 0.0 or self.spec.attention_dropout > 0.0 else None
+        # Places of dropout are numbers in a tensor, so that one compiled block serves all layers.
+        places = torch.arange(PLACES * len(self.layers) + 1, device=tokens.device) if draws is not None else None
+        seen = None
+        if lengths is not None:
+            seen = (torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None])[:, None, None]
+        x = self.embed(tokens, segments)
+        if draws is not None:
+            x = draws.dropout(x, 0, p)
+        for index, block in enumerate(self.layers):
+            x = block(x, seen, draws, None if places is None else places[PLACES * index + 1])
+        return x
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        draws: Draws | None = None,
+        segments: Tensor | None = None,
+        lengths: Tensor | None = None,
+        places: Tensor | None = None,
+        next_labels: Tensor | None = None,
+    ) -> Any:
+        """tokens (B, S) int64 -> logits, or the sum of losses if `labels` are given; see the heads for both.
+
+        `segments` int64 (B, S): 0 and 1 for the two texts of a pair; `lengths` int64 (B,): positions from there on are
+        padding, which nothing attends to. `draws` turns dropout on; without it the model computes as in evaluation,
+        whatever `training` says.
+        """
+        hidden = self.encode(tokens, segments, lengths, draws)
+        if isinstance(self.head, LabelHead):
+            return self.head(hidden, labels, draws)
+        return self.head(hidden, self.embed.words.weight, places, labels, next_labels)
+
+    def shared_units(self) -> tuple[str, ...]:
+        return ("embed",) if self.masks else ()
+
+    def losses(self) -> list[nn.Module]:
+        return [self.head] if self.masks else []
+
+    @staticmethod
+    def other_hf_names(theirs: str) -> Sequence[str]:
+        """Under which names a folder may hold a tensor too: a bare BertModel's, the decoder's own bias, and the norms
+        of folders written by the first programs."""
+        names = [theirs]
+        if theirs == "cls.predictions.bias":
+            names.append("cls.predictions.decoder.bias")
+        names += [name.removeprefix("bert.") for name in names if name.startswith("bert.")]
+        old = [re.sub(r"(LayerNorm\.)(weight|bias)$", _old_norm, name) for name in names]
+        return [name for name in dict.fromkeys([*names[1:], *old]) if name != theirs]
+
+    @staticmethod
+    def unused_hf_name(theirs: str) -> bool:
+        """Whether a tensor of a folder is none that a model of this kind lacks: a head for something else, the decoder,
+        which is the embedding, and the numbers of positions that old programs stored."""
+        return theirs.startswith(("cls.", "classifier.", "bert.pooler.", "pooler.")) or theirs.endswith("position_ids")
+
+
+def _old_norm(found: re.Match[str]) -> str:
+    return found[1] + {"weight": "gamma", "bias": "beta"}[found[2]]

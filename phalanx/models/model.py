@@ -1,0 +1,136 @@
+"""What the trainer asks of any model: its units in order of use, its blocks, and how its parameters start.
+
+A model is plain PyTorch and knows nothing of ranks. `Model` is the base of a network of a user's own; `Architecture` of
+those that are built from a ModelSpec and have a place in the world of Hugging Face.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.models.draws import key, normal
+from phalanx.models.spec import ModelSpec
+
+Start = tuple[str, float] | tuple[str]  # ("normal", standard deviation), ("ones",) or ("zeros",)
+
+
+class Model(nn.Module):
+    """A network that can be trained. Parameters hold no useful values until they are drawn or read.
+
+    It is built under `torch.device("meta")`, so a constructor must not look at values. Buffers are not filled by
+    anybody: what is constant is computed in the forward pass. Dropout is that of `draws` (models/draws.py), which the
+    task hands on; without draws a model computes as in evaluation, whatever `training` says.
+    """
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """The parts that are sharded and gathered as one, by name, in order of use; each is called once in a pass.
+
+        By default the modules right below this one that have parameters; of a ModuleList or Sequential its members.
+        Parameters of the model itself stay whole from their first use to the end of the step.
+        """
+        found: list[tuple[str, nn.Module]] = []
+        for name, child in self.named_children():
+            listed = isinstance(child, nn.ModuleList | nn.Sequential)
+            members = [(f"{name}.{index}", member) for index, member in child.named_children()] if listed else []
+            found += members or [(name, child)]
+        return [(name, unit) for name, unit in found if next(unit.parameters(), None) is not None]
+
+    def blocks(self) -> list[nn.Module]:
+        """The units of which there are many alike: those are compiled, and computed again in the backward pass.
+
+        By default the members of ModuleLists.
+        """
+        inside = {id(m) for child in self.children() if isinstance(child, nn.ModuleList) for m in child}
+        return [unit for _, unit in self.units() if id(unit) in inside]
+
+    def shared_units(self) -> tuple[str, ...]:
+        """Names of units whose parameters another unit uses, too: they must be whole for both, and so as long as what
+        belongs to the model itself."""
+        return ()
+
+    def losses(self) -> list[Any]:
+        """Modules with an attribute `cross_entropy_sum` in whose place another implementation may be put."""
+        return []
+
+    def start(self, name: str, shape: tuple[int, ...]) -> Start:
+        """How parameter `name` of `shape` starts.
+
+        By default a weight with one dim (of a norm) with ones, other vectors with zeros, and everything else with
+        normal draws of the standard deviation 1 / sqrt(elements that one output sums over).
+        """
+        if len(shape) < 2:
+            return ("ones",) if name.rpartition(".")[2] == "weight" else ("zeros",)
+        return ("normal", 1.0 / math.sqrt(max(1, math.prod(shape[1:]))))
+
+
+def plain_start(name: str, spec: ModelSpec) -> Start:
+    """Ones for norms, zeros for biases, normal draws of `spec.init_std` for all else."""
+    if "norm" in name and not name.endswith(".bias"):
+        return ("ones",)
+    return ("zeros",) if name.endswith(".bias") else ("normal", spec.init_std)
+
+
+class Architecture(Model):
+    """A model of the shape `spec`, which its constructor takes. `embed...`, `layers.{i}...` and `head...` are the names
+    of its parameters, in order of use."""
+
+    # Our name -> the name in a Hugging Face folder; {i} is the layer.
+    hf_names: ClassVar[dict[str, str]] = {}
+    # Keys of config.json that replace those of the built-in architecture or are added to them, such as "architectures".
+    hf_config: ClassVar[dict[str, Any]] = {}
+    # (parameter's name, spec) -> how it starts.
+    initial: ClassVar[Callable[[str, ModelSpec], Start]] = staticmethod(plain_start)
+
+    # Beginnings of our names of parameters that a Hugging Face folder may lack: they are drawn then.
+    may_draw: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def other_hf_names(theirs: str) -> Sequence[str]:
+        """Under which names a Hugging Face folder may hold the tensor `theirs`, too."""
+        return ()
+
+    @staticmethod
+    def unused_hf_name(theirs: str) -> bool:
+        """Whether a Hugging Face folder may hold a tensor that this model has no use for."""
+        return False
+
+    @staticmethod
+    def register() -> None:
+        """Make transformers know a class of one's own, so that it can load what was exported; nothing to do here."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        layers = self.get_submodule("layers")
+        blocks = [(f"layers.{index}", block) for index, block in layers.named_children()]
+        return [("embed", self.get_submodule("embed")), *blocks, ("head", self.get_submodule("head"))]
+
+    def shared_units(self) -> tuple[str, ...]:
+        return ("embed",) if self.spec.tie_embeddings else ()
+
+    def start(self, name: str, shape: tuple[int, ...]) -> Start:
+        return type(self).initial(name, self.spec)
+
+
+def draw(
+    start: Start, seed: int, name: str, first: int, last: int, device: torch.device | str, dtype: torch.dtype
+) -> Tensor:
+    """Initial values of elements [first, last) of the flattened parameter `name`, 1-D; the same however it is cut.
+
+    Raises ValueError where a class of one's own names a start that there is not.
+    """
+    match start:
+        case ("normal", float(std)):
+            wide = torch.promote_types(dtype, torch.float32)
+            return normal(key(seed, name), first, last, device=device, dtype=wide).mul_(std).to(dtype)
+        case ("ones",):
+            return torch.ones(last - first, device=device, dtype=dtype)
+        case ("zeros",):
+            return torch.zeros(last - first, device=device, dtype=dtype)
+        case other:
+            raise ValueError(f'{name} starts as {other!r}, which is none of ("normal", std), ("ones",), ("zeros",)')

@@ -1,0 +1,220 @@
+"""What the step records say of each device: its share of the work, how long it was busy, how long it waited for others.
+
+What an even split would have cost is reckoned from the same records: with equal shares the device that needs most time
+for a sequence would have held up all.
+"""
+
+import html
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from phalanx import hardware
+from phalanx.errors import ConfigError
+from phalanx.records import RunPaths
+from phalanx.report import words
+
+Record = Mapping[str, Any]
+COLORS = ("blue", "teal", "violet", "orange", "green", "red", "amber", "grey")
+DRAWN = len(COLORS)  # of more ranks than this only the extremes are drawn and shown
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: sequences and busy seconds of each rank, and seconds of the whole."""
+
+    shares: tuple[int, ...]
+    busy_s: tuple[float, ...]
+    step_s: float
+
+    @property
+    def even_s(self) -> float:
+        """What the step would have taken with equal shares; what no device was busy with (the link) stays as it is."""
+        each_s = max(busy / max(1, share) for share, busy in zip(self.shares, self.busy_s, strict=True))
+        return max(0.0, self.step_s - max(self.busy_s)) + each_s * sum(self.shares) / len(self.shares)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device over some steps: its share of all sequences, of the last step's, and the part of the time it worked."""
+
+    rank: int
+    name: str
+    share: float
+    last_share: int
+    busy: float
+    sequences_per_s: float | None  # while it was busy
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All devices over some steps; `step_s` and `even_s` are means of a step, as it was and with equal shares."""
+
+    devices: tuple[Device, ...]
+    step_s: float
+    even_s: float
+
+    @property
+    def verdict(self) -> str:
+        ours, even = words.seconds(self.step_s), words.seconds(self.even_s)
+        if self.even_s <= 1.005 * self.step_s:
+            return f"an even split would have been as fast: {ours} a step"
+        times = f"{self.even_s / self.step_s:.2f} times as long"
+        instead = f": {even} a step instead of {ours}" if even != ours else f" as the {ours} of a step"
+        return f"an even split would have taken {times}{instead}"
+
+
+def step_of(record: Record) -> Step | None:
+    """What a step record says of the devices; None where it says nothing, or nothing that makes sense."""
+    shares, busy_s, step_s = record.get("shares"), record.get("busy_s"), words.number(dict(record), "step_s")
+    if not isinstance(shares, list) or not isinstance(busy_s, list) or step_s is None or step_s <= 0:
+        return None
+    if not shares or len(shares) != len(busy_s) or any(type(share) is not int or share < 0 for share in shares):
+        return None
+    times = [words.number({"s": value}, "s") for value in busy_s]
+    if sum(shares) == 0 or any(value is None or value < 0 for value in times):
+        return None
+    return Step(tuple(shares), tuple(value for value in times if value is not None), step_s)
+
+
+def summary(records: Iterable[Record], names: Mapping[int, str]) -> Summary | None:
+    """Of the steps with as many ranks as the last; None where no record speaks of several ranks.
+
+    The first step is left out where there are others: whatever is compiled or set up in it is no part of the others.
+    """
+    steps = [step for record in records if (step := step_of(record)) is not None]
+    steps = [step for step in steps if len(step.shares) == len(steps[-1].shares)]
+    if not steps or len(steps[-1].shares) < 2:
+        return None
+    steps = steps[1:] or steps
+    whole_s, sequences = sum(step.step_s for step in steps), sum(sum(step.shares) for step in steps)
+    devices = []
+    for rank in range(len(steps[-1].shares)):
+        done, busy_s = sum(step.shares[rank] for step in steps), sum(step.busy_s[rank] for step in steps)
+        rate = done / busy_s if busy_s > 0 and done else None
+        last = steps[-1].shares[rank]
+        devices.append(Device(rank, names.get(rank, ""), done / sequences, last, busy_s / whole_s, rate))
+    return Summary(tuple(devices), whole_s / len(steps), sum(step.even_s for step in steps) / len(steps))
+
+
+def names_of(paths: RunPaths) -> dict[int, str]:
+    """What each rank's device is called, with its host where there are several; nothing where it was not measured."""
+    if not paths.hardware.exists():
+        return {}
+    try:
+        known = hardware.read(paths.hardware).devices
+    except ConfigError:  # then they have no names: the report is of the steps
+        return {}
+    several = len({device.host for device in known}) > 1
+    return {device.rank: f"{device.model} on {device.host}" if several else device.model for device in known}
+
+
+def compact(step: Step) -> str:
+    """The last step in a few words, for a line that has little room."""
+    busy = [100 * seconds / step.step_s for seconds in step.busy_s]
+    if len(busy) > DRAWN:
+        shares = f"{min(step.shares)} to {max(step.shares)}"
+        return f"shares {shares}, busy {min(busy):.0f} to {max(busy):.0f} %"
+    return f"shares {'+'.join(map(str, step.shares))}, busy {'/'.join(f'{part:.0f}' for part in busy)} %"
+
+
+def table(found: Summary) -> Table:
+    """For a terminal; of many ranks the ones that waited least and most."""
+    shown = Table(caption=found.verdict, caption_justify="left", box=None, padding=(0, 2, 0, 0))
+    for title in TITLES:
+        shown.add_column(title, justify="left" if title == "device" else "right", no_wrap=title != "device")
+    for device in _few(found.devices):
+        shown.add_row(*(Text(cell) for cell in _cells(device)))
+    return shown
+
+
+TITLES = ("rank", "device", "share", "of the work", "busy", "waiting", "sequences/s")
+
+
+def _cells(device: Device) -> tuple[str, ...]:
+    return (
+        str(device.rank),
+        device.name or "-",
+        str(device.last_share),
+        f"{100 * device.share:.1f} %",
+        f"{100 * device.busy:.0f} %",
+        f"{100 * max(0.0, 1 - device.busy):.0f} %",
+        "-" if device.sequences_per_s is None else words.count(device.sequences_per_s),
+    )
+
+
+def _few(devices: Sequence[Device]) -> list[Device]:
+    if len(devices) <= 2 * DRAWN:
+        return list(devices)
+    by_busy = sorted(devices, key=lambda device: (device.busy, device.rank))
+    return sorted([*by_busy[:DRAWN], *by_busy[-DRAWN:]], key=lambda device: device.rank)
+
+
+def card(found: Summary | None) -> list[str]:
+    """The table of the report."""
+    if found is None:
+        return []
+    head = "".join(f"<th>{title}</th>" for title in TITLES)
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in _cells(device))}</tr>"
+        for device in _few(found.devices)
+    )
+    few = f"; {2 * DRAWN} of {len(found.devices)} ranks" if len(found.devices) > 2 * DRAWN else ""
+    body = f'<table class="inside"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    title = f"<h3>Devices<span>{html.escape(found.verdict + few)}</span></h3>"
+    return [f'<section class="card">{title}<div class="scroll">{body}</div></section>']
+
+
+# -------------------------------------------------------------------------------------------------------------- charts
+
+
+def world_of(records: Iterable[Record]) -> int:
+    """The most ranks that any record speaks of; 1 where none does."""
+    return max((len(step.shares) for record in records if (step := step_of(record)) is not None), default=1)
+
+
+def columns(records: Sequence[Record], world: int) -> dict[str, list[float | None]]:
+    """Columns for the curves: the share of the work and the busy part of the time, of each of `world` ranks; of many
+    the least, the median and the greatest. Nothing of one rank."""
+    found: dict[str, list[float | None]] = {name: [] for name in _names(world)}
+    for step in map(step_of, records):
+        values = dict.fromkeys(found) if step is None else _values(step, world)
+        for name, column in found.items():
+            value = values.get(name)
+            column.append(None if value is None else float(f"{value:.6g}"))
+    return found
+
+
+def traces(world: int) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """(name, column, colour) of the curves of shares and of those of busy times."""
+    names = _names(world)
+    labels = [f"rank {rank}" for rank in range(world)] if world <= DRAWN else ["least", "median", "greatest"]
+    colors = COLORS if world <= DRAWN else ("teal", "blue", "orange")
+    half = len(names) // 2
+    shares = list(zip(labels, names[:half], colors, strict=False))
+    return shares, list(zip(labels, names[half:], colors, strict=False))
+
+
+def _names(world: int) -> list[str]:
+    if world < 2:
+        return []
+    keys = [str(rank) for rank in range(world)] if world <= DRAWN else ["least", "median", "greatest"]
+    return [f"share_{key}" for key in keys] + [f"busy_{key}" for key in keys]
+
+
+def _values(step: Step, world: int) -> dict[str, float]:
+    shares = [share / sum(step.shares) for share in step.shares]
+    busy = [seconds / step.step_s for seconds in step.busy_s]
+    if world <= DRAWN:
+        return {f"share_{rank}": share for rank, share in enumerate(shares)} | {
+            f"busy_{rank}": part for rank, part in enumerate(busy)
+        }
+    return {
+        f"{name}_{key}": function(values)
+        for name, values in (("share", shares), ("busy", busy))
+        for key, function in (("least", min), ("median", statistics.median), ("greatest", max))
+    }

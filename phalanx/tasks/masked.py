@@ -1,0 +1,110 @@
+"""Masked tokens, and whether the second of two segments follows the first: what BERT is pre-trained on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from phalanx.tasks.padding import padded, width_of
+from phalanx.tasks.task import Batch, Task
+
+if TYPE_CHECKING:
+    from phalanx.models.draws import Draws
+
+IGNORED = -100  # a label that no loss is computed for
+PLACES = 8  # predictions of a row are padded to a multiple of it
+
+
+class MaskedLike(Protocol):
+    """A row without padding: `tokens` and `segments` (n,), `places` (p,) and what stood there in `labels` (p,), all
+    int64; `follows` is 0 where the second segment follows, 1 where not, IGNORED where nobody asks."""
+
+    @property
+    def tokens(self) -> NDArray[np.int64]: ...
+
+    @property
+    def segments(self) -> NDArray[np.int64]: ...
+
+    @property
+    def places(self) -> NDArray[np.int64]: ...
+
+    @property
+    def labels(self) -> NDArray[np.int64]: ...
+
+    @property
+    def follows(self) -> int: ...
+
+    @property
+    def position(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class MaskedLanguage(Task):
+    """The weight of a batch is the number of its masked tokens, and its loss the sum over them.
+
+    With `pairs` the loss also has `most` times the sum over samples of the second loss, where `most` is how many tokens
+    of a full row are masked: divided by the weight, it is nearly the mean over samples, as BERT's authors add it, and
+    exactly so where all rows are full. The factor is a constant, so that no split of a batch changes the sum.
+    `filled`: all rows have `seq_len` tokens, so that there is no padding to be hidden.
+    """
+
+    seq_len: int
+    most: int
+    pairs: bool = False
+    filled: bool = False
+
+    def collate(self, samples: Sequence[MaskedLike]) -> Batch:
+        """`tokens`, `segments` (B, S), `lengths` (B,), `places` and `labels` (B, P), all int64, and with `pairs`
+        `next_labels` (B,). No samples give one row whose labels are all ignored."""
+        tokens = [sample.tokens for sample in samples] or [np.zeros(self.seq_len if self.filled else 1, np.int64)]
+        segments = [sample.segments for sample in samples] or [np.zeros(1, np.int64)]
+        places = [sample.places for sample in samples] or [np.zeros(0, np.int64)]
+        labels = [sample.labels for sample in samples] or [np.zeros(0, np.int64)]
+        width = width_of(tokens, self.seq_len)
+        asked = max(self.most, width_of(places, self.seq_len, PLACES))
+        inputs = {
+            "tokens": padded(tokens, width, 0),
+            "places": padded(places, asked, 0),
+            "labels": padded(labels, asked, IGNORED),
+        }
+        if not self.filled:
+            inputs |= {"segments": padded(segments, width, 0), "lengths": _numbers([len(row) for row in tokens])}
+        if self.pairs:
+            inputs["next_labels"] = _numbers([sample.follows for sample in samples] or [IGNORED])
+        positions = [sample.position for sample in samples] or [0]
+        return Batch(inputs, sum(len(row) for row in labels), _numbers(positions))
+
+    def loss_sum(self, model: nn.Module, batch: Batch, draws: "Draws | None") -> Tensor:
+        """In nats; see the class for what is added up."""
+        loss, next_loss = model(**batch.inputs, draws=draws)
+        return loss if next_loss is None else loss + self.most * next_loss
+
+    def nominal_weight(self, global_batch: int) -> int:
+        """Every masked token of a global batch of full rows."""
+        return global_batch * self.most
+
+    def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Masked tokens and pairs, and how many of them are predicted right."""
+        asked = {name: value for name, value in batch.inputs.items() if name not in ("labels", "next_labels")}
+        logits, follows = model(**asked)
+        labels = batch.inputs["labels"]
+        found = {"masked": (labels != IGNORED).sum(), "masked right": (logits.argmax(-1) == labels).sum()}
+        if self.pairs:
+            truth = batch.inputs["next_labels"]
+            found |= {"pairs": (truth != IGNORED).sum(), "pairs right": (follows.argmax(-1) == truth).sum()}
+        return found
+
+    def scores(self, counts: dict[str, float]) -> dict[str, float]:
+        """Shares of masked tokens and, with `pairs`, of pairs that are predicted right."""
+        found = {"accuracy": counts["masked right"] / max(counts["masked"], 1.0)}
+        if self.pairs:
+            found["next_accuracy"] = counts["pairs right"] / max(counts["pairs"], 1.0)
+        return found
+
+
+def _numbers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)

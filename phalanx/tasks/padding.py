@@ -1,0 +1,24 @@
+"""Rows of different lengths in one tensor."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+WIDTHS = 64  # rows are padded to a multiple of it, so that shapes stay few
+
+
+def padded(rows: Sequence[NDArray[np.int64]], width: int, filler: int) -> Tensor:
+    """`rows` (n_i,) -> (B, width) int64, filled up behind each."""
+    out = np.full((len(rows), width), filler, np.int64)
+    for row, values in zip(out, rows, strict=True):
+        row[: len(values)] = values
+    return torch.from_numpy(out)
+
+
+def width_of(rows: Sequence[NDArray[np.int64]], most: int, step: int = WIDTHS) -> int:
+    """The length of the longest row, up to a multiple of `step` but no more than `most`."""
+    longest = max((len(row) for row in rows), default=1)
+    return max(longest, min(-(-longest // step) * step, most))

@@ -1,0 +1,385 @@
+"""What each device of a job takes for this model: seconds by size of micro-batch, memory, copies, the link.
+
+Every rank measures its own device, all at the same time, since neighbours share a machine; the results are gathered, so
+that all ranks know the same. Times are of forward and backward passes, uncompiled; those of a deep model follow from
+models of one and two blocks, as its memory does (`probe.py`). What is said here is where a run begins: it goes on
+measuring while it trains.
+"""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx import accelerator, hardware
+from phalanx.balance import UNBOUND, Speed
+from phalanx.comm.collectives import Traffic, all_reduce
+from phalanx.comm.mesh import Mesh, alone, join
+from phalanx.comm.objects import JsonGroup
+from phalanx.errors import ConfigError, OutOfMemory
+from phalanx.hardware import Device, Hardware, Link
+from phalanx.models.spec import ModelSpec
+from phalanx.records import ExitCode, Kind, Placement, RunPaths
+from phalanx.train.probe import SIZES, USABLE, depths_of, found, remedy
+from phalanx.train.sharing import Sharing
+from phalanx.train.sinks import Records
+from phalanx.train.subject import Subject, subject_of
+from phalanx.train.trial import Trial, trial
+
+if TYPE_CHECKING:
+    from phalanx.config import Config
+
+BLOCK_S = 0.04  # passes are timed together for so long: some periods of a CPU quota, which runs a process in bursts
+BLOCKS = 5  # of each size; the second fastest counts, which a neighbour that comes and goes disturbs least
+# For all sizes of one depth, when a run begins and when a user asks for nothing else; on a slow device no size is begun
+# of which a pass would take a quarter of it.
+PATIENCE_S, MORE_PATIENCE_S = 0.8, 4.0
+GROWTH = 3  # from one size to the next
+COPY_BYTES = 64 * 2**20
+LINK_BYTES = 2**20
+LINK_S = 0.1  # a slow link is not given more to carry than it does in this time
+SAME_WORK = ("norm_eps", "init_std", "dropout")  # shapes that make no difference to a device
+DONE = "measured"  # in the store: how many ranks are
+
+
+# ------------------------------------------------------------------------------------------------- at a run's beginning
+
+
+def know(
+    config: "Config", subject: Subject, placement: Placement, mesh: Mesh, paths: RunPaths, records: Records
+) -> tuple[list[Speed], Link | None]:
+    """How fast the ranks are and how many sequences of a micro-batch each may have, in order of rank: as the run folder
+    says, or a file that the recipe names; measured where neither does. All alike where nobody asks for speeds. And the
+    link between them, where speeds are in seconds as it is.
+
+    Collective; the same on all ranks. Raises ConfigError where the file that the recipe names does not fit the job.
+    """
+    assert config.train.micro_batch != "auto"
+    group = JsonGroup(mesh.checkpoint)
+    models = _all(group, accelerator.name(mesh.device))
+    divides = mesh.world > 1 and config.balance.work in ("auto", "measured-once")
+    wanted = divides or len(set(models)) > 1 or config.balance.hardware is not None
+    answer: dict[str, Any] = {}
+    if mesh.rank == 0:
+        hardware.forget_others(paths, models)
+        answer = _looked_up(config, paths, models, work_of(config, subject)) if wanted else {}
+    answer = group.broadcast_object(answer)
+    if "refused" in answer:
+        raise ConfigError(answer["refused"])
+    known = hardware.from_json(answer["hardware"]) if "hardware" in answer else None
+    if known is not None and config.balance.hardware is not None and mesh.rank == 0:
+        _keep(paths, known, records)  # a run folder holds all that a run was made of
+    if wanted and known is None:
+        begun = time.perf_counter()
+        records.event(Kind.MEASURING, {"ranks": mesh.world, "reason": answer["why"]})
+        known = measured(config, subject, placement, mesh)
+        if mesh.rank == 0:
+            _keep(paths, known, records)
+        records.event(Kind.MEASURED, event_of(known, time.perf_counter() - begun))
+    limits = [int(most) for most in mesh.gather(hardware.limits(paths).get(mesh.rank, UNBOUND))]
+    # Ranks that one launcher did not start have each resolved train.micro_batch.
+    asked = [int(most) for most in mesh.gather(config.train.micro_batch)]
+    fits = [device.most for device in known.devices] if known else [UNBOUND] * mesh.world
+    most = [min(each) for each in zip(asked, fits, limits, strict=True)]
+    lowered = {rank: limit for rank, limit in enumerate(limits) if limit < min(asked[rank], fits[rank])}
+    if lowered:
+        records.event(Kind.MEMORY_LIMITED, {"most": lowered})
+    used = known is not None and divides
+    speeds = hardware.speeds(known) if known is not None and used else [Speed(1.0)] * mesh.world
+    link = known.link if known is not None and used and all(device.times for device in known.devices) else None
+    return [replace(speed, most=few) for speed, few in zip(speeds, most, strict=True)], link
+
+
+def _keep(paths: RunPaths, known: Hardware, records: Records) -> None:
+    try:
+        hardware.write(paths.hardware, known)
+    except OSError as error:  # a full disk: the next start measures again
+        records.event(Kind.WARNING, {"message": f"{paths.hardware} was not written: {error.strerror}"})
+
+
+def _looked_up(config: "Config", paths: RunPaths, models: list[str], work: dict[str, Any]) -> dict[str, Any]:
+    """{"hardware": ...} from a file, or {"why": ...} nothing could be used, or {"refused": ...}. On rank 0."""
+    if config.balance.hardware is not None:
+        try:
+            known = given(config.balance.hardware, models, work)
+        except ConfigError as error:
+            return {"refused": str(error)}
+        return {"hardware": hardware.to_json(known)}
+    if not paths.hardware.exists():
+        return {"why": "nothing was known of these devices"}
+    try:
+        known = hardware.read(paths.hardware)
+    except ConfigError as error:
+        return {"why": str(error)}
+    misfit = hardware.misfit(known, models, work)
+    return {"why": misfit} if misfit is not None else {"hardware": hardware.to_json(known)}
+
+
+def given(name: str, models: Sequence[str | None], work: dict[str, Any]) -> Hardware:
+    """What the file that `balance.hardware` names says. Raises ConfigError where it cannot be read or was measured for
+    another job than this, of devices of these models (None: not known yet) doing `work`."""
+    known = hardware.read(Path(name).expanduser())
+    why = hardware.misfit(known, models, work)
+    if why is None:
+        return known
+    raise ConfigError(
+        f"balance.hardware {name} does not fit this job: {why}; measure anew with `phalanx hardware`, or remove "
+        "balance.hardware"
+    )
+
+
+def work_of(config: "Config", subject: Subject) -> dict[str, Any]:
+    """What decides how long a pass takes and how much it holds, as JSON has it."""
+    shapes: dict[str, Any] = {}
+    if subject.spec is not None:
+        shapes = {name: value for name, value in asdict(subject.spec).items() if name not in SAME_WORK}
+    parameters = sum(parameter.numel() for parameter in subject.model().parameters())
+    how = {
+        "task": config.task.kind,
+        "parameters": parameters,
+        "positions": subject.positions,
+        "dtype": config.train.dtype,
+        "activations": config.memory.activations,
+    }
+    work: dict[str, Any] = json.loads(json.dumps(how | shapes))
+    return work
+
+
+def event_of(known: Hardware, seconds: float) -> dict[str, Any]:
+    """Details of the event: of each rank its device's model, largest micro-batch and sequences per second."""
+    rows = [
+        {
+            "rank": device.rank,
+            "model": device.model,
+            "most": device.most,
+            "sequences_per_s": max((size / took for size, took in device.times), default=None),
+        }
+        for device in known.devices
+    ]
+    return {"devices": rows, "seconds": seconds}
+
+
+def _all(group: JsonGroup, mine: Any) -> list[Any]:
+    """What every rank says, in order of rank, on all of them."""
+    everyones: list[Any] = group.broadcast_object(group.gather_objects(mine))
+    return everyones
+
+
+# -------------------------------------------------------------------------------------------------------- out of memory
+
+
+@contextlib.contextmanager
+def remembering(paths: RunPaths, mesh: Mesh, sharing: Sharing, subject: Subject) -> Iterator[None]:
+    """Where memory runs out while it lasts, note in the run folder that this rank gets smaller micro-batches from the
+    next start on. Raises OutOfMemory that says so, or that there are none smaller."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not accelerator.is_out_of_memory(error):
+            raise
+        tried = sharing.largest(mesh.rank)
+        said = f"rank {mesh.rank} ran out of memory with micro-batches of"
+        if tried <= 1:
+            raise OutOfMemory(
+                f"{said} one sequence, and there are none smaller; shard the model over more ranks, set "
+                f"memory.activations=full, or {remedy(subject)}"
+            ) from error
+        most = hardware.remember(paths, mesh.rank, tried, accelerator.name(mesh.device))
+        raise OutOfMemory(f"{said} {tried} sequences; from the next start on it gets {most} at most") from error
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def run(config: "Config", spec: ModelSpec | None, placement: Placement, file: Path) -> ExitCode:
+    """One rank of a job that does nothing but measure; rank 0 writes `file`. Raises as training does."""
+    accelerator.use(torch.device(placement.device), accelerator.host_cores() // placement.local_world)
+    with join(placement, config.comm.timeout_s) as mesh:
+        known = measured(config, subject_of(config, spec), placement, mesh, MORE_PATIENCE_S)
+        if mesh.rank == 0:
+            hardware.write(file, known)
+    return ExitCode.DONE
+
+
+def measured(
+    config: "Config", subject: Subject, placement: Placement, mesh: Mesh, patience_s: float = PATIENCE_S
+) -> Hardware:
+    """Measure the devices of all ranks, and the link between them. Collective; the same on all ranks.
+
+    A device on which not even two blocks and one sequence fit has no times.
+    """
+    mesh.sum([0.0])  # all begin together
+    with alone(mesh) as single:
+        times, most = _own(
+            config, subject, single, mesh.world, placement.local_world, patience_s, _others_measure(mesh)
+        )
+    mine = Device(
+        rank=mesh.rank,
+        node=placement.node,
+        local_rank=placement.local_rank,
+        host=socket.gethostname(),
+        name=placement.device,
+        model=accelerator.name(mesh.device),
+        memory_bytes=accelerator.memory_total(mesh.device, placement.local_world),
+        most=most,
+        times=times,
+        host_to_device_bytes_per_s=_host_to_device(mesh.device),
+    )
+    link = _link(mesh)
+    group = JsonGroup(mesh.checkpoint)
+    rows = group.gather_objects(asdict(mine))
+    whole = None
+    if rows is not None:
+        whole = {"version": hardware.VERSION, "work": work_of(config, subject), "devices": rows}
+        whole["link"] = None if link is None else asdict(link)
+    return hardware.from_json(group.broadcast_object(whole))
+
+
+def _others_measure(mesh: Mesh) -> Callable[[], bool]:
+    """A function that says, when it is first called, that this rank has measured, and whether others still have not,
+    for as long as one may be late."""
+    begun: list[float] = []
+
+    def still() -> bool:
+        if not begun:
+            begun.append(time.monotonic())
+            mesh.store.add(DONE, 1)
+        return mesh.store.add(DONE, 0) < mesh.world and time.monotonic() < begun[0] + mesh.timeout_s
+
+    return still
+
+
+@dataclass
+class _Walk:
+    """What a trial took, by size of micro-batch; `full`: a larger one did not fit."""
+
+    peaks: dict[int, int]
+    seconds: dict[int, float]
+    full: bool = False
+
+
+def _own(
+    config: "Config",
+    subject: Subject,
+    mesh: Mesh,
+    world: int,
+    local_world: int,
+    patience_s: float,
+    others_measure: Callable[[], bool],
+) -> tuple[tuple[tuple[int, float], ...], int]:
+    """(samples, seconds of the whole model), and the most samples that fit. `mesh` is of this rank alone. When it is
+    done, its device is kept as busy as in training for as long as `others_measure`."""
+    assert config.train.micro_batch != "auto"
+    # Of memory, not of what is asked for today: train.micro_batch may be another at the next start.
+    most = config.train.global_batch
+    free = accelerator.memory_free(mesh.device, local_world)
+    # One size alone would not tell what a sample more takes.
+    sizes, walks = _sizes(min(max(config.train.micro_batch, *SIZES), most)), dict[int | None, _Walk]()
+    try:
+        for layers in depths_of(subject):
+            with trial(config, subject, mesh, layers) as small:
+                walks[layers] = _walk(small, sizes, free * USABLE, patience_s)
+                sizes = list(walks[layers].seconds)
+                while len(walks) == len(depths_of(subject)) and others_measure():
+                    small.seconds(1)
+    except (RuntimeError, MemoryError) as error:
+        if not accelerator.is_out_of_memory(error):
+            raise
+        others_measure()  # or they would wait for this rank
+        return (), 1
+    peaks = {layers: walk.peaks for layers, walk in walks.items()}
+    if len(sizes) > 1:
+        finding = found(config, subject, mesh.device, peaks, free, world=world, most=most)
+        # One that seems to have no room for a single sample is tried all the same: this is an estimate.
+        most = max(1, finding.micro_batch)
+    if any(walk.full for walk in walks.values()):
+        most = min(most, sizes[-1])
+    blocks = 0 if subject.spec is None else subject.spec.layers - 1  # beyond the first
+    (few, *_), (*_, many) = walks.values(), walks.values()
+    each = {size: max(0.0, many.seconds[size] - few.seconds[size]) for size in sizes}
+    return tuple((size, few.seconds[size] + blocks * each[size]) for size in sizes), most
+
+
+def _sizes(most: int) -> list[int]:
+    """Sizes of micro-batches to try: 1, 3, 9 and so on, and the largest."""
+    sizes = [1]
+    while sizes[-1] * GROWTH < most:
+        sizes.append(sizes[-1] * GROWTH)
+    return [*sizes, most] if most > 1 else sizes
+
+
+def _walk(small: Trial, sizes: list[int], room_bytes: float, patience_s: float) -> _Walk:
+    """Try these sizes as far as memory and patience reach."""
+    peaks: dict[int, int] = {}
+    first: dict[int, float] = {}
+    full = False
+    for size in sizes:
+        if first:
+            before = max(first)
+            # Twice, since the deeper model that follows holds nearly as much again.
+            if 2 * peaks[before] * size / before > room_bytes or first[before] * size / before > patience_s / 4:
+                break
+        try:
+            peaks[size] = small.peak_bytes(size)  # and so it is warm
+            first[size] = small.seconds(size)
+        except (RuntimeError, MemoryError) as error:
+            if not first or not accelerator.is_out_of_memory(error):
+                raise
+            peaks.pop(size, None)
+            small.give_up()
+            full = True
+            break
+    blocks: dict[int, list[float]] = {size: [] for size in first}  # seconds of a pass, each a mean over BLOCK_S
+    until = time.perf_counter() + patience_s
+    # Round about, so that what disturbs for a while disturbs all sizes.
+    while any(len(done) < BLOCKS for done in blocks.values()) and time.perf_counter() < until:
+        for size, done in blocks.items():
+            done.append(small.seconds(size, max(1, int(BLOCK_S / first[size]))))
+    return _Walk(peaks, {size: sorted([first[size], *done])[min(1, len(done))] for size, done in blocks.items()}, full)
+
+
+def _host_to_device(device: torch.device) -> float | None:
+    """Bytes per second of copies from the host's pinned memory; None for a CPU."""
+    if device.type == "cpu":
+        return None
+    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    here = torch.zeros(COPY_BYTES, dtype=torch.uint8).pin_memory()
+    best = float("inf")
+    for _ in range(4):
+        accelerator.wait(device)
+        begun = time.perf_counter()
+        there.copy_(here, non_blocking=True)
+        accelerator.wait(device)
+        best = min(best, time.perf_counter() - begun)
+    return COPY_BYTES / best
+
+
+def _link(mesh: Mesh) -> Link | None:
+    """Of all-reduces over all ranks, among which gradients travel; None of one rank."""
+    if mesh.world == 1:
+        return None
+    _reduced_s(mesh, 1)  # connections are made at the first
+    latency_s = min(_reduced_s(mesh, 1) for _ in range(5))
+    size = LINK_BYTES
+    took_s = _reduced_s(mesh, size)
+    while size < 32 * LINK_BYTES and took_s * 4 < LINK_S:
+        size *= 4
+        took_s = min(_reduced_s(mesh, size) for _ in range(2))
+    return Link(size / took_s, latency_s)
+
+
+def _reduced_s(mesh: Mesh, size_bytes: int) -> float:
+    """Seconds of an all-reduce of so many bytes on the rank that waited longest; the same on all."""
+    tensor = torch.zeros(max(1, size_bytes // 4), dtype=torch.float32, device=mesh.device)
+    accelerator.wait(mesh.device)
+    mesh.sum([0.0])
+    begun = time.perf_counter()
+    all_reduce(tensor, mesh.shard.get_group(), Traffic()).wait()
+    accelerator.wait(mesh.device)
+    return mesh.max([time.perf_counter() - begun])[0]

@@ -1,0 +1,209 @@
+"""Who does how much of a step: what `balance.work` asks for, and what the ranks' measured times make of it.
+
+After the backward passes of a step the ranks exchange how long each has worked. Rank 0 decides whether the next step is
+divided otherwise, and all hear of it before this step ends. Every decision is an event; a run that is started again
+from a checkpoint repeats those that were taken behind it, as far as steps are recorded, so that it walks them bit by
+bit as before.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx import balance, resharing
+from phalanx.balance import Division, Speed
+from phalanx.comm.collectives import Pending, all_reduce
+from phalanx.comm.mesh import Mesh
+from phalanx.comm.objects import JsonGroup
+from phalanx.records import Kind, RunPaths, last_line, read_lines
+
+SHOWN_RANKS = 64  # with more of them a step's record names shares and seconds now and then only
+SHOWN_EVERY = 64
+
+Say = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the run folder tells of divisions: (first step, division), and the last step that was walked."""
+
+    divisions: list[tuple[int, Division]]
+    last: int
+
+    def of(self, step: int) -> Division | None:
+        return next((division for first, division in reversed(self.divisions) if first <= step), None)
+
+
+class Sharing:
+    """The division of every step, the same on all ranks. `division` is that of the next step, `balance_s` what all this
+    has taken of the host's time since the run began."""
+
+    def __init__(
+        self, work: str | list[int], total: int, speeds: Sequence[Speed], mesh: Mesh, part_s: float = 0.0
+    ) -> None:
+        """`work` as in the recipe; `total` sequences of a step; `speeds` in order of rank, with each rank's limit.
+
+        `part_s` is what a micro-batch costs all ranks for its collectives.
+        """
+        self.balance_s = 0.0
+        self.most = [speed.most for speed in speeds]
+        self._mesh, self._work = mesh, work
+        self._say: Say = lambda kind, details: None
+        if isinstance(work, list):
+            self.division, self._why = balance.in_parts(work, self.most), "balance.work says so"
+        elif work == "even":
+            self.division = balance.in_parts(balance.even(total, len(self.most)), self.most)
+            self._why = "balance.work is even"
+        else:
+            self.division = balance.divide(total, speeds, part_s)
+            alike = len({(speed.sequence_s, speed.fixed_s) for speed in speeds}) == 1
+            self._why = "the devices count as alike" if alike else "as the devices were measured"
+        self._history = resharing.begin(speeds, self.division, part_s)
+        self._repeated = Recorded([], 0)
+        self._walked: dict[int, Division] = {}  # of the last steps
+        self._busy: dict[int, list[float]] = {}
+        self._decided = self.division  # on rank 0
+        # Two collectives, and tensors that must live as long: what each has worked, and what rank 0 answers.
+        self._told: Pending | None = None
+        self._answered: Pending | None = None
+        self._table: torch.Tensor | None = None
+        self._message: torch.Tensor | None = None
+
+    def largest(self, rank: int) -> int:
+        """Sequences of the largest micro-batch that this rank runs now."""
+        return self.division.largest(rank)
+
+    def of_evaluation(self, count: int) -> Division:
+        """A batch of `count` sequences in the proportions of the step's."""
+        return balance.scaled(count, self.division, self.most)
+
+    # ------------------------------------------------------------------------------------------------ beginning, saving
+
+    def header(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the division of the step that follows it."""
+        return {"shares": list(self.division.shares), "parts": self.division.parts}
+
+    def begin(self, step: int, header: Mapping[str, Any] | None, paths: RunPaths, group: JsonGroup, say: Say) -> None:
+        """Go on after `step`, from the header of its checkpoint if there is one. Collective; `say` writes events."""
+        if self._mesh.world == 1:
+            return
+        self._say = say
+        mine = recorded(paths) if self._mesh.rank == 0 else Recorded([], 0)
+        rows, last = group.broadcast_object([[[first, *_plain(each)] for first, each in mine.divisions], mine.last])
+        known = Recorded([(first, Division(tuple(shares), parts)) for first, shares, parts in rows], last)
+        before, saved = known.of(step + 1), _division(header)
+        later = [division for first, division in known.divisions if first > step + 1]
+        repeat = self._work == "auto" and before is not None and all(each.fits(self.most) for each in [before, *later])
+        if repeat and before is not None:
+            self._repeated, self.division = known, before
+        elif self._work == "auto" and saved is not None and saved.fits(self.most):
+            self.division, self._why = saved, f"as when step {step} was saved"
+        self._history = resharing.begin(self._history.speeds, self.division, self._history.part_s)
+        # The record always says what is walked: what it says of steps to come is otherwise taken back.
+        if before != self.division or (later and not repeat):
+            self._say(Kind.SHARED, {"step": step + 1, **self.header(), "why": self._why})
+
+    # ------------------------------------------------------------------------------------------------------- every step
+
+    def exchange(self, step: int, late: int, busy_s: float) -> None:
+        """In step `step`, behind its backward passes: tell the others how long this rank has worked on the step `late`
+        before. Rank 0 decides. Collective."""
+        self._walked[step] = self._decided = self.division
+        for kept in (self._walked, self._busy):
+            for old in [number for number in kept if number < step - 3]:
+                del kept[old]
+        if self._mesh.world == 1:
+            return
+        began = time.thread_time()
+        self._table = torch.zeros(self._mesh.world, dtype=torch.float64)
+        self._table[self._mesh.rank] = busy_s if math.isfinite(busy_s) else 0.0
+        self._told = all_reduce(self._table, self._mesh.control, self._mesh.bookkeeping)
+        if self._mesh.rank == 0:
+            self._told.wait()
+            everyones = self._table.tolist()
+            if min(everyones) > 0:
+                self._busy[step - late] = everyones
+            if self._work == "auto":
+                self._decided = self._next(step, step - late, everyones)
+        self.balance_s += time.thread_time() - began
+
+    def announce(self, asked: bool) -> None:
+        """Begin to tell all what rank 0 has decided, and whether this rank was `asked` to stop. Collective."""
+        began = time.thread_time()
+        first = self._mesh.rank == 0
+        told = [self._decided.parts, *self._decided.shares] if first else [0] * (1 + self._mesh.world)
+        self._message = torch.tensor([int(asked), *told])
+        self._answered = all_reduce(self._message, self._mesh.control, self._mesh.bookkeeping)
+        self.balance_s += time.thread_time() - began
+
+    def settle(self) -> bool:
+        """At the end of a step: from here on `division` is that of the next one. Returns whether any rank was asked to
+        stop. Collective where nothing was announced."""
+        if self._answered is None:
+            self.announce(asked=False)
+        assert self._answered is not None and self._message is not None
+        began = time.thread_time()
+        if self._told is not None:
+            self._told.wait()
+        self._answered.wait()
+        self._told = self._answered = None
+        asked, parts, *shares = self._message.tolist()
+        self.division = Division(tuple(shares), parts)
+        self.balance_s += time.thread_time() - began
+        return asked > 0
+
+    def _next(self, step: int, observed: int, busy_s: list[float]) -> Division:
+        """What rank 0 decides: the division of the step after `step`."""
+        walked = self._walked.get(observed)
+        if walked is not None:
+            self._history = resharing.observe(self._history, walked, busy_s)
+        if step < self._repeated.last:
+            repeated = self._repeated.of(step + 1)
+            assert repeated is not None
+            self._history = resharing.divided(self._history, repeated)
+            return repeated
+        self._history, decision = resharing.decide(self._history)
+        if decision is not None:
+            shares, parts = _plain(decision.division)
+            details = {"why": decision.why, "before_s": decision.before_s, "after_s": decision.after_s}
+            self._say(Kind.RESHARED, {"step": step + 1, "shares": shares, "parts": parts, **details})
+        return self._history.division
+
+    def shown(self, step: int) -> tuple[list[int] | None, list[float] | None]:
+        """Shares and seconds worked, in order of rank, for the record of a step; None where it does not name them."""
+        division, before = self._walked.get(step), self._walked.get(step - 1)
+        if self._mesh.world == 1 or division is None:
+            return None, None
+        if self._mesh.world > SHOWN_RANKS and division == before and step % SHOWN_EVERY:
+            return None, None
+        return list(division.shares), self._busy.get(step)
+
+
+def recorded(paths: RunPaths) -> Recorded:
+    """The divisions that the steps of the run folder were walked with; a later attempt's takes the place of what was
+    behind it."""
+    kept: list[tuple[int, Division]] = []
+    for event in read_lines(paths.events):
+        step, division = event.get("step"), _division(event)
+        if event.get("kind") not in (Kind.SHARED, Kind.RESHARED) or division is None or not isinstance(step, int):
+            continue
+        while kept and kept[-1][0] >= step:
+            kept.pop()
+        kept.append((step, division))
+    last = (last_line(paths.metrics) or {}).get("step")
+    return Recorded(kept, max([last if isinstance(last, int) else 0, *(first for first, _ in kept)]))
+
+
+def _division(tree: Mapping[str, Any] | None) -> Division | None:
+    """The division that a header or an event holds, if it does."""
+    if tree is None or not isinstance(tree.get("shares"), list) or not isinstance(tree.get("parts"), int):
+        return None
+    return Division(tuple(int(share) for share in tree["shares"]), tree["parts"])
+
+
+def _plain(division: Division) -> tuple[list[int], int]:
+    return list(division.shares), division.parts

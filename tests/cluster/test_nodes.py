@@ -1,0 +1,388 @@
+"""Agents of several nodes with real processes and sockets on one machine; the workers are in node_jobs.py."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.cluster import wire
+from phalanx.cluster.first_node import MOST_STRANGERS, FirstNode, own_hello
+from phalanx.records import ExitCode
+from tests.helpers import ROOT, is_alive, wait_until
+
+SECRET = {"PHALANX_SECRET": "a secret of the tests' own"}
+
+
+class Started:
+    """A node's process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        worker: str,
+        ranks: int,
+        environment: dict[str, str],
+        prefix: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        command = [*prefix, sys.executable, "-m", "tests.cluster.node_jobs", worker, str(ranks), str(folder)]
+        self.process = subprocess.Popen(
+            [*command, json.dumps(options)],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self.process.pid
+
+    def finish(self) -> tuple[int, str, list[dict[str, Any]]]:
+        """Exit code and last words of the job there, and the events."""
+        out, err = self.process.communicate(timeout=40)
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        assert lines, err
+        assert "code" in lines[-1], err
+        return lines[-1]["code"], lines[-1].get("words") or "", lines[:-1]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Cluster:
+    """Starts nodes that meet in a folder, and ends whatever is left of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, list[Started]()
+        self.meet = f"file://{folder}/meet"
+
+    def start(
+        self, worker: str, node: int, ranks: int = 1, environment: dict[str, str] | None = None, **options: Any
+    ) -> Started:
+        whole: dict[str, Any] = {"nodes": 2, "node": node, "meet": self.meet} | options
+        self.started.append(Started(self.folder, worker, ranks, environment or {}, **whole))
+        return self.started[-1]
+
+    def noted(self, name: str, attempt: int, rank: int) -> Any:
+        path = self.folder / f"{name}-{attempt}-{rank}.json"
+        wait_until(path.exists, timeout_s=20)
+        return json.loads(path.read_text())
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    for each in made.started:
+        if each.process.poll() is None:
+            each.kill()
+
+
+def kinds(events: list[dict[str, Any]]) -> list[str]:
+    return [event["kind"] for event in events]
+
+
+def free_port() -> int:
+    with socket.socket() as asking:
+        asking.bind(("127.0.0.1", 0))
+        return int(asking.getsockname()[1])
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_ranks_of_nodes_with_different_numbers_find_each_other(cluster: Cluster, scheme: str) -> None:
+    if scheme == "tcp":
+        cluster.meet = f"tcp://127.0.0.1:{free_port()}"
+    others = [cluster.start("tells", 2, 3, nodes=3), cluster.start("tells", 1, 1, nodes=3)]
+    code, _, events = cluster.start("tells", 0, 2, nodes=3).finish()
+    assert code == 0
+    assert [other.finish()[0] for other in others] == [0, 0]
+    assert cluster.noted("told", 1, 0) == [1, 2, 3, 4, 5]
+    places = [cluster.noted("place", 1, rank) for rank in range(6)]
+    assert [place[:3] for place in places] == [[0, 0, 2], [0, 1, 2], [1, 0, 1], [2, 0, 3], [2, 1, 3], [2, 2, 3]]
+    interfaces = {place[3] for place in places}  # the one that leads to the others
+    assert interfaces == {"lo"} if scheme == "tcp" else interfaces <= {name for _, name in socket.if_nameindex()}
+    assert len(interfaces) == 1
+    assert sorted(event["node"] for event in events if event["kind"] == "node_joined") == [1, 2]
+    assert not (cluster.folder / "meet").exists()  # nothing stays behind
+
+
+def test_a_rank_killed_on_another_node_starts_all_again(cluster: Cluster) -> None:
+    other = cluster.start("killed_once", 1)
+    code, _, events = cluster.start("killed_once", 0, max_restarts=1).finish()
+    assert (code, other.finish()[0]) == (0, 0)
+    assert kinds(events) == ["node_joined", "attempt_started", "worker_died", "restarted", "attempt_started"]
+    died = events[2]
+    assert (died["rank"], died["signal"], died["host"]) == (1, "SIGKILL", os.uname().nodename)
+    killed, running = cluster.noted("killed", 1, 1), cluster.noted("running", 2, 0)
+    print(f"from kill -9 on node 1 to the ranks of node 0 running again: {(running - killed) * 1000:.0f} ms")
+
+
+def test_a_node_whose_agent_is_killed_may_come_back(cluster: Cluster) -> None:
+    first, other = cluster.start("second_time", 0, max_restarts=1), cluster.start("second_time", 1, 2)
+    pids = [cluster.noted("ready", 1, rank) for rank in range(3)]
+    other.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    again = cluster.start("second_time", 1, 2)
+    code, _, events = first.finish()
+    assert (code, again.finish()[0]) == (0, 0)
+    assert kinds(events) == [
+        "node_joined", "attempt_started", "node_lost", "restarted", "node_joined", "attempt_started",
+    ]  # fmt: skip
+    assert (events[2]["node"], events[2]["host"]) == (1, os.uname().nodename)
+
+
+def test_nodes_survive_the_agent_of_node_0(cluster: Cluster) -> None:
+    """Its address file stays behind, names a port where nobody answers, and is not believed."""
+    first, other = cluster.start("second_time", 0), cluster.start("second_time", 1)
+    pids = [cluster.noted("ready", 1, rank) for rank in range(2)]
+    first.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    assert other.process.poll() is None
+    code, _, _ = cluster.start("second_time", 0, attempt=2).finish()
+    assert code == 0
+    code, _, events = other.finish()
+    assert code == 0
+    assert next(event["lost"] for event in events if event["kind"] == "left") == "it closed the connection"
+    assert not (cluster.folder / "meet").exists() or not list((cluster.folder / "meet").iterdir())
+
+
+def test_a_node_that_never_arrives_is_named_on_all_nodes(cluster: Cluster) -> None:
+    other = cluster.start("fine", 1, nodes=3)
+    code, text, _ = cluster.start("fine", 0, nodes=3, timeout_s=1.0).finish()
+    assert (code, text) == other.finish()[:2]
+    assert code == ExitCode.FAILED
+    assert text.startswith("node 2 of 3 did not arrive within 1 s")
+    alone = cluster.start("fine", 1, timeout_s=1.0)
+    assert alone.finish()[1].startswith(f"node 0 did not arrive at {cluster.meet} within 1 s")
+
+
+def test_a_node_that_does_not_come_back_ends_the_job(cluster: Cluster) -> None:
+    first, other = cluster.start("second_time", 0, max_restarts=1, timeout_s=2.0), cluster.start("second_time", 1)
+    cluster.noted("ready", 1, 1)
+    other.kill()
+    code, text, events = first.finish()
+    assert code == ExitCode.FAILED
+    assert text.startswith("node 1 of 2 did not arrive within 2 s")
+    assert "node_lost" in kinds(events)
+
+
+def test_a_second_job_in_the_folder_is_refused(cluster: Cluster) -> None:
+    first = cluster.start("fine", 0)
+    wait_until((cluster.folder / "meet" / "phalanx-node-0.json").exists, timeout_s=20)
+    assert (cluster.folder / "meet" / "phalanx-node-0.json").stat().st_mode & 0o777 == 0o600
+    code, text, _ = cluster.start("fine", 0).finish()
+    assert code == ExitCode.CONFIG
+    assert f"whose node 0 is process {first.pid} on" in text
+    other = cluster.start("fine", 1)
+    assert (first.finish()[0], other.finish()[0]) == (0, 0)
+
+
+def test_a_node_0_whose_file_was_replaced_leaves(cluster: Cluster) -> None:
+    """Two that start at the same moment do not see each other at first."""
+    first = cluster.start("fine", 0)
+    file = cluster.folder / "meet" / "phalanx-node-0.json"
+    wait_until(file.exists, timeout_s=20)
+    tree = json.loads(file.read_text())
+    file.write_text(json.dumps(tree | {"process": "7 on elsewhere"}))
+    code, text, _ = first.finish()
+    assert code == ExitCode.CONFIG
+    assert "is used by another job now, whose node 0 is process 7 on elsewhere" in text
+    assert file.exists()  # it is the other's
+
+
+def test_a_wrong_secret_is_a_sentence_and_disturbs_nobody(cluster: Cluster) -> None:
+    cluster.meet = f"tcp://127.0.0.1:{free_port()}"
+    first = cluster.start("fine", 0, environment=SECRET)
+    code, text, _ = cluster.start("fine", 1, environment={"PHALANX_SECRET": "a secret of somebody else"}).finish()
+    assert code == ExitCode.CONFIG
+    assert "does not accept this node's secret; set the same PHALANX_SECRET on all nodes" in text
+    right = cluster.start("fine", 1, environment=SECRET)
+    assert (first.finish()[0], right.finish()[0]) == (0, 0)
+    assert SECRET["PHALANX_SECRET"] not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"nodes": 4}, "--nodes is 4 on node 1"),
+        ({"nodes": 5, "node": 4}, "--nodes is 5 on node 4"),
+        ({"torch": "3"}, "torch is 3 on node 1"),
+        ({"device": "fast:0"}, f"node 1 ({os.uname().nodename}) trains on fast and node 0 on cpu"),
+        ({"recipe": {"a": 1, "optim.lr": 0.5}}, "optim.lr is 0.5 on node 1"),
+    ],
+)
+def test_a_node_that_does_not_fit_is_refused_and_the_others_go_on(
+    cluster: Cluster, options: dict[str, Any], expected: str
+) -> None:
+    first = cluster.start("fine", 0)
+    code, text, _ = cluster.start("fine", 1, **options).finish() if "node" not in options else _claim(cluster, options)
+    assert code == ExitCode.CONFIG
+    assert text.startswith(expected), text
+    right = cluster.start("fine", 1)
+    assert (first.finish()[0], right.finish()[0]) == (0, 0)
+
+
+def _claim(cluster: Cluster, options: dict[str, Any]) -> tuple[int, str, list[dict[str, Any]]]:
+    return cluster.start("fine", options["node"], nodes=options["nodes"]).finish()
+
+
+def test_the_second_of_two_nodes_with_one_number_is_refused(cluster: Cluster) -> None:
+    first, other = cluster.start("second_time", 0, max_restarts=1), cluster.start("second_time", 1)
+    pids = [cluster.noted("ready", 1, rank) for rank in range(2)]
+    code, text, _ = cluster.start("second_time", 1).finish()
+    assert code == ExitCode.CONFIG
+    assert f"says it is node 1, which process {other.pid} on" in text
+    os.kill(pids[1], signal.SIGKILL)  # on to the second attempt
+    assert (first.finish()[0], other.finish()[0]) == (0, 0)
+
+
+def test_a_node_that_comes_back_with_other_devices_is_refused(cluster: Cluster) -> None:
+    first, other = cluster.start("second_time", 0, max_restarts=1), cluster.start("second_time", 1)
+    cluster.noted("ready", 1, 1)
+    other.kill()
+    code, text, _ = cluster.start("second_time", 1, 2).finish()
+    assert (code, "has 2 ranks on any now, and the job was started with 1 rank on any there" in text) == (2, True)
+    right = cluster.start("second_time", 1)
+    assert (first.finish()[0], right.finish()[0]) == (0, 0)
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_stop_signal_on_any_node_stops_all(cluster: Cluster, asked: int) -> None:
+    nodes = [cluster.start("stops_when_asked", 0, 2, max_restarts=3), cluster.start("stops_when_asked", 1)]
+    for rank in range(3):
+        cluster.noted("ready", 1, rank)
+    nodes[asked].process.terminate()
+    ended = [node.finish() for node in nodes]
+    assert [code for code, _, _ in ended] == [ExitCode.STOPPED] * 2
+    for _, _, events in ended:
+        assert [event["signal"] for event in events if event["kind"] == "signalled"] == ["SIGTERM"]
+    assert [cluster.noted("received", 1, rank) for rank in range(3)] == ["SIGTERM"] * 3
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_deaf_rank_does_not_hold_a_second_interrupt_up(cluster: Cluster, asked: int) -> None:
+    """Rank 0 stops in peace, rank 1 on the other node never does."""
+    nodes = [cluster.start("deaf", 0), cluster.start("deaf", 1)]
+    pids = [cluster.noted("ready", 1, rank) for rank in range(2)]
+    nodes[asked].process.send_signal(signal.SIGINT)
+    cluster.noted("received", 1, 0)
+    nodes[asked].process.send_signal(signal.SIGINT)
+    assert [node.finish()[0] for node in nodes] == [ExitCode.FAILED] * 2
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_mistake_found_by_any_rank_ends_all_with_its_sentence(cluster: Cluster) -> None:
+    other = cluster.start("config_error", 1)
+    code, _, events = cluster.start("config_error", 0, max_restarts=3).finish()
+    assert (code, other.finish()[0]) == (ExitCode.CONFIG, ExitCode.CONFIG)
+    assert events[-1]["reason"] == "optim.lr is 0, so nothing would be learned; set it above 0"
+
+
+@pytest.mark.parametrize(("lowered", "expected"), [(2, 0), (1, ExitCode.OUT_OF_MEMORY)])
+def test_memory_that_runs_out_elsewhere_is_tried_with_less(cluster: Cluster, lowered: int, expected: int) -> None:
+    other = cluster.start("more_memory", 1)
+    code, _, events = cluster.start("more_memory", 0, lowered=lowered).finish()
+    assert (code, other.finish()[0]) == (expected, expected)
+    assert kinds(events).count("attempt_started") == lowered + 1
+    assert all(event["exit_code"] == ExitCode.OUT_OF_MEMORY for event in events if event["kind"] == "worker_died")
+
+
+STRANGE = (
+    b"",
+    b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+    b"x" * 5000,
+    b'{"nonce": [], "proof": 7}\n',
+    b'{"nonce": "n"}\n',
+    b'{"nonce": "n", "proof": "\\ud800"}\n',  # half of a character, which no encoding takes
+    b'{"nonce": "\\ud800", "proof": "n"}\n',
+)
+
+
+def test_strangers_do_not_disturb(cluster: Cluster) -> None:
+    first = cluster.start("second_time", 0, max_restarts=1)
+    file = cluster.folder / "meet" / "phalanx-node-0.json"
+    wait_until(file.exists, timeout_s=20)
+    address = ("127.0.0.1", json.loads(file.read_text())["port"])
+    with contextlib.ExitStack() as held:
+        for number in range(100):  # more than node 0 listens to at a time
+            stranger = held.enter_context(socket.create_connection(address, timeout=5))
+            stranger.sendall(STRANGE[number % len(STRANGE)])
+        other = cluster.start("second_time", 1)
+        pids = [cluster.noted("ready", 1, rank) for rank in range(2)]
+        for said in STRANGE[1:]:  # while ranks run, too
+            late = held.enter_context(socket.create_connection(address, timeout=5))
+            late.sendall(said)
+            with contextlib.suppress(ConnectionResetError):
+                assert b"proof" not in late.makefile("rb").read()  # hung up on, and nothing learnt
+        os.kill(pids[0], signal.SIGKILL)
+        assert (first.finish()[0], other.finish()[0]) == (0, 0)
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_an_agent_that_is_stopped_is_given_up(cluster: Cluster, stopped: int) -> None:
+    """The kernel of its machine answers for it, so only a question to the process itself shows it."""
+    options = {"answer": [0.3, 1.0], "timeout_s": 3}
+    started = [cluster.start("second_time", node, max_restarts=1, **options) for node in range(2)]
+    for rank in range(2):
+        cluster.noted("ready", 1, rank)
+    os.kill(started[stopped].pid, signal.SIGSTOP)
+    code, words, events = started[1 - stopped].finish()
+    assert (code, f"node {stopped}" in words, "did not arrive" in words) == (1, True, True)
+    assert "its process has not answered for 1 s" in json.dumps(events)
+
+
+def listening_first_node() -> tuple[socket.socket, FirstNode]:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    listener.setblocking(False)
+    hello = own_hello(0, 2, [["cpu", "any", True]], {}, {})
+    return listener, FirstNode(2, listener, "secret", None, hello, 60, print)
+
+
+def test_ranks_that_call_all_at_once_do_not_push_each_other_out() -> None:
+    listener, first = listening_first_node()
+    connections = [socket.create_connection(listener.getsockname()) for _ in range(MOST_STRANGERS * 2)]
+    callers = [wire.Proof(wire.Channel(connection), "secret", calling=True) for connection in connections]
+    until = time.monotonic() + 30
+    while not all(caller.done for caller in callers) and time.monotonic() < until:
+        first.tend()
+        for caller in callers:
+            for message in caller.channel.heard():
+                caller.hear(message)
+                if caller.done:
+                    caller.channel.say({"role": "store"})
+        assert all(caller.channel.lost is None or caller.done for caller in callers)
+    assert all(caller.done for caller in callers)
+    first.finish(0, "over")
+    for caller in callers:
+        caller.channel.close("over")
+
+
+def test_a_silent_stranger_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PROOF_S", 0.2)
+    listener, first = listening_first_node()
+    stranger = socket.create_connection(listener.getsockname(), timeout=5)
+    heard = b""
+    until = time.monotonic() + 10
+    stranger.setblocking(False)
+    while time.monotonic() < until:
+        first.tend()
+        try:
+            part = stranger.recv(1000)
+        except BlockingIOError:
+            continue
+        if not part:
+            break
+        heard += part
+    assert set(json.loads(heard)) == {"phalanx", "nonce"}
+    assert len(first.descriptors()) == 1  # the listener's
+    first.finish(0, "over")
+    stranger.close()

@@ -1,0 +1,257 @@
+"""`phalanx train` on two "machines" with networks of their own: the curve of one machine, whatever happens."""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import launch, nodes, recipe
+from phalanx.errors import ConfigError
+from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
+from tests.cluster import networks
+from tests.cluster.networks import Networks
+from tests.cluster.test_nodes import Started
+from tests.dist import command
+from tests.helpers import run_ranks, wait_until
+
+RECIPE = """
+model: {hidden: 16, layers: 1, heads: 2, intermediate: 32, dropout: 0.1}
+data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 8, held_out: 0.3, cache: cache}
+train: {steps: 24, global_batch: 6, micro_batch: 2, eval_sequences: 4, dtype: fp64}
+optim: {lr: 1e-2}
+balance: {work: even}
+checkpoint: {every: 6}
+comm: {timeout_s: 60}
+report: {tensorboard: false}
+"""
+SECRET = "the secret of two machines"
+
+
+@pytest.fixture(scope="module")
+def wired() -> Iterator[Networks]:
+    if (reason := networks.why_not()) is not None:
+        pytest.skip(reason)
+    with networks.two() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, a recipe, and the run of three ranks on one machine."""
+    folder = command.write_place(tmp_path_factory.mktemp("machines"))
+    (folder / "recipe.yaml").write_text(RECIPE)
+    code, _, err = command.phalanx(folder, "train", "recipe.yaml", "--run-dir", "one", "--ranks", "3")
+    assert code == 0, err
+    return folder
+
+
+def machine(
+    placement: Placement, names: list[str], folder: str, commands: list[list[str]], kill: dict[str, Any] | None
+) -> Any:
+    """One rank of the harness is one machine. `kill` is a rank that gets a SIGKILL there after a step; without a rank,
+    the command itself gets a SIGTERM there once the two have met."""
+    networks.enter(names[placement.rank])
+    os.environ["PHALANX_SECRET"] = SECRET
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # this process is a rank of the harness
+        os.environ.pop(name, None)
+    killer = 0
+    if kill is not None and kill["machine"] == placement.rank:
+        killer = os.fork()
+        if killer == 0 and "rank" not in kill:
+            _stop(os.getppid())
+        elif killer == 0:
+            _kill(RunPaths(Path(folder) / kill["run"]), kill["rank"], kill["step"])
+    result = command.call(placement, folder, [commands[placement.rank]])[0]
+    if killer:
+        assert os.waitpid(killer, 0)[1] == 0, "there was nobody to kill"
+    return result
+
+
+def _stop(pid: int) -> None:
+    """A connection between the machines is in state 01, as the kernel counts."""
+    try:
+        wait_until(lambda: " 01 " in Path("/proc/net/tcp").read_text(), timeout_s=30)
+        time.sleep(0.5)  # for the greeting
+        os.kill(pid, signal.SIGTERM)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _kill(paths: RunPaths, rank: int, step: int) -> None:
+    try:
+        wait_until(lambda: any(record["step"] >= step for record in read_steps(paths.metrics)), timeout_s=60)
+        log = str(paths.log(1, rank).resolve())
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # it is over already
+                if os.readlink(f"/proc/{name}/fd/1") == log:
+                    os.kill(int(name), signal.SIGKILL)
+                    os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def train(
+    wired: Networks, place: Path, run: str, meet: str, ranks: tuple[int, int], kill: dict[str, Any] | None = None
+) -> list[Any]:
+    """[exit code, output, errors] of each machine."""
+    commands = [
+        ["train", "recipe.yaml", "--run-dir", run, "--ranks", str(ranks[node]), "--nodes", "2",
+         "--node-rank", str(node), "--rendezvous", meet, "--rendezvous-timeout", "60"]
+        for node in range(2)
+    ]  # fmt: skip
+    return run_ranks(
+        machine, 2, timeout_s=120, names=list(wired.names), folder=str(place), commands=commands, kill=kill
+    )
+
+
+def curve(run: Path) -> list[tuple[float, float]]:
+    return [(record["loss"], record["grad_norm"]) for record in read_steps(RunPaths(run).metrics)]
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(RunPaths(run).events) if event["kind"] == kind]
+
+
+def test_two_machines_that_meet_in_a_folder_walk_the_curve_of_one(wired: Networks, place: Path) -> None:
+    ended = train(wired, place, "by-file", f"file://{place}/meet", (2, 1))
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert len(curve(place / "by-file")) == 24
+    assert curve(place / "by-file") == curve(place / "one")
+    assert "node 1 of 2: attempt 1 started: rank 2 of 3 here" in ended[1][1]
+    assert "node 1 of 2: the run is done" in ended[1][1]
+    assert not (place / "meet").exists()
+    assert not (place / "by-file" / ".sign").exists()
+    (started,) = events(place / "by-file", Kind.RUN_STARTED)
+    assert (started["world"], len(started["hosts"])) == (3, 2)
+
+
+def test_a_rank_killed_on_the_other_machine_changes_nothing(wired: Networks, place: Path) -> None:
+    meet = f"tcp://{wired.addresses[0]}:29511"
+    ended = train(wired, place, "killed", meet, (1, 2), {"machine": 1, "run": "killed", "rank": 2, "step": 8})
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert curve(place / "killed") == curve(place / "one")
+    (died,) = events(place / "killed", Kind.WORKER_DIED)
+    assert (died["rank"], died["signal"]) == (2, "SIGKILL")
+    (resumed,) = events(place / "killed", Kind.RESUMED)
+    assert resumed["step"] in (6, 12, 18)
+    assert SECRET not in json.dumps(ended)
+    assert not [path for path in (place / "killed").rglob("*") if path.is_file() and SECRET in _text(path)]
+
+
+def _text(path: Path) -> str:
+    return path.read_bytes().decode(errors="replace")
+
+
+def resolved(placement: Placement, folder: str, bf16: list[bool]) -> list[Any]:
+    """What node 0 resolves when other nodes have ranks on devices that compute in bf16, or not."""
+    os.chdir(folder)
+    here = launch.Device("cpu", "here", True)
+    elsewhere = [launch.Device("cpu", f"other {number}", each) for number, each in enumerate(bf16)]
+    wanted = recipe.load(Path("recipe.yaml"), ["train.dtype=auto"])
+    paths = RunPaths(Path(f"resolved-{len(bf16)}"))
+    paths.root.mkdir()
+    config = launch.prepare(wanted, paths, [here], 1 + len(bf16), 1, writes=True, elsewhere=elsewhere).config
+    return [config.train.dtype, config.parallel.data]
+
+
+def test_what_depends_on_the_devices_depends_on_those_of_all_nodes(place: Path) -> None:
+    assert run_ranks(resolved, 1, folder=str(place), bf16=[True, False]) == [["mixed", "fsdp2"]]
+    assert run_ranks(resolved, 1, folder=str(place), bf16=[True]) == [["fp32", "fsdp2"]]
+
+
+def known_by(placement: Placement, folder: str, seeds: list[int]) -> list[Any]:
+    """What nodes find that have different weights at the same place."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    os.chdir(folder)
+    tree = recipe.load(Path("recipe.yaml"), ["data.tokenizer=train"]).model_dump(mode="json")
+    wanted = recipe.check({**tree, "model": {"from_hf": "hf"}}, "the test's")
+    text = recipe.to_yaml(recipe.resolve(wanted, device="cpu", world=2, bf16=True, differ=False)[0])
+    answers = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        shape = LlamaConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                            num_attention_heads=2)  # fmt: skip
+        LlamaForCausalLM(shape).save_pretrained("hf")
+        answers.append(launch.resolve(text, ["cpu"], 2, 1, False))
+    return answers
+
+
+def test_nodes_that_would_begin_with_different_weights_are_refused(place: Path) -> None:
+    ((mine, same, other),) = run_ranks(known_by, 1, folder=str(place), seeds=[1, 1, 2])
+    theirs = {**mine["data"], nodes.WEIGHTS: mine["weights"]}
+    nodes._check_data(same, theirs)
+    with pytest.raises(ConfigError, match=r"model\.from_hf differs between this node and node 0"):
+        nodes._check_data(other, theirs)
+
+
+@pytest.mark.parametrize(
+    ("run", "meet", "expected"),
+    [
+        ("{place}/elsewhere-{node}", "file://{place}/meet", "is not the one of node 0; give --run-dir a folder on a"),
+        ("{place}/one", "file://{place}/meet", "the run is complete already"),
+    ],
+)
+def test_what_is_wrong_is_said_on_both_machines(
+    wired: Networks, place: Path, run: str, meet: str, expected: str
+) -> None:
+    commands = [
+        ["train", "recipe.yaml", "--run-dir", run.format(place=place, node=node), "--ranks", str(2 - node), "--nodes",
+         "2", "--node-rank", str(node), "--rendezvous", meet.format(place=place), "--rendezvous-timeout", "60"]
+        for node in range(2)
+    ]  # fmt: skip
+    ended = run_ranks(
+        machine, 2, timeout_s=60, names=list(wired.names), folder=str(place), commands=commands, kill=None
+    )
+    code = 0 if "complete" in expected else 2
+    assert [code for code, _, _ in ended] == [code, code], ended
+    assert expected in " ".join((ended[1][1] + ended[1][2]).split())
+    assert ("this run is complete" if code == 0 else expected) in " ".join((ended[0][1] + ended[0][2]).split())
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_stop_before_all_have_met_stops_who_is_there(wired: Networks, place: Path, asked: int) -> None:
+    commands = [
+        ["train", "recipe.yaml", "--run-dir", "stopped", "--ranks", "1", "--nodes", "3", "--node-rank", str(node),
+         "--rendezvous", f"file://{place}/meet"]
+        for node in range(2)
+    ]  # fmt: skip
+    ended = run_ranks(
+        machine, 2, timeout_s=60, names=list(wired.names), folder=str(place), commands=commands, kill={"machine": asked}
+    )
+    assert [code for code, _, _ in ended] == [10, 10], ended
+    assert all("stopped by SIGTERM before any step was done" in out for _, out, _ in ended), ended
+    assert not (place / "stopped").exists()
+    assert not (place / "meet").exists()
+
+
+def test_a_network_that_falls_silent_loses_the_node(wired: Networks, tmp_path: Path) -> None:
+    options = {"nodes": 2, "meet": f"file://{tmp_path}/meet", "silence": [1, 1, 1, 2], "timeout_s": 1.0}
+    started = [InNetwork(wired.names[node], tmp_path, node=node, **options) for node in range(2)]
+    wait_until(lambda: len(list(tmp_path.glob("ready-1-*.json"))) == 2, timeout_s=30)
+    wired.cut()
+    begun = time.monotonic()
+    try:
+        ended = [node.finish() for node in started]
+    finally:
+        wired.cut(up=True)
+    print(f"silence was noticed, and given up, in {time.monotonic() - begun:.1f} s")
+    assert [code for code, _, _ in ended] == [1, 1]
+    (lost,) = [event for event in ended[0][2] if event["kind"] == Kind.NODE_LOST]
+    assert lost["reason"] == "it has not been heard of"
+    assert "node 1 of 2 did not arrive within 1 s" in ended[0][1]
+
+
+class InNetwork(Started):
+    """A node's process in a namespace; its ranks wait until they are killed."""
+
+    def __init__(self, name: str, folder: Path, **options: Any) -> None:
+        super().__init__(folder, "second_time", 1, {}, prefix=("ip", "netns", "exec", name), max_restarts=1, **options)

@@ -1,0 +1,176 @@
+"""Devices are measured before the first step, by a command of its own or by the run; what was measured is used again.
+
+Rank 1 really is slower: its blocks sleep.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import hardware
+from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines, read_steps
+from tests.dist.command import contents, phalanx, refused, write_place
+from tests.helpers import run_ranks
+
+MODEL = """
+import time
+import torch.distributed as dist
+from phalanx.models import llama
+
+class Block(llama.Block):
+    def forward(self, x, *args, **kwargs):
+        if x.device.type != "meta" and dist.is_initialized() and dist.get_rank() == 1:
+            time.sleep(0.004 * x.shape[0])
+        return super().forward(x, *args, **kwargs)
+
+class Model(llama.Llama):
+    block = Block
+"""
+JOB = ("recipe.yaml", "--ranks", "2", "model.code=slow.py", "train.global_batch=8", "train.micro_batch=8")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_place(tmp_path_factory.mktemp("hardware"))
+    (folder / "slow.py").write_text(MODEL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def known(here: Path) -> dict[str, Any]:
+    """What `phalanx hardware` says, and writes into hardware.json."""
+    code, out, err = phalanx(here, "hardware", *JOB, "--json")
+    assert code == ExitCode.DONE, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def events(paths: RunPaths, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(paths.events) if event["kind"] == kind]
+
+
+def test_the_command_measures_each_device_and_says_what_follows(here: Path, known: dict[str, Any]) -> None:
+    written = hardware.read(here / "hardware.json")
+    assert {**json.loads((here / "hardware.json").read_text()), "shares": known["shares"], "parts": 1} == known
+    fast, slow = written.devices
+    assert [size for size, _ in slow.times][:2] == [1, 3]
+    # A pass of the slow one sleeps 4 ms for each sequence, in the one block that this model has.
+    for size, seconds in slow.times:
+        assert seconds > 0.004 * size
+    assert dict(fast.times)[3] < dict(slow.times)[3]
+    assert (fast.most, slow.most) == (8, 8)
+    assert fast.memory_bytes > 2**20
+    assert fast.host_to_device_bytes_per_s is None
+    assert written.link is not None
+    assert written.work["positions"] == 8
+    assert known["shares"][0] > known["shares"][1]
+    assert sum(known["shares"]) == 8
+    assert not (here / "runs").exists(), "it makes no run folder"
+
+
+def test_the_table_has_a_row_for_each_device(here: Path) -> None:
+    code, out, _ = phalanx(here, "hardware", *JOB[:3], "--out", "other/h.json")
+    assert code == ExitCode.DONE
+    assert [line.split()[:2] for line in out.splitlines() if "GiB  " in line] == [["0", "cpu"], ["1", "cpu"]]
+    assert "an all-reduce over all ranks" in out
+    assert (here / "other" / "h.json").exists()
+
+
+def test_shares_are_those_of_a_run_with_the_recipes_limit(here: Path) -> None:
+    code, out, err = phalanx(here, "hardware", *JOB[:-1], "train.micro_batch=2", "--out", "few.json", "--json")
+    assert code == ExitCode.DONE, err
+    found = json.loads(out)
+    assert found["devices"][0]["most"] > 2, "of memory alone"
+    assert sum(found["shares"]) == 8
+    assert max(found["shares"]) <= 2 * found["parts"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(here: Path) -> None:
+    (here / "taken").mkdir()
+    (here / "plain").write_text("")
+    for name, why in (("taken", "it is a folder"), ("plain/h.json", "File exists")):
+        code, out, err = phalanx(here, "hardware", *JOB, "--out", name)
+        assert (code, out) == (ExitCode.CONFIG, "")
+        assert err == f"error: {name} cannot be written ({why}); choose another with --out\n"
+
+
+def test_a_file_that_the_recipe_names_is_measured_anew(here: Path) -> None:
+    code, _, err = phalanx(here, "hardware", *JOB, "balance.hardware=anew.json", "--out", "anew.json")
+    assert code == ExitCode.DONE, err
+    assert len(hardware.read(here / "anew.json").devices) == 2
+
+
+def test_a_run_measures_once_and_keeps_what_it_found(here: Path) -> None:
+    job = (*JOB, "--run-dir", "run", "balance.work=measured-once")
+    assert phalanx(here, "train", *job)[0] == ExitCode.DONE
+    paths = RunPaths(here / "run")
+    (measuring,) = events(paths, Kind.MEASURING)
+    (measured,) = events(paths, Kind.MEASURED)
+    assert (measuring["ranks"], measuring["reason"]) == (2, "nothing was known of these devices")
+    assert [row["rank"] for row in measured["devices"]] == [0, 1]
+    assert measured["devices"][0]["sequences_per_s"] > measured["devices"][1]["sequences_per_s"]
+    before = contents(here / "run")["hardware.json"]
+    assert phalanx(here, "train", *job, "train.steps=3")[0] == ExitCode.DONE
+    assert len(events(paths, Kind.MEASURED)) == 1
+    assert contents(here / "run")["hardware.json"] == before
+    for record in read_steps(paths.metrics):
+        assert record["shares"][0] > record["shares"][1]
+    # With other devices, here more of them, it does not fit any more.
+    more = ("train", *(part if part != "2" else "3" for part in job), "train.steps=4")
+    assert phalanx(here, *more)[0] == ExitCode.DONE
+    again = events(paths, Kind.MEASURING)[1:]
+    assert [event["reason"] for event in again] == ["it was measured with 2 ranks, and this job has 3"]
+    assert len(hardware.read(paths.hardware).devices) == 3
+
+
+def test_a_file_that_the_recipe_names_is_used(here: Path, known: dict[str, Any]) -> None:
+    tree = {key: value for key, value in known.items() if key not in ("shares", "parts")}
+    tree["devices"][0]["times"], tree["devices"][1]["times"] = [[1, 0.03]], [[1, 0.01]]
+    (here / "given.json").write_text(json.dumps(tree))
+    given = (*JOB, "balance.hardware=given.json", "balance.work=measured-once", "--run-dir", "given")
+    assert phalanx(here, "train", *given)[0] == ExitCode.DONE
+    paths = RunPaths(here / "given")
+    assert events(paths, Kind.MEASURING) == []
+    assert [record["shares"] for record in read_steps(paths.metrics)] == [[2, 6]] * 2
+    assert hardware.read(paths.hardware) == hardware.read(here / "given.json"), "a copy, to repeat the run with"
+
+
+def test_a_file_of_another_job_is_refused(here: Path, known: dict[str, Any]) -> None:
+    given = ("balance.hardware=hardware.json", "--run-dir", "refused")
+    rest = "; measure anew with `phalanx hardware`, or remove balance.hardware"
+    said = "balance.hardware hardware.json does not fit this job: "
+    found = refused(here, "train", *JOB, *given, "model.hidden=32")
+    assert found.startswith(f"{said}it was measured for another piece of work: ")
+    assert found.endswith(f" now{rest}")
+    assert refused(here, "train", *(part if part != "2" else "3" for part in JOB), *given) == (
+        f"{said}it was measured with 2 ranks, and this job has 3{rest}"
+    )
+    (here / "torn.json").write_text("{")
+    assert refused(here, "train", *JOB, "balance.hardware=torn.json") == (
+        "the hardware file torn.json is not JSON, so it is damaged; measure again with `phalanx hardware`, or delete "
+        "the file"
+    )
+    assert refused(here, "train", *JOB, "balance.hardware=none.json") == (
+        "the hardware file none.json cannot be read (No such file or directory); name one that `phalanx hardware` wrote"
+    )
+    assert not (here / "refused").exists()
+
+
+def of_another_model(placement: Placement, folder: str, model: str) -> str:
+    """What a rank says of a file that was measured on a device of another model."""
+    from phalanx.errors import ConfigError
+    from phalanx.train.measure import given
+
+    try:
+        given(f"{folder}/hardware.json", ["cpu", model], hardware.read(Path(folder) / "hardware.json").work)
+    except ConfigError as error:
+        return str(error)
+    return "it fits"
+
+
+def test_a_file_of_other_devices_is_refused(here: Path, known: dict[str, Any]) -> None:
+    assert run_ranks(of_another_model, 1, folder=str(here), model="cpu") == ["it fits"]
+    (found,) = run_ranks(of_another_model, 1, folder=str(here), model="H200")
+    assert "rank 1 was on a device called 'cpu' when it was measured, and is on 'H200' now; measure anew" in found

@@ -1,0 +1,140 @@
+"""A device that runs out of memory: the run goes on with smaller micro-batches there and nowhere else, or says why not.
+
+The memory really runs out: a model of one's own asks for more than there can be when it gets too many sequences.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from phalanx import hardware
+from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps
+from tests.dist.command import phalanx, write_place
+
+MODEL = """
+import torch
+import torch.distributed as dist
+from phalanx.models import llama
+
+RANK, MOST = {rank}, {most}
+
+class Block(llama.Block):
+    def forward(self, x, *args, **kwargs):
+        if x.device.type != "meta" and dist.get_rank() == RANK and x.shape[0] > MOST:
+            torch.empty(2**50, dtype=torch.uint8)
+        return super().forward(x, *args, **kwargs)
+
+class Model(llama.Llama):
+    block = Block
+"""
+LONG = ("train.steps=4", "train.global_batch=8", "train.micro_batch=4", "train.dtype=fp64", "checkpoint.every=2")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_place(tmp_path_factory.mktemp("memory"))
+
+
+def train(here: Path, name: str, most: int, *changes: str, rank: int = 1) -> tuple[int, RunPaths]:
+    (here / f"{name}.py").write_text(MODEL.format(rank=rank, most=most))
+    code = f"model.code={name}.py"
+    run = phalanx(here, "train", "recipe.yaml", "--ranks", "2", "--run-dir", name, code, *LONG, *changes)
+    return run[0], RunPaths(here / name)
+
+
+def events(paths: RunPaths, kind: str) -> list[dict[str, object]]:
+    return [event for event in read_lines(paths.events) if event["kind"] == kind]
+
+
+def test_the_next_attempt_gives_that_rank_smaller_micro_batches(here: Path) -> None:
+    even = ("balance.work=even", "resilience.max_restarts=0")  # it is no failure that counts
+    code, quiet = train(here, "quiet", 99, *even)
+    assert code == ExitCode.DONE
+    assert not quiet.limit(1).exists()
+    code, paths = train(here, "tight", 1, *even)
+    assert code == ExitCode.DONE
+    assert [event["reason"] for event in events(paths, Kind.WORKER_DIED)] == [
+        f"rank 1 ran out of memory with micro-batches of {tried} sequences; from the next start on it gets "
+        f"{tried // 2} at most"
+        for tried in (4, 2)
+    ]
+    assert {event["exit_code"] for event in events(paths, Kind.WORKER_DIED)} == {ExitCode.OUT_OF_MEMORY}
+    assert [event["most"] for event in events(paths, Kind.MEMORY_LIMITED)] == [{"1": 2}, {"1": 1}]
+    assert hardware.limits(paths) == {1: 1}
+    ours, theirs = ([step["loss"] for step in read_steps(each.metrics)] for each in (paths, quiet))
+    assert len(ours) == 4
+    assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+def test_a_model_that_never_fits_ends_with_a_sentence(here: Path) -> None:
+    code, paths = train(here, "never", 0, "balance.work=even", rank=0)
+    assert code == ExitCode.OUT_OF_MEMORY
+    reasons = [str(event["reason"]) for event in events(paths, Kind.WORKER_DIED)]
+    assert len(reasons) == 3  # with 4, 2 and 1
+    assert reasons[-1] == (
+        "rank 0 ran out of memory with micro-batches of one sequence, and there are none smaller; shard the model over "
+        "more ranks, set memory.activations=full, or lower data.seq_len"
+    )
+
+
+def test_what_does_not_fit_when_it_is_measured_is_never_tried(here: Path) -> None:
+    code, paths = train(here, "measured", 3)
+    assert code == ExitCode.DONE
+    assert events(paths, Kind.WORKER_DIED) == []
+    assert [device.most for device in hardware.read(paths.hardware).devices] == [8, 3]
+    assert len(events(paths, Kind.MEASURED)) == 1
+    steps = read_steps(paths.metrics)
+    assert len(steps) == 4
+    # What was measured is kept: nothing is measured when the run goes on.
+    code, paths = train(here, "measured", 3, "train.steps=6")
+    assert code == ExitCode.DONE
+    assert len(events(paths, Kind.MEASURED)) == 1
+
+
+def test_what_fits_is_measured_though_less_is_asked_for(here: Path) -> None:
+    code, paths = train(here, "little", 2, "train.micro_batch=1")
+    assert code == ExitCode.DONE
+    assert [device.most for device in hardware.read(paths.hardware).devices] == [8, 1]
+
+
+OWN = """
+import torch
+from torch import nn
+from phalanx.models.model import Model
+from phalanx.tasks.own import OwnTask
+from phalanx.tasks.task import Batch
+
+class Net(Model):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.head(x)
+
+class Task(OwnTask):
+    def model(self):
+        return Net()
+
+    def train(self):
+        return [torch.ones(2)] * 8
+
+    def collate(self, samples):
+        return Batch({"x": torch.stack(samples)}, len(samples))
+
+    def loss_sum(self, model, batch, draws):
+        if draws is not None and torch.distributed.get_world_size() == 2:  # not where the task is looked at beforehand
+            torch.empty(2**50, dtype=torch.uint8)
+        return model(batch.inputs["x"]).sum()
+"""
+
+
+def test_a_task_of_a_users_own_has_no_sequences_to_shorten(here: Path) -> None:
+    (here / "own.py").write_text(OWN)
+    (here / "own.yaml").write_text("task: {code: own.py}\ntrain: {steps: 2, global_batch: 2, eval_sequences: 0}\n")
+    even = ("train.micro_batch=1", "balance.work=even", "report.tensorboard=false")
+    assert phalanx(here, "train", "own.yaml", "--ranks", "2", *even)[0] == ExitCode.OUT_OF_MEMORY
+    (died,) = events(RunPaths(here / "runs" / "own"), Kind.WORKER_DIED)
+    assert str(died["reason"]).endswith(
+        "shard the model over more ranks, set memory.activations=full, or make the model or its samples smaller"
+    )

@@ -1,0 +1,153 @@
+"""Shares that follow the ranks' speeds: any division, changed at any step, walks the curve of one process; and what was
+decided is walked again bit by bit when a run is started again.
+
+Speeds are made up by a task that sleeps for each sequence: a hundred times as long as a sequence takes to compute.
+"""
+
+import itertools
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import balance
+from phalanx.balance import Division
+from phalanx.checkpoint.read import find, step_folder
+from phalanx.models.draws import Draws
+from phalanx.records import Kind, Placement, RunPaths, read_steps
+from phalanx.tasks.task import Batch, Task
+from tests.helpers import run_ranks
+from tests.numerics.runs import Outcome, events, job, loop_of, on_one_thread, outcome, same_bits, state, walk
+from tests.numerics.test_ranks import assert_same
+
+PAUSE_S = 0.01  # for a sequence, at speed 1
+
+
+@pytest.mark.parametrize("proportions", [[2, 1], [3, 1, 1], [5, 2, 0]])
+def test_given_shares(proportions: list[int], alone: Outcome, tokens: Path, tmp_path: Path) -> None:
+    shares = balance.scaled(8, Division(tuple(proportions), 1), [8] * len(proportions)).shares
+    assert_same(walk(len(shares), tmp_path, tokens, shares=shares, train__micro_batch=5), alone)
+    assert [event["shares"] for event in events(tmp_path, Kind.SHARED)] == [list(shares)]
+    assert all(record["shares"] == list(shares) for record in read_steps(RunPaths(tmp_path).metrics))
+
+
+def changing(placement: Placement, run: str, data: str, shares: list[list[int]]) -> int:
+    """A run that is divided otherwise in each step."""
+    with loop_of(on_one_thread(placement), job(run, data, {"train.micro_batch": 3}, placement.world)) as loop:
+        sharing, turns = loop.parts.sharing, itertools.cycle(shares)
+        settle = sharing.settle
+
+        def settled() -> bool:
+            asked = settle()
+            sharing.division = balance.in_parts(next(turns), sharing.most)
+            return asked
+
+        sharing.settle = settled  # type: ignore[method-assign]
+        return int(loop.run(loop.restore()))
+
+
+def test_shares_that_change_at_every_step(alone: Outcome, tokens: Path, tmp_path: Path) -> None:
+    turns = [[8, 0, 0], [0, 7, 1], [3, 3, 2], [0, 0, 8], [1, 2, 5], [4, 4, 0], [0, 8, 0]]
+    assert run_ranks(changing, 3, timeout_s=120, run=str(tmp_path), data=str(tokens), shares=turns) == [0] * 3
+    assert_same(outcome(tmp_path), alone)
+    walked = [record["shares"] for record in read_steps(RunPaths(tmp_path).metrics)]
+    assert walked == [[3, 3, 2], *itertools.islice(itertools.cycle(turns), 29)]
+
+
+@dataclass(frozen=True)
+class Sleepy(Task):
+    """A task that takes `pause_s` longer for every sequence, and for a micro-batch without any as for one."""
+
+    task: Task
+    pause_s: list[float]  # by step, of one micro-batch each; the last for all that follow
+    called: list[int] = field(default_factory=list)
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        time.sleep(self.pause_s[min(len(self.called), len(self.pause_s) - 1)] * max(1, len(samples)))
+        self.called.append(len(samples))
+        return self.task.collate(samples)
+
+    def loss_sum(self, model: Any, batch: Batch, draws: Draws | None) -> Any:
+        return self.task.loss_sum(model, batch, draws)
+
+    def nominal_weight(self, global_batch: int) -> int:
+        return self.task.nominal_weight(global_batch)
+
+
+AUTO = {"balance.work": "auto", "train.steps": 16, "checkpoint.every": 6}
+
+
+def sleepy(placement: Placement, run: str, data: str, pauses: list[list[float]], changes: dict[str, Any]) -> list[Any]:
+    """A run that measures; returns the exit code and the seconds that balancing took."""
+    placement = on_one_thread(placement)
+    with loop_of(placement, job(run, data, AUTO | changes, placement.world)) as loop:
+        loop.parts.task = Sleepy(loop.parts.task, pauses[placement.rank])
+        return [int(loop.run(loop.restore())), loop.parts.sharing.balance_s]
+
+
+def walk_asleep(ranks: int, run: Path, data: Path, pauses: list[list[float]], **changes: Any) -> Outcome:
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    done = run_ranks(sleepy, ranks, timeout_s=120, run=str(run), data=str(data), pauses=pauses, changes=dotted)
+    assert [code for code, _ in done] == [0] * ranks
+    return outcome(run)
+
+
+def forget_behind(run: Path, step: int) -> None:
+    """Remove the checkpoints of later steps."""
+    folder = run / "checkpoints"
+    assert find(folder)[-1] == step
+    for later in find(folder)[:-1]:
+        shutil.rmtree(str(step_folder(folder, later)))
+
+
+def test_shares_follow_the_speeds_and_are_walked_again_as_they_were(tokens: Path, tmp_path: Path) -> None:
+    one = walk(1, tmp_path / "one", tokens, train__steps=16)
+    # Rank 1 needs three times as long; from step 8 on it is rank 0, and rank 1 is as fast as it was.
+    pauses = [[PAUSE_S] * 7 + [3 * PAUSE_S], [3 * PAUSE_S] * 7 + [PAUSE_S]]
+    run = tmp_path / "two"
+    first = walk_asleep(2, run, tokens, pauses)
+    assert_same(first, one)
+    shares = [record["shares"] for record in read_steps(RunPaths(run).metrics)]
+    print(shares, [(event["step"], event["why"]) for event in events(run, Kind.RESHARED)])
+    assert shares[:3] == [[4, 4]] * 3  # one step to warm up, two to measure
+    assert shares[6][0] > shares[6][1]
+    assert shares[-1][0] < shares[-1][1]
+    assert all(record["busy_s"][0] > PAUSE_S for record in read_steps(RunPaths(run).metrics))
+    told = events(run, Kind.RESHARED)
+    assert {event["parts"] for event in told} == {1}
+    assert all(event["before_s"] > event["after_s"] > 0 for event in told)
+    changes = [(step + 1, now) for step, (before, now) in enumerate(itertools.pairwise(shares), 1) if now != before]
+    decided = [(event["step"], event["shares"]) for event in told if event["step"] <= 16]
+
+    assert decided == changes
+
+    # Killed behind step 6 and started again, with speeds that would have called for other shares.
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    forget_behind(again, 6)
+    second = walk_asleep(2, again, tokens, [[4 * PAUSE_S], [PAUSE_S]])
+    assert second.losses == first.losses
+    assert second.norms == first.norms
+    for step in (12, 16):
+        assert same_bits(state(again, step), state(run, step)), step
+    repeated = [(event["step"], event["shares"]) for event in events(again, Kind.RESHARED) if event["step"] <= 16]
+    assert repeated == decided  # and none of it was written twice
+    assert len(events(again, Kind.SHARED)) == 1
+
+    # On three ranks nothing of it can be repeated: they begin anew, and what was decided for two is taken back.
+    forget_behind(again, 6)
+    assert_same(walk_asleep(3, again, tokens, [[PAUSE_S]] * 3), one)
+    assert [event["step"] for event in events(again, Kind.SHARED)] == [1, 7]
+
+
+def test_a_rank_that_got_nothing_can_come_back(tokens: Path, tmp_path: Path) -> None:
+    pauses = [[PAUSE_S], [12 * PAUSE_S] * 6 + [PAUSE_S]]
+    walk_asleep(2, tmp_path, tokens, pauses, train__steps=12, checkpoint__every=0)
+    shares = [record["shares"] for record in read_steps(RunPaths(tmp_path).metrics)]
+    print(shares)
+    assert [8, 0] in shares
+    assert shares[-1][1] > 1

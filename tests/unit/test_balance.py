@@ -1,0 +1,173 @@
+"""Divisions are the best there are, respect every limit, and are the same for the same measurements."""
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from phalanx import balance
+from phalanx.balance import Division, Line, Speed, divide, in_parts, scaled, slowest_s, split
+from phalanx.errors import ConfigError
+
+
+def compositions(total: int, takers: int) -> Iterator[tuple[int, ...]]:
+    """Every way to give `total` pieces to so many takers."""
+    for cuts in itertools.combinations_with_replacement(range(total + 1), takers - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, total)))
+
+
+def best_of_all(total: int, speeds: list[Speed], part_s: float) -> float:
+    """By trying everything; more parts than sequences cannot be faster than as many."""
+    return min(
+        slowest_s(Division(shares, parts), speeds, part_s)
+        for parts in range(1, max(total, 1) + 1)
+        for shares in compositions(total, len(speeds))
+        if all(share <= parts * speed.most for share, speed in zip(shares, speeds, strict=True))
+    )
+
+
+speeds_strategy = st.lists(
+    st.builds(
+        Speed,
+        sequence_s=st.sampled_from([0.25, 0.3, 1.0, 1.1, 2.0, 3.0, 40.0]),
+        fixed_s=st.sampled_from([0.0, 0.1, 0.5, 3.0]),
+        most=st.sampled_from([1, 2, 3, 5, balance.UNBOUND]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(total=st.integers(0, 12), speeds=speeds_strategy, part_s=st.sampled_from([0.0, 0.2, 5.0]))
+@example(total=12, speeds=[Speed(1.0, most=1), Speed(1.0), Speed(1.0)], part_s=0.0)
+@example(total=12, speeds=[Speed(1.0, 3.0, 1), Speed(0.25, 0.0, 3)], part_s=0.0)
+@example(total=1, speeds=[Speed(40.0), Speed(0.25)], part_s=0.0)
+def test_no_division_is_faster(total: int, speeds: list[Speed], part_s: float) -> None:
+    division = divide(total, speeds, part_s)
+    assert sum(division.shares) == total
+    assert division.fits([speed.most for speed in speeds])
+    found, best = slowest_s(division, speeds, part_s), best_of_all(total, speeds, part_s)
+    assert found == pytest.approx(best, rel=1e-8), division
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    total=st.integers(0, 10),
+    lines=st.lists(
+        st.builds(
+            Line,
+            base=st.sampled_from([0.0, 1.5, 7.0]),
+            each=st.sampled_from([0.5, 1.0, 3.0]),
+            most=st.integers(0, 10),
+            least=st.integers(0, 3),
+        ),
+        min_size=1,
+        max_size=4,
+    ).filter(lambda lines: sum(line.most for line in lines) >= 10),
+)
+def test_no_split_is_better(total: int, lines: list[Line]) -> None:
+    def worst(shares: tuple[int, ...]) -> float:
+        return max(line.cost(pieces) for line, pieces in zip(lines, shares, strict=True))
+
+    found = split(total, lines)
+    assert sum(found) == total
+    assert all(0 <= pieces <= line.most for pieces, line in zip(found, lines, strict=True))
+    possible = [
+        shares
+        for shares in compositions(total, len(lines))
+        if all(pieces <= line.most for pieces, line in zip(shares, lines, strict=True))
+    ]
+    assert worst(found) == pytest.approx(min(map(worst, possible)), rel=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    total=st.integers(0, 2000),
+    lines=st.lists(st.builds(Line, base=st.floats(0, 5), each=st.floats(0.1, 5), most=st.just(2000)), min_size=1),
+)
+def test_what_is_given_at_once_is_what_would_be_given_piece_by_piece(total: int, lines: list[Line]) -> None:
+    taken = [0] * len(lines)
+    for _ in range(total):
+        costs = [line.cost(pieces + 1) for line, pieces in zip(lines, taken, strict=True)]
+        taken[costs.index(min(costs))] += 1
+    found = split(total, lines)
+    worst = max((line.cost(pieces) for line, pieces in zip(lines, taken, strict=True)))
+    assert max(line.cost(pieces) for line, pieces in zip(lines, found, strict=True)) == pytest.approx(worst, rel=1e-12)
+
+
+def test_other_things_than_sequences_can_be_split() -> None:
+    # 2^33 elements over memories of which 0, 8 and 24 GiB are in use already, 4 bytes an element: the fullest is the
+    # least full that it can be.
+    gib = float(2**30)
+    taken = split(2**33, [Line(used * gib, 4.0, 2**33) for used in (0.0, 8.0, 24.0)])
+    assert taken == (5 * 2**30, 3 * 2**30, 0)
+    # 32 layers over stages of unlike speed, of which the first also has an embedding to do.
+    assert split(32, [Line(2.0, 1.0, 32), Line(0.0, 2.0, 32), Line(0.0, 1.0, 8)]) == (16, 8, 8)
+
+
+def test_what_people_expect() -> None:
+    assert divide(160, [Speed(1.0), Speed(3.0)]) == Division((120, 40), 1)
+    assert divide(160, [Speed(2.0), Speed(2.0), Speed(1.0)]) == Division((40, 40, 80), 1)
+    assert divide(7, [Speed(1.0)] * 3) == Division((3, 2, 2), 1)
+    # Little memory at one: more micro-batches for all, if that is worth it.
+    assert divide(8, [Speed(1.0, most=1), Speed(1.0)]) == Division((4, 4), 4)
+    assert divide(8, [Speed(1.0, 3.0, 1), Speed(1.0, 3.0)]) == Division((1, 7), 1)
+    # Nothing at all for one that would only hold up the others.
+    assert divide(4, [Speed(1.0), Speed(1.0), Speed(2.5, 0.0)]).shares == (2, 2, 0)
+
+
+def test_a_device_that_holds_nothing_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"not even a micro-batch of one sequence fits into the memory of ranks 1, 3;"
+    ):
+        divide(8, [Speed(1.0), Speed(1.0, most=0), Speed(1.0), Speed(1.0, most=0)])
+    with pytest.raises(ConfigError, match=r"of rank 0;"):
+        in_parts([4, 4], [0, 4])
+
+
+@pytest.mark.parametrize("kinds", [4, 1024])
+def test_a_thousand_devices_are_divided_exactly(kinds: int) -> None:
+    """Of few kinds, or each a little different as measured ones are, with memories that bind."""
+    limits = [2, 4, 8, 16]
+    speeds = [Speed(1.0 + (rank % kinds) / kinds, 0.2, limits[rank % 4]) for rank in range(1024)]
+    begun = time.process_time()
+    division = divide(16384, speeds)
+    print(f"{kinds} kinds: {(time.process_time() - begun) * 1e3:.1f} ms, {division.parts} parts")
+    assert sum(division.shares) == 16384
+    assert division.fits([speed.most for speed in speeds])
+    seconds = slowest_s(division, speeds)
+    for parts in range(1, 40):  # no number of micro-batches allows less than that: too few pieces would be had for it
+        room = [int((seconds * (1 - 1e-9) - parts * s.fixed_s) / s.sequence_s) for s in speeds]
+        had = sum(min(parts * s.most, n) if n >= parts else -(10**9) for n, s in zip(room, speeds, strict=True))
+        assert had < 16384, parts
+    assert divide(16384, speeds) == division
+
+
+def test_given_shares_are_cut_into_what_fits() -> None:
+    assert in_parts([5, 2, 0], [8, 8, 8]) == Division((5, 2, 0), 1)
+    assert in_parts([5, 2, 0], [2, 1, 8]) == Division((5, 2, 0), 3)
+    assert in_parts([0, 0], [1, 1]) == Division((0, 0), 1)
+    assert Division((5, 2, 0), 3).largest(0) == 2
+    assert Division((5, 2, 0), 3).largest(2) == 1  # a micro-batch of weight 0 has one sequence
+    assert not Division((5, 2), 3).fits([1, 9])
+    assert not Division((5, 2), 3).fits([9, 9, 9])
+
+
+@given(
+    shares=st.lists(st.integers(0, 20), min_size=1, max_size=5).filter(any),
+    most=st.integers(1, 9),
+    total=st.integers(1, 60),
+)
+def test_a_smaller_batch_is_divided_in_proportion(shares: list[int], most: int, total: int) -> None:
+    division = in_parts(shares, [most] * len(shares))
+    found = scaled(total, division, [most] * len(shares))
+    assert sum(found.shares) == total
+    assert found.fits([most] * len(shares))
+    for share, mine in zip(shares, found.shares, strict=True):
+        assert abs(mine - share * total / sum(shares)) < 1
+    if total == sum(shares):
+        assert found == division

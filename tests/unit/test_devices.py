@@ -1,0 +1,180 @@
+"""What is shown of each device: its share, how busy it was, what an even split would have cost."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console as Rich
+
+from phalanx import balance, hardware
+from phalanx.hardware import Device, Hardware
+from phalanx.records import Kind, RunPaths, append_line
+from phalanx.report import devices, html, measured, words
+from phalanx.report.console import Console, summary
+from phalanx.report.devices import Step
+from phalanx.report.history import read_run
+
+
+def record(step: int, shares: list[int] | None, busy_s: list[float] | None, step_s: float = 1.0) -> dict[str, Any]:
+    base = {"step": step, "attempt": 1, "loss": 2.0, "step_s": step_s, "tokens_per_s": 100.0, "time": 1000.0 + step}
+    return base | {"shares": shares, "busy_s": busy_s}
+
+
+MIXED = [record(step, [24, 8], [0.96, 0.8]) for step in range(1, 5)]
+
+
+def test_an_even_split_would_have_waited_for_the_device_that_needs_longest_for_a_sequence() -> None:
+    # Rank 1 needs 0.1 s for a sequence: 16 of them take 1.6 s, and 0.04 s of the step were nobody's work.
+    assert Step((24, 8), (0.96, 0.8), 1.0).even_s == pytest.approx(1.64)
+    # With equal shares it is the step itself.
+    assert Step((16, 16), (0.5, 0.9), 1.0).even_s == pytest.approx(1.0)
+    # A rank without a share has still run one sequence that counts for nothing.
+    assert Step((4, 0), (0.4, 0.3), 0.4).even_s == pytest.approx(0.6)
+
+
+def test_a_summary_leaves_out_the_first_step_and_steps_of_other_worlds() -> None:
+    first = record(1, [16, 16], [30.0, 30.0], 60.0)
+    found = devices.summary([record(1, [32], [1.0]), first, *MIXED, record(9, None, None)], {1: "slow"})
+    assert found is not None
+    assert (found.step_s, found.even_s) == pytest.approx((1.0, 1.64))
+    fast, slow = found.devices
+    assert (fast.last_share, slow.last_share, fast.name, slow.name) == (24, 8, "", "slow")
+    assert (fast.share, fast.busy, fast.sequences_per_s) == pytest.approx((0.75, 0.96, 25.0))
+    assert (slow.share, slow.busy, slow.sequences_per_s) == pytest.approx((0.25, 0.8, 10.0))
+    assert found.verdict == "an even split would have taken 1.64 times as long: 1.6 s a step instead of 1.0 s"
+    nearly = devices.summary([record(1, [51, 49], [1.0, 1.08], 1.1)], {})
+    assert nearly is not None
+    assert nearly.verdict == "an even split would have taken 1.02 times as long as the 1.1 s of a step"
+    alike = devices.summary([record(1, [8, 8], [0.9, 0.9])], {})
+    assert alike is not None
+    assert alike.verdict == "an even split would have been as fast: 1.0 s a step"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"shares": None}, {"busy_s": None}, {"shares": [1]}, {"shares": [1, -1]}, {"shares": [0, 0]},
+        {"shares": ["1", 2]}, {"busy_s": [1.0, "x"]}, {"busy_s": [1.0, -1.0]}, {"busy_s": 3}, {"step_s": 0},
+        {"step_s": None}, {"shares": [True, 2]},
+    ],
+)  # fmt: skip
+def test_a_record_that_makes_no_sense_says_nothing(broken: dict[str, Any]) -> None:
+    assert devices.step_of(MIXED[0]) is not None
+    assert devices.step_of(MIXED[0] | broken) is None
+    assert devices.summary([MIXED[0] | broken], {}) is None
+
+
+def shown(renderable: Any) -> str:
+    stream = io.StringIO()
+    Rich(file=stream, width=160).print(renderable)
+    return stream.getvalue()
+
+
+def test_the_console_shows_shares_while_it_runs_and_a_table_at_the_end(tmp_path: Path) -> None:
+    stream, paths = io.StringIO(), RunPaths(tmp_path)
+    with Console(4, "run", stream) as console:
+        for each in MIXED:
+            console.on_step(each)
+            append_line(paths.metrics, each)
+    assert "shares 24+8, busy 96/80 %" in stream.getvalue()
+    device = Device(0, 0, 0, "here", "cpu", "quick", 1, 32, ((1, 0.04),), None)
+    other = Device(1, 1, 0, "there", "cpu", "slow", 1, 32, ((1, 0.1),), None)
+    hardware.write(paths.hardware, Hardware({}, (device, other), None))
+    lines = shown(summary(paths)).splitlines()
+    (fast,) = [line for line in lines if "quick on here" in line]
+    (slow,) = [line for line in lines if "slow on there" in line]
+    assert fast.split() == ["0", "quick", "on", "here", "24", "75.0", "%", "96", "%", "4", "%", "25"]
+    assert slow.split() == ["1", "slow", "on", "there", "8", "25.0", "%", "80", "%", "20", "%", "10"]
+    assert any("1.64 times as long" in line for line in lines)
+    paths.hardware.write_text("torn")
+    assert "quick" not in shown(summary(paths))
+
+
+def test_the_table_of_what_was_measured_fits_a_narrow_terminal() -> None:
+    times = ((1, 0.04), (3, 0.1), (9, 0.2), (27, 0.5))
+    known = Hardware(
+        {"positions": 256},
+        (
+            Device(0, 0, 0, "here", "cuda:0", "NVIDIA H100 80GB HBM3", 80 * 2**30, 16, times, 5e10),
+            Device(1, 0, 1, "here", "cuda:1", "Tesla T4", 15 * 2**30, 16, times[:1], 5e9),
+        ),
+        None,
+    )
+    stream = io.StringIO()
+    Rich(file=stream, width=80).print(measured.table(known, balance.Division((9, 7), 1)))
+    found = stream.getvalue().replace("…", "(cut)").split()
+    for word in ("device", "memory", "largest", "micro-", "batch", "sequences", "second", "best", "host", "share"):
+        assert word in found, word
+    for word in ("cuda:0", "NVIDIA", "H100", "HBM3", "80", "1:6.4k", "9:11.5k", "27:13.8k", "46.6", "54", "T4", "25"):
+        assert word in found, word
+
+
+def test_one_rank_is_shown_as_before(tmp_path: Path) -> None:
+    stream, paths = io.StringIO(), RunPaths(tmp_path)
+    alone = record(1, [8], [0.9])
+    with Console(1, "run", stream) as console:
+        console.on_step(alone)
+    append_line(paths.metrics, alone)
+    assert "shares" not in stream.getvalue()
+    assert "busy" not in shown(summary(paths))
+    assert "Devices" not in html.write(paths).read_text()
+    assert not {"shares", "busy"} & {chart["id"] for chart in html.payload(read_run(paths))["charts"]}
+
+
+def test_the_report_has_a_table_and_curves_of_the_devices(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for each in [*MIXED, record(5, [20, 12], [0.9, 0.95])]:
+        append_line(paths.metrics, each)
+    drawn = html.payload(read_run(paths))
+    charts = {chart["id"]: chart for chart in drawn["charts"]}
+    assert [trace["column"] for trace in charts["shares"]["traces"]] == ["share_0", "share_1"]
+    assert [trace["name"] for trace in charts["busy"]["traces"]] == ["rank 0", "rank 1"]
+    assert drawn["kept"]["share_0"] == [0.75, 0.75, 0.75, 0.75, 0.625]
+    assert drawn["kept"]["busy_1"] == [0.8, 0.8, 0.8, 0.8, 0.95]
+    text = html.write(paths).read_text()
+    assert "<h3>Devices<span>an even split would have taken" in text
+    assert json.dumps([0.75] * 4)[1:-1].replace(" ", "") in text
+
+
+def test_of_many_ranks_the_extremes_are_drawn(tmp_path: Path) -> None:
+    ranks = 20
+    many = [record(step, list(range(1, ranks + 1)), [0.5 + 0.01 * rank for rank in range(ranks)]) for step in (1, 2)]
+    found = devices.columns([*many, record(3, None, None)], devices.world_of(many))
+    assert found["share_least"] == [pytest.approx(1 / 210, rel=1e-5)] * 2 + [None]
+    assert found["busy_greatest"] == [0.69, 0.69, None]
+    assert [column for _, column, _ in devices.traces(ranks)[1]] == ["busy_least", "busy_median", "busy_greatest"]
+    assert devices.compact(Step(tuple(range(1, 21)), tuple([0.5] * 20), 1.0)) == "shares 1 to 20, busy 50 to 50 %"
+    whole = devices.summary(many, {})
+    assert whole is not None
+    assert len(devices.card(whole)[0].split("<tr>")) == 1 + 1 + 16
+    assert "16 of 20 ranks" in devices.card(whole)[0]
+
+
+def test_sentences_of_what_was_measured() -> None:
+    rows = [{"rank": rank, "model": "T4", "most": 4, "sequences_per_s": 10.0 * (rank + 1)} for rank in range(2)]
+    event = {"kind": Kind.MEASURED, "devices": rows, "seconds": 1.25}
+    assert words.sentence(event) == "devices measured in 1.2 s: sequences/s of rank 0 (T4) 10, rank 1 (T4) 20"
+    rows += [
+        {"rank": rank, "model": "T4", "most": 4, "sequences_per_s": None if rank == 3 else 15.0} for rank in range(2, 7)
+    ]
+    assert words.sentence(event | {"devices": rows}).endswith(
+        "sequences/s of rank 0 (T4) 10, rank 1 (T4) 20, the slowest and the fastest of 6"
+    )
+    assert words.sentence({"kind": Kind.MEASURED}) == "devices measured"
+    assert words.sentence({"kind": Kind.MEASURING, "reason": "nothing was known"}) == (
+        "measuring the devices: nothing was known"
+    )
+    shared = {"kind": Kind.SHARED, "step": 1, "shares": [24, 8], "parts": 2, "why": "as the devices were measured"}
+    assert words.sentence(shared) == (
+        "shares from step 1 on: 24+8 in 2 micro-batches each, as the devices were measured"
+    )
+    times = {"kind": Kind.RESHARED, "step": 9, "parts": 1, "why": "rank 1 is slower", "before_s": 2.0, "after_s": 1.25}
+    assert words.sentence(times | {"shares": list(range(1, 11))}) == (
+        "new shares from step 9 on: 1 to 10, rank 1 is slower; a step should take 1.2 s instead of 2.0 s"
+    )
+    assert words.sentence({"kind": Kind.SHARED, "step": 3}) == "shares from step 3 on"
+    assert words.sentence({"kind": Kind.MEMORY_LIMITED, "most": {"1": 4}}) == (
+        "micro-batches are smaller where memory ran out before: rank 1 at most 4"
+    )

@@ -1,0 +1,175 @@
+"""hardware.json: what is written is read again, what is not fit is refused; limits of memory only fall."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx import hardware
+from phalanx.errors import ConfigError
+from phalanx.hardware import Device, Hardware, Link, line
+from phalanx.records import RunPaths
+
+SMALL = Device(0, 0, 0, "here", "cpu", "cpu", 2**33, 16, ((1, 0.3), (3, 0.5)), None)
+LARGE = Device(1, 0, 1, "here", "gpu:0", "H200", 2**37, 64, ((1, 0.1), (3, 0.11), (9, 0.15)), 5e10)
+BOTH = Hardware({"hidden": 64, "code": None}, (SMALL, LARGE), Link(1e9, 1e-4))
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    for known in (BOTH, Hardware({}, (SMALL,), None)):
+        hardware.write(tmp_path / "h.json", known)
+        assert hardware.read(tmp_path / "h.json") == known
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ((), [1], "it holds no table"),
+        (("version",), 2, "it is of version 2, and this Phalanx reads version 1"),
+        (("work",), 3, "its work is 3, not a table"),
+        (("devices",), [], "it lists no devices"),
+        (("devices",), None, "it lists no devices"),
+        (("devices", 0), "x", "its device 0 is 'x', not a table"),
+        (("devices", 1, "rank"), 0, "its devices are not in order of rank: number 1 has rank 0"),
+        (("devices", 1, "most"), 0, "most of device 1 is 0, not a whole number from 1"),
+        (("devices", 1, "most"), True, "most of device 1 is True, not a whole number from 1"),
+        (("devices", 0, "host"), 7, "host of device 0 is 7, not a text"),
+        (("devices", 0, "times"), [[1, 0.0]], "of device 0 are not pairs of rising sizes and seconds above zero"),
+        (("devices", 0, "times"), [[2, 1.0], [1, 2.0]], "times of device 0 are not pairs of rising sizes"),
+        (("devices", 0, "times"), [1], "the times of device 0 are not pairs"),
+        (("devices", 0, "host_to_device_bytes_per_s"), -1, "_per_s of device 0 is -1, not a number above"),
+        (("link",), [], "its link is [], not a table"),
+        (("link", "latency_s"), "1", "latency_s of link is '1', not a number above zero"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_refused_with_a_sentence(tmp_path: Path, path: tuple[Any, ...], value: Any, said: str) -> None:
+    tree: Any = json.loads(json.dumps(hardware.to_json(BOTH)))
+    if path:
+        parent = tree
+        for part in path[:-1]:
+            parent = parent[part]
+        parent[path[-1]] = value
+    file = tmp_path / "h.json"
+    file.write_text(json.dumps(tree if path else value))
+    with pytest.raises(ConfigError, match=rf"^the hardware file {re.escape(str(file))} cannot be used: ") as error:
+        hardware.read(file)
+    assert said in str(error.value)
+    assert str(error.value).endswith("measure again with `phalanx hardware`, or delete the file")
+
+
+@pytest.mark.parametrize("key", ["version", "work", "devices", "link", "most", "times"])
+def test_a_file_that_lacks_something_is_refused(tmp_path: Path, key: str) -> None:
+    tree = json.loads(json.dumps(hardware.to_json(BOTH)))
+    (tree if key in tree else tree["devices"][1]).pop(key)
+    (tmp_path / "h.json").write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=rf"has no {key}|version None"):
+        hardware.read(tmp_path / "h.json")
+
+
+def test_a_file_that_is_torn_or_not_there_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "h.json"
+    with pytest.raises(ConfigError, match=r"cannot be read \(No such file or directory\); name one that"):
+        hardware.read(file)
+    hardware.write(file, BOTH)
+    file.write_bytes(file.read_bytes()[:-30])
+    with pytest.raises(ConfigError, match="is not JSON, so it is damaged; measure again"):
+        hardware.read(file)
+
+
+def test_a_file_fits_the_job_that_it_was_measured_for_and_no_other() -> None:
+    assert hardware.misfit(BOTH, ["cpu", "H200"], BOTH.work) is None
+    assert hardware.misfit(BOTH, ["cpu"], BOTH.work) == "it was measured with 2 ranks, and this job has 1"
+    assert hardware.misfit(BOTH, ["cpu", "A100"], BOTH.work) == (
+        "rank 1 was on a device called 'H200' when it was measured, and is on 'A100' now"
+    )
+    for work, said in (
+        ({"hidden": 128, "code": None}, "hidden was 64 and is 128 now"),
+        ({"hidden": 64, "code": None, "new": 1}, "new was None and is 1 now"),
+        ({"hidden": 64, "code": "a.py"}, "code was None and is 'a.py' now"),
+    ):
+        found = hardware.misfit(BOTH, ["cpu", "H200"], work)
+        assert found == f"it was measured for another piece of work: {said}"
+
+
+@given(
+    st.floats(0, 10),
+    st.floats(1e-3, 10),
+    st.lists(st.integers(1, 200), min_size=2, max_size=6, unique=True).map(sorted),
+)
+def test_times_on_a_line_give_that_line(fixed: float, each: float, sizes: list[int]) -> None:
+    found = line([(size, fixed + size * each) for size in sizes])
+    assert found is not None
+    assert found == pytest.approx((fixed, each), rel=1e-4, abs=1e-5 * (fixed + each * max(sizes)))
+
+
+@given(st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=5))
+def test_no_noise_makes_more_sequences_take_less_time(seconds: list[float]) -> None:
+    found = line([(3**number, took) for number, took in enumerate(seconds)])
+    assert found is not None
+    fixed, each = found
+    assert fixed >= 0
+    assert each > 0
+
+
+def test_speeds_of_devices() -> None:
+    assert line([]) is None
+    slow, fast = hardware.speeds(BOTH)
+    assert (slow.sequence_s, slow.fixed_s) == pytest.approx((0.1, 0.2))
+    assert (slow.most, fast.most) == (16, 64)
+    assert fast.fixed_s + fast.sequence_s == pytest.approx(0.1, rel=0.05)
+    unknown = hardware.speeds(replace(BOTH, devices=(SMALL, replace(LARGE, times=()))))
+    assert unknown[0].sequence_s == unknown[1].sequence_s
+    assert [speed.most for speed in unknown] == [16, 64]
+
+
+def test_devices_of_one_model_that_differ_by_noise_count_as_alike() -> None:
+    def pair(ratio: float) -> list[float]:
+        other = replace(SMALL, rank=1, times=tuple((size, took * ratio) for size, took in SMALL.times))
+        return [speed.sequence_s for speed in hardware.speeds(replace(BOTH, devices=(SMALL, other)))]
+
+    assert len(set(pair(1.05))) == 1
+    one, other = pair(1.5)
+    assert other == pytest.approx(1.5 * one)
+
+
+# ------------------------------------------------------------------------------------------------------- out of memory
+
+
+def test_a_limit_only_falls_and_is_noticed_once(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    lowered = hardware.lowered(paths)
+    assert hardware.limits(paths) == {}
+    assert not lowered()
+    assert hardware.remember(paths, 1, 7) == 3
+    assert hardware.limits(paths) == {1: 3}
+    assert lowered()
+    assert not lowered()
+    hardware.remember(paths, 1, 3)
+    assert hardware.limits(paths) == {1: 1}
+    assert lowered()
+    hardware.remember(paths, 0, 100)
+    assert hardware.limits(paths) == {0: 50, 1: 1}
+    assert lowered()
+
+
+def test_a_limit_is_of_its_device(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for rank, device in enumerate(("small", "small", "")):
+        hardware.remember(paths, rank, 8, device)
+    hardware.forget_others(paths, ["small", "large", "small"])
+    assert hardware.limits(paths) == {0: 4, 2: 4}
+    hardware.forget_others(paths, ["small"])
+    assert hardware.limits(paths) == {0: 4}
+
+
+def test_a_limit_that_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    hardware.remember(paths, 0, 8)
+    for text in ("", "[]", '{"rank": 0}', '{"rank": 0, "most": 0}', '{"rank": 0, "most": "4"}'):
+        paths.limit(0).write_text(text)
+        assert hardware.limits(paths) == {}
