@@ -249,8 +249,8 @@ def continue_from(wanted: Config, saved: Config, folder: Path | str, same_device
             f"the run folder {folder} holds a run of another configuration: {'; '.join(different)}. "
             "Set these back to go on with it, or choose another --run-dir"
         )
-    # The layout is the cluster's business: one rank yesterday may be many today.
-    for key in ("parallel.data", *(() if same_devices else ("train.micro_batch", "train.compile"))):
+    # The layout is the cluster's business: one rank yesterday may be many today. And work is never resolved.
+    for key in ("parallel.data", "balance.work", *(() if same_devices else ("train.micro_batch", "train.compile"))):
         kept.pop(key, None)
     return update(wanted, kept)
 

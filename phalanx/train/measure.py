@@ -322,8 +322,11 @@ def _walk(small: Trial, sizes: list[int], room_bytes: float, patience_s: float) 
     for size in sizes:
         if first:
             before = max(first)
+            # More for the second size: of the first alone all would count as a sample's own, though much may be what
+            # any micro-batch takes.
+            enough_s = patience_s / 4 if len(first) > 1 else patience_s
             # Twice, since the deeper model that follows holds nearly as much again.
-            if 2 * peaks[before] * size / before > room_bytes or first[before] * size / before > patience_s / 4:
+            if 2 * peaks[before] * size / before > room_bytes or first[before] * size / before > enough_s:
                 break
         try:
             peaks[size] = small.peak_bytes(size)  # and so it is warm

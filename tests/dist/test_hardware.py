@@ -5,11 +5,12 @@ Rank 1 really is slower: its blocks sleep.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from phalanx import hardware
+from phalanx.hardware import line
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines, read_steps
 from tests.dist.command import contents, phalanx, refused, write_place
 from tests.helpers import run_ranks
@@ -100,6 +101,28 @@ def test_a_file_that_the_recipe_names_is_measured_anew(here: Path) -> None:
     code, _, err = phalanx(here, "hardware", *JOB, "balance.hardware=anew.json", "--out", "anew.json")
     assert code == ExitCode.DONE, err
     assert len(hardware.read(here / "anew.json").devices) == 2
+
+
+class Launching:
+    """Stands for a device that takes 0.1 s to begin with anything, and next to nothing for a sample more."""
+
+    def peak_bytes(self, samples: int) -> int:
+        return samples
+
+    def seconds(self, samples: int, passes: int = 1) -> float:
+        return 0.1 + 0.001 * samples
+
+    def give_up(self) -> None:
+        raise AssertionError("memory did not run out")
+
+
+def test_what_any_micro_batch_takes_is_told_from_what_a_sample_takes() -> None:
+    from phalanx.train.measure import PATIENCE_S, _walk
+
+    found = _walk(cast("Any", Launching()), [1, 3, 9, 27], 1e9, PATIENCE_S)
+    assert list(found.seconds) == [1, 3], "the next one might take longer than anybody waits"
+    told = line(tuple(found.seconds.items()))
+    assert told == pytest.approx((0.1, 0.001))
 
 
 def test_a_run_measures_once_and_keeps_what_it_found(here: Path) -> None:

@@ -497,6 +497,13 @@ def test_what_does_not_shape_the_curve_may_change(key: str) -> None:
     assert get(going_on, key) == FREE[key] != get(saved, key)
 
 
+def test_work_that_was_divided_by_hand_may_be_left_to_measuring_again() -> None:
+    for was in ("even", "measured-once", [3, 5]):
+        saved = recipe.check(tree(train={"steps": 5, "global_batch": 8}, balance={"work": was}), "here")
+        wanted = recipe.update(saved, {"balance.work": "auto"})
+        assert recipe.continue_from(wanted, saved, FOLDER).balance.work == "auto"
+
+
 @pytest.mark.parametrize(
     ("wanted", "saved", "named"),
     [
