@@ -1,12 +1,12 @@
 """Shares that follow the ranks' speeds: any division, changed at any step, walks the curve of one process; and what was
 decided is walked again bit by bit when a run is started again.
 
-Speeds are made up by a task that sleeps for each sequence: a hundred times as long as a sequence takes to compute.
+Speeds are made up: the ranks' clocks tell what each sequence would take. What real clocks tell is the matter of
+tests/dist/test_clock.py.
 """
 
 import itertools
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,16 +58,18 @@ def test_shares_that_change_at_every_step(alone: Outcome, tokens: Path, tmp_path
     assert walked == [[3, 3, 2], *itertools.islice(itertools.cycle(turns), 29)]
 
 
-@dataclass(frozen=True)
-class Sleepy(Task):
-    """A task that takes `pause_s` longer for every sequence, and for a micro-batch without any as for one."""
+@dataclass
+class Paced(Task):
+    """A task and a clock that tells `pause_s` for every sequence of a step, and for a micro-batch without any as for
+    one."""
 
     task: Task
     pause_s: list[float]  # by step, of one micro-batch each; the last for all that follow
     called: list[int] = field(default_factory=list)
+    late: int = 0
+    _told: int = 0
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        time.sleep(self.pause_s[min(len(self.called), len(self.pause_s) - 1)] * max(1, len(samples)))
         self.called.append(len(samples))
         return self.task.collate(samples)
 
@@ -77,21 +79,32 @@ class Sleepy(Task):
     def nominal_weight(self, global_batch: int) -> int:
         return self.task.nominal_weight(global_batch)
 
+    def start(self) -> None:
+        self._told = len(self.called)
+
+    def lap(self) -> float:
+        return sum(
+            self.pause_s[min(number, len(self.pause_s) - 1)] * max(1, self.called[number])
+            for number in range(self._told, len(self.called))
+        )
+
+    def stop(self) -> None: ...
+
 
 AUTO = {"balance.work": "auto", "train.steps": 16, "checkpoint.every": 6}
 
 
-def sleepy(placement: Placement, run: str, data: str, pauses: list[list[float]], changes: dict[str, Any]) -> list[Any]:
+def paced(placement: Placement, run: str, data: str, pauses: list[list[float]], changes: dict[str, Any]) -> list[Any]:
     """A run that measures; returns the exit code and the seconds that balancing took."""
     placement = on_one_thread(placement)
     with loop_of(placement, job(run, data, AUTO | changes, placement.world)) as loop:
-        loop.parts.task = Sleepy(loop.parts.task, pauses[placement.rank])
+        loop.parts.task = loop.clock = Paced(loop.parts.task, pauses[placement.rank])
         return [int(loop.run(loop.restore())), loop.parts.sharing.balance_s]
 
 
-def walk_asleep(ranks: int, run: Path, data: Path, pauses: list[list[float]], **changes: Any) -> Outcome:
+def walk_paced(ranks: int, run: Path, data: Path, pauses: list[list[float]], **changes: Any) -> Outcome:
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    done = run_ranks(sleepy, ranks, timeout_s=120, run=str(run), data=str(data), pauses=pauses, changes=dotted)
+    done = run_ranks(paced, ranks, timeout_s=120, run=str(run), data=str(data), pauses=pauses, changes=dotted)
     assert [code for code, _ in done] == [0] * ranks
     return outcome(run)
 
@@ -109,14 +122,13 @@ def test_shares_follow_the_speeds_and_are_walked_again_as_they_were(tokens: Path
     # Rank 1 needs three times as long; from step 8 on it is rank 0, and rank 1 is as fast as it was.
     pauses = [[PAUSE_S] * 7 + [3 * PAUSE_S], [3 * PAUSE_S] * 7 + [PAUSE_S]]
     run = tmp_path / "two"
-    first = walk_asleep(2, run, tokens, pauses)
+    first = walk_paced(2, run, tokens, pauses)
     assert_same(first, one)
     shares = [record["shares"] for record in read_steps(RunPaths(run).metrics)]
-    print(shares, [(event["step"], event["why"]) for event in events(run, Kind.RESHARED)])
     assert shares[:3] == [[4, 4]] * 3  # one step to warm up, two to measure
     assert shares[6][0] > shares[6][1]
     assert shares[-1][0] < shares[-1][1]
-    assert all(record["busy_s"][0] > PAUSE_S for record in read_steps(RunPaths(run).metrics))
+    assert all(record["busy_s"][0] >= PAUSE_S for record in read_steps(RunPaths(run).metrics))
     told = events(run, Kind.RESHARED)
     assert {event["parts"] for event in told} == {1}
     assert all(event["before_s"] > event["after_s"] > 0 for event in told)
@@ -129,7 +141,7 @@ def test_shares_follow_the_speeds_and_are_walked_again_as_they_were(tokens: Path
     again = tmp_path / "again"
     shutil.copytree(run, again)
     forget_behind(again, 6)
-    second = walk_asleep(2, again, tokens, [[4 * PAUSE_S], [PAUSE_S]])
+    second = walk_paced(2, again, tokens, [[4 * PAUSE_S], [PAUSE_S]])
     assert second.losses == first.losses
     assert second.norms == first.norms
     for step in (12, 16):
@@ -140,14 +152,13 @@ def test_shares_follow_the_speeds_and_are_walked_again_as_they_were(tokens: Path
 
     # On three ranks nothing of it can be repeated: they begin anew, and what was decided for two is taken back.
     forget_behind(again, 6)
-    assert_same(walk_asleep(3, again, tokens, [[PAUSE_S]] * 3), one)
+    assert_same(walk_paced(3, again, tokens, [[PAUSE_S]] * 3), one)
     assert [event["step"] for event in events(again, Kind.SHARED)] == [1, 7]
 
 
 def test_a_rank_that_got_nothing_can_come_back(tokens: Path, tmp_path: Path) -> None:
     pauses = [[PAUSE_S], [12 * PAUSE_S] * 6 + [PAUSE_S]]
-    walk_asleep(2, tmp_path, tokens, pauses, train__steps=12, checkpoint__every=0)
+    walk_paced(2, tmp_path, tokens, pauses, train__steps=12, checkpoint__every=0)
     shares = [record["shares"] for record in read_steps(RunPaths(tmp_path).metrics)]
-    print(shares)
     assert [8, 0] in shares
     assert shares[-1][1] > 1

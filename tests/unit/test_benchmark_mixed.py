@@ -17,6 +17,7 @@ from tests.helpers import run_ranks
 TINY = Size(
     ratios=((2, 1),), turns=1, warm=1, steps=2, slow_steps=(2, 5, 5), global_batch=12, seq_len=16,
     model={"hidden": 16, "layers": 1, "heads": 2, "intermediate": 32, "vocab_size": 64},
+    large={"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab_size": 64},
 )  # fmt: skip
 
 
