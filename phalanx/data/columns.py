@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.tokens import CHECK_BYTES, MANIFEST, VERIFIED, write_synced
+from phalanx.data.tokens import MANIFEST, damaged, mapped, verify_once, write_synced
 from phalanx.errors import DataError
-from phalanx.records import sync_folder, write_atomic
+from phalanx.records import sync_folder
 
 FORMAT_VERSION = 1
 _TYPES = ("<u1", "<u2", "<u4", "<i4")
@@ -47,12 +47,12 @@ class Columns:
         self._data: dict[str, NDArray[Any]] = {}
         self.index: dict[str, NDArray[np.int64]] = {}
         for name, about in manifest["columns"].items():
-            self._data[name] = _map(folder / f"{name}.bin", np.dtype(about["dtype"]), about["values"])
-            self.index[name] = index = _map(folder / f"{name}.index.bin", np.dtype("<i8"), self.count + 1)
+            self._data[name] = mapped(folder / f"{name}.bin", np.dtype(about["dtype"]), about["values"])
+            self.index[name] = index = mapped(folder / f"{name}.index.bin", np.dtype("<i8"), self.count + 1)
             if index[0] != 0 or index[-1] != about["values"]:
                 path = folder / f"{name}.index.bin"
                 raise DataError(
-                    _damaged(path, f"its offsets do not end at the {about['values']} values of the manifest")
+                    damaged(path, f"its offsets do not end at the {about['values']} values of the manifest")
                 )
 
     def record(self, number: int) -> dict[str, NDArray[np.int64]]:
@@ -73,24 +73,8 @@ class Columns:
         return np.diff(self.index[name])
 
     def verify_once(self) -> None:
-        """Read all files and compare their checksums with the manifest, unless these files, by size and time of change,
-        have been verified before; raises DataError. A mark beside them remembers it, where it can be written."""
-        files = sorted(self._crc32)
-        now = [[status.st_size, status.st_mtime_ns] for status in (os.stat(self.folder / name) for name in files)]
-        mark = self.folder / VERIFIED
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads(mark.read_text(encoding="utf-8")) == now:
-                return
-        for name in files:
-            found = 0
-            with open(self.folder / name, "rb") as file:
-                while block := file.read(CHECK_BYTES):
-                    found = zlib.crc32(block, found)
-            if found != self._crc32[name]:
-                path = self.folder / name
-                raise DataError(_damaged(path, f"its checksum is {found:08x}, not {self._crc32[name]:08x}"))
-        with contextlib.suppress(OSError):
-            write_atomic(mark, json.dumps(now))
+        """Compare all files with the manifest's checksums, unless that has been done before; raises DataError."""
+        verify_once(self.folder, dict(sorted(self._crc32.items())))
 
 
 class ColumnsWriter:
@@ -181,10 +165,6 @@ def copy_into(
         writer.extend(part)
 
 
-def _damaged(path: Path, what: str) -> str:
-    return f"{path} cannot be used: {what}; delete {path.parent} and prepare the data again"
-
-
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
@@ -196,23 +176,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
             files = {f"{name}{kind}" for name in columns for kind in (".bin", ".index.bin")}
             fine = fine and all(c["dtype"] in _TYPES and type(c["values"]) is int for c in columns.values())
             if not fine or set(manifest["crc32"]) != files:
-                raise DataError(_damaged(path, "its fields are not those of a set of records"))
+                raise DataError(damaged(path, "its fields are not those of a set of records"))
             return dict(manifest)
     except FileNotFoundError:
         raise DataError(f"{folder} is not a set of records: it has no {MANIFEST}; prepare the data again") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(_damaged(path, f"it is not a manifest of a set of records ({error!r})")) from None
-    raise DataError(_damaged(path, f"its format version is {version}, this program reads {FORMAT_VERSION}"))
-
-
-def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    expected_bytes = count * dtype.itemsize
-    try:
-        found_bytes = path.stat().st_size
-    except FileNotFoundError:
-        raise DataError(_damaged(path, "it is missing")) from None
-    if found_bytes != expected_bytes:
-        raise DataError(_damaged(path, f"it has {found_bytes} bytes, its manifest says {expected_bytes}"))
-    if count == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype)
-    return np.asarray(np.memmap(path, dtype, mode="r", shape=(count,)))
+        raise DataError(damaged(path, f"it is not a manifest of a set of records ({error!r})")) from None
+    raise DataError(damaged(path, f"its format version is {version}, this program reads {FORMAT_VERSION}"))

@@ -123,23 +123,11 @@ def prepare(
         )
     progress = progress or silent
     format = format_of(data, storage_timeout_s)
-    train = [
-        (Wanted("data.source", list_files(paths, "data.source", storage_timeout_s), data.held_out), weight)
-        for paths, weight in mixture(data.source)
-    ]
-    validation = {
-        name: Wanted(f"data.validation.{name}", list_files(paths, f"data.validation.{name}", storage_timeout_s), 1.0)
-        for name, paths in data.validation.items()
-    }
+    train, validation = asked_for(data, storage_timeout_s)
     everything = [*(wanted for wanted, _ in train), *validation.values()]
     for wanted in everything:
         check_format(wanted.files, data.format)
-    cache = Cache(
-        storage.local_cache(data.cache).absolute(),
-        data.cache if storage.is_url(data.cache) else None,
-        lock_timeout_s,
-        storage_timeout_s,
-    )
+    cache = cache_of(data, lock_timeout_s, storage_timeout_s)
     count = data.workers if data.workers != "auto" else len(os.sched_getaffinity(0))
     try:
         prune(cache.folder)
@@ -165,6 +153,25 @@ def prepare(
         [(made[id(wanted)] / TRAIN, weight) for wanted, weight in train],
         {HELD_OUT: held_out} | {name: made[id(wanted)] / HELD_OUT for name, wanted in validation.items()},
     )
+
+
+def asked_for(data: "DataSection", storage_timeout_s: float) -> tuple[list[tuple[Wanted, float]], dict[str, Wanted]]:
+    """The training sets with their weights, and the validation sets by name; raises DataError, StorageError."""
+    train = [
+        (Wanted("data.source", list_files(paths, "data.source", storage_timeout_s), data.held_out), weight)
+        for paths, weight in mixture(data.source)
+    ]
+    validation = {
+        name: Wanted(f"data.validation.{name}", list_files(paths, f"data.validation.{name}", storage_timeout_s), 1.0)
+        for name, paths in data.validation.items()
+    }
+    return train, validation
+
+
+def cache_of(data: "DataSection", lock_timeout_s: float, storage_timeout_s: float) -> Cache:
+    """Where prepared sets go: a folder, of which a URL may hold copies."""
+    url = data.cache if storage.is_url(data.cache) else None
+    return Cache(storage.local_cache(data.cache).absolute(), url, lock_timeout_s, storage_timeout_s)
 
 
 def mixture(source: Iterable[Any]) -> list[tuple[list[str], float]]:

@@ -26,10 +26,11 @@ from phalanx.data.prepare import (
     Prepared,
     Progress,
     Wanted,
+    asked_for,
+    cache_of,
     format_of,
     hashed,
     identity,
-    mixture,
     named,
     prepare,
     silent,
@@ -43,7 +44,6 @@ from phalanx.data.sources import (
     Format,
     SourceFile,
     is_held_out,
-    list_files,
     text_digest,
 )
 from phalanx.data.tokenizer import Tokenizer, check_vocab, load_tokenizer, tokenizer_hash, train_tokenizer
@@ -97,23 +97,11 @@ def prepare_records(
     assert data.tokenizer != "auto"
     progress = progress or silent
     format = _format(data, kind, storage_timeout_s)
-    train = [
-        (Wanted("data.source", list_files(paths, "data.source", storage_timeout_s), data.held_out), weight)
-        for paths, weight in mixture(data.source)
-    ]
-    validation = {
-        name: Wanted(f"data.validation.{name}", list_files(paths, f"data.validation.{name}", storage_timeout_s), 1.0)
-        for name, paths in data.validation.items()
-    }
+    train, validation = asked_for(data, storage_timeout_s)
     everything = [*(wanted for wanted, _ in train), *validation.values()]
     for wanted in everything:
         _check_kinds(wanted, kind)
-    cache = Cache(
-        storage.local_cache(data.cache).absolute(),
-        data.cache if storage.is_url(data.cache) else None,
-        lock_timeout_s,
-        storage_timeout_s,
-    )
+    cache = cache_of(data, lock_timeout_s, storage_timeout_s)
     try:
         prune(cache.folder)
         folder, name = _tokenizer(data, kind, train, format, cache, progress)

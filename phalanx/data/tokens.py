@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,12 +65,12 @@ class TokenFile:
         self.masked = MASK in self._manifest["crc32"]
         self._files = (TOKENS, INDEX, MASK) if self.masked else (TOKENS, INDEX)
         self.checksum = "".join(f"{self._manifest['crc32'][name]:08x}" for name in self._files)
-        self._data = _map(folder / TOKENS, np.dtype(self._manifest["dtype"]), self.tokens)
-        self.index = _map(folder / INDEX, np.dtype("<i8"), self.documents + 1)
-        self._mask = _map(folder / MASK, np.dtype("u1"), self.tokens) if self.masked else None
+        self._data = mapped(folder / TOKENS, np.dtype(self._manifest["dtype"]), self.tokens)
+        self.index = mapped(folder / INDEX, np.dtype("<i8"), self.documents + 1)
+        self._mask = mapped(folder / MASK, np.dtype("u1"), self.tokens) if self.masked else None
         if self.index[0] != 0 or self.index[-1] != self.tokens:
             raise DataError(
-                _damaged(folder / INDEX, f"its offsets do not end at the {self.tokens} tokens of the manifest")
+                damaged(folder / INDEX, f"its offsets do not end at the {self.tokens} tokens of the manifest")
             )
 
     def slice(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -96,24 +97,15 @@ class TokenFile:
 
     def verify(self) -> None:
         """Read all files whole and compare their checksums with the manifest; raises DataError."""
-        for name in self._files:
-            found, expected = _checksum(self.folder / name), self._manifest["crc32"][name]
-            if found != expected:
-                raise DataError(_damaged(self.folder / name, f"its checksum is {found:08x}, not {expected:08x}"))
+        verify(self.folder, self._sums)
 
     def verify_once(self) -> None:
-        """`verify`, unless these files, by size and time of change, have been verified before; raises DataError.
+        """`verify`, unless these files have been verified before; raises DataError."""
+        verify_once(self.folder, self._sums)
 
-        A mark beside them remembers it; where it cannot be written they are read whole each time.
-        """
-        now = [[status.st_size, status.st_mtime_ns] for status in (os.stat(self.folder / n) for n in self._files)]
-        mark = self.folder / VERIFIED
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads(mark.read_text(encoding="utf-8")) == now:
-                return
-        self.verify()
-        with contextlib.suppress(OSError):
-            write_atomic(mark, json.dumps(now))
+    @property
+    def _sums(self) -> dict[str, int]:
+        return {name: self._manifest["crc32"][name] for name in self._files}
 
 
 class TokenWriter:
@@ -196,7 +188,8 @@ class TokenWriter:
         sync_folder(self.folder.parent)
 
 
-def _damaged(path: Path, what: str) -> str:
+def damaged(path: Path, what: str) -> str:
+    """The sentence about a file of a prepared set that is not what it was when it was written."""
     return f"{path} cannot be used: {what}; delete {path.parent} and prepare the data again"
 
 
@@ -209,13 +202,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             wanted = {"dtype": str, "tokens": int, "documents": int, "vocab_size": int, "eos_id": int, "key": str}
             wrong = [name for name, kind in wanted.items() if type(manifest[name]) is not kind]
             if wrong or manifest["dtype"] not in ("<u2", "<u4") or set(manifest["crc32"]) - {MASK} != {TOKENS, INDEX}:
-                raise DataError(_damaged(path, "its fields are not those of a token set"))
+                raise DataError(damaged(path, "its fields are not those of a token set"))
             return dict(manifest)
     except FileNotFoundError:
         raise DataError(f"{folder} is not a token set: it has no {MANIFEST}; prepare the data again") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(_damaged(path, f"it is not a manifest of a token set ({error!r})")) from None
-    raise DataError(_damaged(path, f"its format version is {version}, this program reads {FORMAT_VERSION}"))
+        raise DataError(damaged(path, f"it is not a manifest of a token set ({error!r})")) from None
+    raise DataError(damaged(path, f"its format version is {version}, this program reads {FORMAT_VERSION}"))
 
 
 def _specials(folder: Path, manifest: dict[str, Any]) -> Specials | None:
@@ -224,21 +217,45 @@ def _specials(folder: Path, manifest: dict[str, Any]) -> Specials | None:
     try:
         return Specials.from_json(manifest["specials"])
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(_damaged(folder / MANIFEST, f"its special tokens are none ({error!r})")) from None
+        raise DataError(damaged(folder / MANIFEST, f"its special tokens are none ({error!r})")) from None
 
 
-def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+def mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    """A file of `count` numbers, which stay on disk until they are sliced; raises DataError for another size."""
     expected_bytes = count * dtype.itemsize
     try:
         found_bytes = path.stat().st_size
     except FileNotFoundError:
-        raise DataError(_damaged(path, "it is missing")) from None
+        raise DataError(damaged(path, "it is missing")) from None
     if found_bytes != expected_bytes:
-        raise DataError(_damaged(path, f"it has {found_bytes} bytes, its manifest says {expected_bytes}"))
+        raise DataError(damaged(path, f"it has {found_bytes} bytes, its manifest says {expected_bytes}"))
     if count == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     # A plain view: every slice of a memmap object costs some microseconds more.
     return np.asarray(np.memmap(path, dtype, mode="r", shape=(count,)))
+
+
+def verify(folder: Path, sums: Mapping[str, int]) -> None:
+    """Read these files of a folder whole and compare their checksums; raises DataError."""
+    for name, expected in sums.items():
+        found = _checksum(folder / name)
+        if found != expected:
+            raise DataError(damaged(folder / name, f"its checksum is {found:08x}, not {expected:08x}"))
+
+
+def verify_once(folder: Path, sums: Mapping[str, int]) -> None:
+    """`verify`, unless these files, by size and time of change, have been verified before; raises DataError.
+
+    A mark beside them remembers it; where it cannot be written they are read whole each time.
+    """
+    now = [[status.st_size, status.st_mtime_ns] for status in (os.stat(folder / name) for name in sums)]
+    mark = folder / VERIFIED
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(mark.read_text(encoding="utf-8")) == now:
+            return
+    verify(folder, sums)
+    with contextlib.suppress(OSError):
+        write_atomic(mark, json.dumps(now))
 
 
 def _checksum(path: Path) -> int:
