@@ -57,6 +57,11 @@ def host_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def threads_of(wanted: int, local_world: int) -> int:
+    """Host threads for each of a machine's ranks: as many as are `wanted`, or with 0 its part of the cores."""
+    return wanted or max(1, host_cores() // local_world)
+
+
 def use(device: torch.device, threads: int) -> None:
     """Make `device` this process's current one, with `threads` host threads for operations on the CPU."""
     torch.set_num_threads(max(1, threads))

@@ -92,7 +92,8 @@ class StoreAddress:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one worker runs. `device` is "cpu" or an accelerator with its index; `attempt` counts from 1."""
+    """Where one worker runs. `device` is "cpu" or an accelerator with its index; `attempt` counts from 1; `threads` of
+    the host are the user's choice, 0: this rank's part of the cores."""
 
     rank: int
     world: int
@@ -102,6 +103,7 @@ class Placement:
     device: str
     store: StoreAddress | None  # None: one rank alone
     attempt: int = 1
+    threads: int = 0
 
 
 @dataclass

@@ -4,6 +4,7 @@ A worker ends in one of three ways: its function returns an exit code, it raises
 and the log), or a signal kills it (the agent sees which). No torch here.
 """
 
+import dataclasses
 import faulthandler
 import json
 import os
@@ -24,7 +25,8 @@ def run_worker(
     worker: Callable[[Placement], int], placement: Placement, paths: RunPaths | None, interface: str | None = "lo"
 ) -> int:
     """Run one rank to its end and return its exit code; an exception is written to the cause file and the log.
-    `interface` is the network interface that leads to the other ranks, unless the environment names one.
+    `interface` is the network interface that leads to the other ranks, unless the environment names one; of threads the
+    environment may say how many, too.
 
     A PhalanxError leaves its sentence in the log, anything else its traceback. With `paths` None both go to the
     inherited standard error, and no cause file is written.
@@ -36,6 +38,9 @@ def run_worker(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if interface not in (None, "lo"):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    chosen = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if chosen.isdecimal():
+        placement = dataclasses.replace(placement, threads=int(chosen))
     try:
         return int(worker(placement))
     except SystemExit as error:

@@ -199,7 +199,8 @@ def remembering(paths: RunPaths, mesh: Mesh, sharing: Sharing, subject: Subject)
 
 def run(config: "Config", spec: ModelSpec | None, placement: Placement, file: Path) -> ExitCode:
     """One rank of a job that does nothing but measure; rank 0 writes `file`. Raises as training does."""
-    accelerator.use(torch.device(placement.device), accelerator.host_cores() // placement.local_world)
+    threads = accelerator.threads_of(placement.threads, placement.local_world)
+    accelerator.use(torch.device(placement.device), threads)
     with join(placement, config.comm.timeout_s) as mesh:
         known = measured(config, subject_of(config, spec), placement, mesh, MORE_PATIENCE_S)
         if mesh.rank == 0:

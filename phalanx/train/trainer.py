@@ -64,7 +64,8 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
     Raises PhalanxError for what a user can mend, and whatever a broken collective or device raises.
     """
     config = job.config
-    accelerator.use(torch.device(placement.device), accelerator.host_cores() // placement.local_world)
+    threads = accelerator.threads_of(placement.threads, placement.local_world)
+    accelerator.use(torch.device(placement.device), threads)
     storage_s = 0.0 if job.paths.url is None else STORE_OPERATIONS * config.resilience.storage_timeout_s
     with _asked_to_stop() as stop, join(placement, config.comm.timeout_s, storage_s) as mesh:
         if attempt is not None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from phalanx import accelerator
+from phalanx.records import Placement
+from tests.helpers import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -73,3 +75,14 @@ def test_the_best_type_is_narrow_on_accelerators_alone(monkeypatch: pytest.Monke
     for has, best in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr(accelerator, "supports_bf16", lambda device, has=has: has)
         assert accelerator.best_dtype(torch.device("meta")) == best
+
+
+def threads(placement: Placement) -> int:
+    return placement.threads
+
+
+def test_the_user_may_say_how_many_threads_a_rank_has() -> None:
+    assert run_ranks(threads, 2) == [1, 1]  # OMP_NUM_THREADS, as the ranks of the tests have it
+    assert accelerator.threads_of(3, 2) == 3
+    assert accelerator.threads_of(0, 1) == accelerator.host_cores()
+    assert accelerator.threads_of(0, 10**6) == 1
