@@ -319,7 +319,7 @@ def test_scores_are_shown_everywhere() -> None:
     [(name, _, score), (_, have, _)] = evaluated.score_curves([event, scored])
     assert (name, score, len(have)) == ("accuracy", "accuracy", 1)
     table = "".join(evaluated.card([scored, scored | {"set": "far"}]))
-    assert all(cell in table for cell in ("<th>accuracy</th>", "<th>samples</th>", "<td>0.7500</td>", "<td>far</td>"))
+    assert all(cell in table for cell in ("<th>accuracy</th>", "<th>losses</th>", "<td>0.7500</td>", "<td>far</td>"))
 
 
 def test_the_report_draws_scores_and_speaks_of_samples(tmp_path: Path) -> None:
