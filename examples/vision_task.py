@@ -6,18 +6,14 @@ Without `task.options: {folder: FOLDER}` it learns scikit-learn's bundled digits
 statistics would depend on how a batch is cut; dropout draws by coordinates. So any devices walk the same curve.
 """
 
-import gzip
-import struct
-import zlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.errors import DataError
+from phalanx.data.images import Images, mnist
 from phalanx.models.draws import Draws
 from phalanx.models.model import Model
 from phalanx.tasks.own import OwnTask
@@ -57,41 +53,6 @@ class Net(Model):
         return self.head(F.gelu(self.norm(x)).amax((2, 3)))
 
 
-def read_idx(folder: Path, name: str) -> np.ndarray:
-    """The array of the IDX file `name` (or `name`.gz). Source of the format: yann.lecun.com/exdb/mnist."""
-    path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
-    if path is None:
-        raise DataError(f"{folder} has neither {name} nor {name}.gz; name the folder with the four files of MNIST")
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        zeros, kind, dims = struct.unpack_from(">HBB", raw)
-        shape = struct.unpack_from(f">{dims}I", raw, 4)
-    except (OSError, EOFError, zlib.error, struct.error) as error:
-        raise DataError(f"{path} is damaged ({error}); fetch the file again") from error
-    if (zeros, kind) != (0, 8):
-        raise DataError(f"{path} is no IDX file of bytes (it begins with {raw[:4].hex()}); fetch the file again")
-    if len(raw) != 4 + 4 * dims + np.prod(shape, dtype=object):
-        raise DataError(f"{path} has {len(raw)} bytes, but its header promises {shape}; fetch the file again")
-    return np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)
-
-
-class Images:
-    """A map-style data set of (image uint8 (H, W), label)."""
-
-    def __init__(self, images: np.ndarray, labels: np.ndarray, what: str, classes: int) -> None:
-        self.images, self.labels = images, labels
-        if images.ndim != 3 or labels.shape != images.shape[:1]:
-            raise DataError(f"{what}: images of shape {images.shape} and labels of {labels.shape}; mend the files")
-        if labels.max(initial=0) >= classes:
-            raise DataError(f"{what}: labels up to {labels.max()}, but only {classes} classes; raise that option")
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, number: int) -> tuple[np.ndarray, int]:
-        return self.images[number], int(self.labels[number])
-
-
 class Task(OwnTask):
     """What `task.code` looks for; the arguments are `task.options`."""
 
@@ -109,9 +70,7 @@ class Task(OwnTask):
 
     def part(self, name: str, of_digits: list[int]) -> Images:
         if self.folder:
-            folder = Path(self.folder).expanduser()
-            images, labels = (read_idx(folder, f"{name}-{what}-ubyte") for what in ("images-idx3", "labels-idx1"))
-            return Images(images, labels, f"{folder}, {name}", self.shape[2])
+            return mnist(self.folder, name, classes=self.shape[2])
         from sklearn.datasets import load_digits
 
         digits = load_digits()

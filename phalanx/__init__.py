@@ -1,3 +1,22 @@
-"""Phalanx trains large models on the GPUs you really have, with one loss curve. Importing this imports no torch."""
+"""Phalanx trains large models on the GPUs you really have, with one loss curve. Importing this imports no torch.
+
+`phalanx.shard(model, ...)` puts a model of a training loop of one's own on the sharded engine: see `phalanx.sharding`.
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+# What is found here though it lives in a module that needs torch, which is imported when it is asked for.
+_ELSEWHERE = {"shard": "phalanx.sharding"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    return getattr(importlib.import_module(_ELSEWHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ELSEWHERE])

@@ -1,5 +1,6 @@
 """The one file that knows what kind of device there is; the rest goes through it or through torch.accelerator."""
 
+import datetime
 import os
 import re
 import resource
@@ -50,6 +51,45 @@ def backend(device: torch.device) -> str:
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
+
+
+def kinds() -> list[str]:
+    """The kind of accelerator that torch was built for, if it was; asking touches no driver."""
+    kind = torch.accelerator.current_accelerator()
+    return [] if kind is None else [kind.type]
+
+
+def mark(device: torch.device) -> torch.Event:
+    """A mark behind all that this thread has queued on the device; its `synchronize` holds the host until then."""
+    with torch.accelerator.device_index(device.index or 0):
+        event = torch.Event(device.type)
+        event.record()
+    return event
+
+
+def native_group(
+    device: torch.device, store: torch.distributed.Store, rank: int, world: int, timeout: datetime.timedelta
+) -> torch.distributed.ProcessGroup | None:
+    """A group of the device's own collectives for ranks that have each a device; None for a kind that has no NCCL."""
+    dist: Any = torch.distributed
+    if dist.get_default_backend_for_device(device) != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    inner = dist.ProcessGroupNCCL(dist.PrefixStore("native", store), rank, world, options)
+    group: torch.distributed.ProcessGroup = dist.ProcessGroup(store, rank, world)
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    group._register_backend(torch.device(device.type), dist.ProcessGroup.BackendType.NCCL, inner)
+    inner._set_sequence_number_for_group()
+    return group
+
+
+def identity(device: torch.device) -> str:
+    """What tells this device from every other one; "" for a CPU, and where a kind of device has no such mark."""
+    if device.type == "cpu":
+        return ""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", ""))
 
 
 def host_cores() -> int:
@@ -118,6 +158,32 @@ def _says_bf16(module: Any) -> bool:
         return True
     except TypeError:  # a kind of device that emulates nothing
         return bool(module.is_bf16_supported())
+
+
+class HostCopy:
+    """A copy of small device tensors that is asked for now and read later."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        stacked = torch.stack([tensor.detach().reshape(()).to(torch.float64) for tensor in tensors])
+        self._event: torch.Event | None = None
+        if stacked.device.type == "cpu":
+            self._host = stacked
+            return
+        self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+        self._host.copy_(stacked, non_blocking=True)
+        self._event = torch.Event(stacked.device)
+        self._event.record()
+
+    def get(self) -> list[float]:
+        """The values; waits for the copy alone, not for what was queued after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+def side_stream(device: torch.device) -> Any:
+    """A stream of work beside the device's usual one, which can be entered as a context; None for a CPU."""
+    return None if device.type == "cpu" else torch.Stream(device)
 
 
 def wait(device: torch.device) -> None:

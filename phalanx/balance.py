@@ -2,9 +2,12 @@
 
 `split` is the one that minimises the slowest: of sequences over ranks here, and of anything else that takes longer by
 the piece. `divide` builds on it to say how many sequences of a step each rank takes, and in how many micro-batches.
+`state_shares` and `shard_cuts` say who holds which part of what is sharded.
 """
 
 import heapq
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +16,7 @@ from phalanx.errors import ConfigError
 MIXTURE_BLOCK = 4096  # sequences within which each source of a mixture has its exact share
 UNBOUND = 2**31  # sequences: no limit that anybody knows of
 BETTER = 1 - 1e-9  # what is faster by less than this is so by rounding
+ROUNDED = 1 + 1e-12  # what may be lost by it
 
 
 @dataclass(frozen=True)
@@ -119,24 +123,75 @@ def divide(total: int, speeds: Sequence[Speed], part_s: float = 0.0) -> Division
     equally fast the least is taken. Raises ConfigError where a rank's memory holds no sequence at all.
     """
     _check(total, speeds)
-    # With memory without end a step of so many micro-batches takes at least as long as each of these says.
-    nothing_s = part_s + max(speed.fixed_s + speed.sequence_s for speed in speeds)
-    per_s = sum(1 / speed.sequence_s for speed in speeds)
-    fixed = sum((part_s + speed.fixed_s) / speed.sequence_s for speed in speeds)
-    best, best_s = None, float("inf")
-    parts = max(1, -(-total // sum(speed.most for speed in speeds)))
-    while True:
-        if best is not None and max(parts * nothing_s, (total + parts * fixed) / per_s) >= best_s * BETTER:
-            return best
+    rows = [(part_s + speed.fixed_s, speed.sequence_s, speed.most) for speed in speeds]
+
+    def best_of(parts: int) -> tuple[float, Division]:
         lines = [Line(parts * s.fixed_s, s.sequence_s, min(total, parts * s.most), parts) for s in speeds]
         division = Division(split(total, lines), parts)
-        seconds = slowest_s(division, speeds, part_s)
-        if seconds < best_s * BETTER:
-            best, best_s = division, seconds
-        # Where no limit binds, it takes no less time with more micro-batches.
-        if best is not None and all(map(lambda n, line: n < line.most or n == total, division.shares, lines)):
-            return best
+        return slowest_s(division, speeds, part_s), division
+
+    fewest = max(1, -(-total // sum(speed.most for speed in speeds)))
+    first = max(fewest, round(_fluid_parts(total, rows)))
+    best_s, best = best_of(first)
+    parts = first
+    while True:
         parts += 1
+        whole, pieces, binds = _room(rows, parts, best_s * BETTER)
+        if whole < total:
+            break
+        if pieces >= total:
+            seconds, division = best_of(parts)
+            if seconds < best_s * BETTER:
+                best_s, best = seconds, division
+        if not binds:  # more of them would only take longer
+            break
+    for parts in range(first - 1, fewest - 1, -1):
+        whole, pieces, _ = _room(rows, parts, best_s / BETTER)
+        if whole < total:
+            break
+        if pieces >= total:
+            seconds, division = best_of(parts)
+            if seconds <= best_s / BETTER:
+                best_s, best = min(seconds, best_s), division
+    return best
+
+
+Row = tuple[float, float, int]  # of a rank: seconds of a micro-batch, seconds of a sequence, most sequences in one
+
+
+def _fluid_parts(total: int, rows: Sequence[Row]) -> float:
+    """The number of micro-batches that would be best if it and all shares could be fractions; the least of equals.
+
+    What can be done in a time is proportional to it, if so many more micro-batches are taken: what matters is how many
+    of them there are in a second. With more of these a rank whose limit binds does more, and another one less.
+    """
+    bends = sorted((1 / (fixed + most * each), most, fixed / each) for fixed, each, most in rows)
+    bound, lost = sum(most for _, _, most in rows), 0.0
+    per_s = min(1 / (fixed + each) for fixed, each, _ in rows)  # no more, or one has no time for one sequence in each
+    for bend, most, less in bends:
+        bound, lost = bound - most, lost + less
+        if bound <= lost or bend >= per_s:
+            per_s = min(bend, per_s)
+            break
+    return per_s * total / sum(min(per_s * most, (1 - per_s * fixed) / each) for fixed, each, most in rows)
+
+
+def _room(rows: Sequence[Row], parts: int, seconds: float) -> tuple[float, int, bool]:
+    """(sequences, whole sequences) that can be done in so many seconds and micro-batches, and whether limits bind.
+
+    The former has its greatest value where `_fluid_parts` says and falls to both sides, so that where it is too small
+    it is so for all that are farther away.
+    """
+    whole, pieces, binds = 0.0, 0, False
+    for fixed, each, most in rows:
+        room = (seconds - parts * fixed) / each
+        if room < parts:
+            return 0.0, 0, False
+        if room >= parts * most:
+            binds, whole, pieces = True, whole + parts * most, pieces + parts * most
+        else:
+            whole, pieces = whole + room, pieces + int(room * ROUNDED)
+    return whole * ROUNDED, pieces, binds
 
 
 def slowest_s(division: Division, speeds: Sequence[Speed], part_s: float = 0.0) -> float:
@@ -198,3 +253,87 @@ def quotas(weights: Sequence[float], total: int) -> list[int]:
     for number in by_remainder[: total - sum(shares)]:
         shares[number] += 1
     return shares
+
+
+def state_shares(memory_left_bytes: Sequence[float], needed_bytes: float) -> tuple[float, ...]:
+    """Each rank's share (of 1) of a state of `needed_bytes`: equal shares, but for ranks that have room for less.
+
+    Those take what they have room for, and the others equal shares of the rest, so that the largest is the least that
+    is possible. Raises ConfigError where all rooms together are too small.
+    """
+    ranks = len(memory_left_bytes)
+    assert ranks and needed_bytes >= 0 and all(math.isfinite(room) for room in memory_left_bytes), memory_left_bytes
+    if not needed_bytes or all(room * ranks >= needed_bytes for room in memory_left_bytes):
+        return (1 / ranks,) * ranks
+    rooms = [max(0.0, room) for room in memory_left_bytes]
+    if sum(rooms) < needed_bytes:
+        raise ConfigError(
+            f"the optimizer state needs {needed_bytes / 2**20:,.1f} MiB and the memories of all ranks together have "
+            f"{sum(rooms) / 2**20:,.1f} MiB left; add devices, set memory.activations=full, or lower train.micro_batch"
+        )
+    left, shares = needed_bytes, [0.0] * ranks
+    by_room = sorted(range(ranks), key=lambda rank: rooms[rank])
+    for others, rank in zip(range(ranks, 0, -1), by_room, strict=True):
+        part = min(rooms[rank], left / others)
+        shares[rank], left = part / needed_bytes, left - part
+    return tuple(shares)
+
+
+def shard_cuts(
+    elements: int,
+    granule: int,
+    weights: Sequence[float],
+    room: Sequence[int] | None = None,
+    taken: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Cut a bucket of `elements`, padded to a multiple of `granule`, into one range for each rank: (0, ..., end).
+
+    Rank r owns [cuts[r], cuts[r + 1]), in proportion to `weights` to less than a granule; all cuts are multiples of
+    `granule`. With weight 0 it owns nothing. `room`: elements that each may have at most; who has no room for its part
+    leaves it to the others. `taken`: elements that each owns of earlier buckets; the granules left over by rounding
+    down go to whoever is the farthest behind its part of all, so that over many buckets nobody gains (without it: by
+    largest remainder). Of equals the first gains. Raises ConfigError where the bucket has more than there is room for.
+    """
+    ranks = len(weights)
+    assert elements >= 0 and granule >= 1 and min(weights) >= 0 and sum(weights) > 0, (elements, granule, weights)
+    pieces = -(-elements // granule)
+    most = [0 if weight == 0 else pieces for weight in weights]
+    if room is not None:
+        most = [max(0, min(few, int(each) // granule)) for few, each in zip(most, room, strict=True)]
+    if sum(most) < pieces:
+        raise ConfigError(
+            f"{elements} elements do not fit where ranks have room for {sum(most) * granule} of them together, in "
+            f"multiples of {granule}; add devices or set memory.activations=full"
+        )
+    parts = _in_proportion(pieces, weights, most)
+    counts = [math.floor(part) for part in parts]
+    behind = [part - count for part, count in zip(parts, counts, strict=True)]
+    if taken is not None:
+        due = sum(taken) / granule / sum(weights)
+        behind = [each + due * w - own / granule for each, w, own in zip(behind, weights, taken, strict=True)]
+    heap = [(-behind[rank], rank) for rank in range(ranks) if counts[rank] < most[rank]]
+    heapq.heapify(heap)
+    for _ in range(pieces - sum(counts)):
+        less, rank = heap[0]
+        counts[rank] += 1
+        if counts[rank] < most[rank]:
+            heapq.heapreplace(heap, (less + 1, rank))
+        else:
+            heapq.heappop(heap)
+    return tuple(granule * end for end in itertools.accumulate(counts, initial=0))
+
+
+def _in_proportion(total: int, weights: Sequence[float], most: Sequence[int]) -> list[float]:
+    """`total` in proportion to `weights`, but nobody more than its `most`; what is left over goes to the others."""
+    full: set[int] = set()
+    while True:
+        left = total - sum(most[rank] for rank in full)
+        whole = sum(weight for rank, weight in enumerate(weights) if rank not in full)
+        parts = [
+            float(most[rank]) if rank in full or not weight else left * weight / whole
+            for rank, weight in enumerate(weights)
+        ]
+        over = {rank for rank, part in enumerate(parts) if part > most[rank]}
+        if not over:
+            return parts
+        full |= over

@@ -32,6 +32,7 @@ def problems(config: Config) -> list[str]:
             f"balance.work gives the ranks {sum(work)} sequences of a step together, but train.global_batch is "
             f"{train.global_batch}; make them equal"
         )
+    found += _sharding_problems(config)
     changed = {key for key, info in type(optim).model_fields.items() if getattr(optim, key) != info.default}
     found += rules.problems(optim.model_dump(), changed)
     if data.held_out == 0 and not data.validation and train.eval_sequences > 0 and train.eval_every > 0:
@@ -48,6 +49,25 @@ def problems(config: Config) -> list[str]:
         for name in [name for name, default in unread.items() if getattr(data, name) != default]:
             found.append(f"data.{name} is for conversations and prompts, but data.format is {data.format}; remove it")
     return found + _inside_problems(train)
+
+
+def _sharding_problems(config: Config) -> list[str]:
+    """What is asked of the sharded engine, where its twin was chosen. One rank alone has nothing to shard, and a recipe
+    for many should run there."""
+    if config.parallel.data != "fsdp2":
+        return []
+    asked = {
+        "parallel.zero": config.parallel.zero != "auto",
+        "parallel.reduce": config.parallel.reduce != "auto",
+        "parallel.shard_degree": config.parallel.shard_degree != "auto",
+        "balance.state": isinstance(config.balance.state, list),
+        "optim.slots": config.optim.slots != 1,
+    }
+    return [
+        f"{key} has no effect with parallel.data fsdp2; remove it, or set parallel.data=sharded"
+        for key, is_set in asked.items()
+        if is_set
+    ]
 
 
 def _inside_problems(train: TrainSection) -> list[str]:

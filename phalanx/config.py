@@ -26,9 +26,11 @@ from phalanx.values import (
     Fraction,
     Positive,
     Section,
+    Share,
     Steps,
     Text,
     as_list,
+    as_shares,
     as_sources,
     as_work,
     knob,
@@ -178,6 +180,9 @@ class OptimSection(Section):
         "linear", "wsd: how it falls; sqrt: as 1 - sqrt(share done)", trajectory=True
     )
     warmup_steps: CountOrZero = knob(0, "steps of linear warm-up", trajectory=True)
+    slots: Literal[1, 2] = knob(
+        1, "copies of the state; 2: the step before is kept, so that sharded ranks may update before all is reduced"
+    )
     decay_steps: Count | Auto = knob(
         "auto", "step at which the decay ends; auto: train.steps at the start", trajectory=True
     )
@@ -189,8 +194,24 @@ class OptimSection(Section):
 class ParallelSection(Section):
     """How the work is spread over ranks."""
 
-    data: Literal["auto", "single", "fsdp2"] = knob(
-        "auto", "fsdp2: parameters and state sharded over all ranks; single: one rank, nothing to exchange"
+    data: Literal["auto", "single", "sharded", "fsdp2"] = knob(
+        "auto",
+        "sharded: state and updates sharded over all ranks, in shares of any size; fsdp2: PyTorch's fully_shard; "
+        "single: one rank, nothing to exchange",
+    )
+    zero: Literal["auto", 1, 2, 3] = knob(
+        "auto",
+        "what sharded keeps in shards between uses; 1: the optimizer's state; 2: gradients, too; 3: parameters, too; "
+        "auto: the least with which the model takes no more than half of each memory",
+    )
+    shard_degree: Count | Auto = knob(
+        "auto",
+        "neighbouring ranks that hold one copy of the state together, as the next ones do; auto: all ranks hold one",
+    )
+    reduce: Literal["auto", "per_step", "per_micro_batch"] = knob(
+        "auto",
+        "when gradients are summed over ranks; per_micro_batch keeps no whole gradients, but sends them each time; "
+        "auto: per_step with zero 1, else per_micro_batch",
     )
 
 
@@ -205,6 +226,11 @@ class BalanceSection(Section):
     hardware: Text | None = knob(
         None,
         "a file that `phalanx hardware` wrote; null: that of the run folder, measured at the start if it is missing",
+    )
+    state: Annotated[Literal["auto", "even"] | list[Share], BeforeValidator(as_shares)] = knob(
+        "auto",
+        "which part of the optimizer's state each rank holds; auto: equal parts, less where memory is short; even: "
+        "equal parts; a list: in proportion to these numbers, in order of rank",
     )
 
 

@@ -105,13 +105,32 @@ def misfit(hardware: Hardware, models: Sequence[str | None], work: Mapping[str, 
     there = [device.model for device in hardware.devices]
     if len(there) != len(models):
         return f"it was measured with {len(there)} ranks, and this job has {len(models)}"
-    for rank, (before, now) in enumerate(zip(there, models, strict=True)):
-        if now is not None and before != now:
-            return f"rank {rank} was on a device called {before!r} when it was measured, and is on {now!r} now"
+    other = _other_device(there, models)
+    if other is not None:
+        return other
     for key in [*work, *(key for key in hardware.work if key not in work)]:
         measured, wanted = hardware.work.get(key), work.get(key)
         if measured != wanted:
             return f"it was measured for another piece of work: {key} was {measured!r} and is {wanted!r} now"
+    return None
+
+
+def changed(paths: RunPaths, models: Sequence[str]) -> str | None:
+    """Which of a run's ranks is on a device of another model than when its devices were last measured; None where none
+    is, or where nobody knows."""
+    if not paths.hardware.exists():
+        return None
+    try:
+        there = [device.model for device in read(paths.hardware).devices]
+    except ConfigError:
+        return None
+    return _other_device(there, models) if len(there) == len(models) else None
+
+
+def _other_device(there: Sequence[str], models: Sequence[str | None]) -> str | None:
+    for rank, (before, now) in enumerate(zip(there, models, strict=True)):
+        if now is not None and before != now:
+            return f"rank {rank} was on a device called {before!r} when it was measured, and is on {now!r} now"
     return None
 
 

@@ -4,49 +4,26 @@ import contextlib
 import functools
 import glob
 import os
-import select
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.text import Text
 
-from phalanx import hardware, mirror, recipe
+from phalanx import ending, hardware, mirror, recipe
 from phalanx.cluster import agent
 from phalanx.cluster.first_node import FirstNode
-from phalanx.cluster.fork import fork, fork_call
+from phalanx.cluster.fork import fork_call
 from phalanx.cluster.job import Part
-from phalanx.cluster.placement import device_of, from_environment
+from phalanx.cluster.placement import from_environment
 from phalanx.cluster.rendezvous import look_again
 from phalanx.cluster.stopping import StopAsked, stoppable
 from phalanx.config import Config
-from phalanx.errors import PhalanxError, StorageError
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, Url, read_lines, write_event
+from phalanx.devices import DEVICES_TIMEOUT_S, Device, devices_of_ranks, models, warmed
+from phalanx.records import ExitCode, Kind, Placement, RunPaths, write_event
+from phalanx.remote_run import fetch_records, mirrored
 from phalanx.report.terminal import open_terminal
-
-# What a worker needs, imported once in the parent that forks the workers. Importing torch alone is not enough: the
-# first optimizer step would import torch._dynamo in each worker.
-PRELOAD = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "phalanx.train.trainer",
-    "phalanx.train.resolve",
-)
-DEVICES_TIMEOUT_S = 120.0
-NOTICE_S = 5.0  # what takes longer at the end is named
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device of this machine, as a child process that may touch it found it."""
-
-    name: str  # "cpu", or an accelerator with its index
-    model: str  # what its maker calls it
-    bf16: bool  # whether it computes in that type
 
 
 @dataclass(frozen=True)
@@ -119,38 +96,11 @@ def _tiny_hf(text: str) -> tuple[str, bool]:
 
 def _train(wanted: Config, paths: RunPaths, ranks: int | None, environment: Mapping[str, str], on_cpu: bool) -> int:
     with stoppable():
-        found, accelerators = warmed(environment, on_cpu)
+        found, accelerators = warmed(on_cpu)
     given = None if ranks is not None else from_environment(environment, accelerators)
     if given is not None:
         return _join(wanted, paths, given, found[given.device])
     return _launch(wanted, paths, devices_of_ranks(found, accelerators, ranks))
-
-
-def warmed(environment: Mapping[str, str], on_cpu: bool) -> tuple[dict[str, Device], list[str]]:
-    """Import what workers need. Returns this machine's devices by name, and names of accelerators that may be used."""
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environment):
-        # Read once, when torch is loaded. By default waiting OpenMP threads spin: on cores that others use too, a step
-        # then takes up to 40 times as long (measured on two cores with one other process).
-        os.environ["GOMP_SPINCOUNT"] = "20000"
-    terminal = open_terminal()
-    if terminal.is_terminal:
-        terminal.print("[dim]importing torch[/dim]", end="\r")
-    agent.preload(PRELOAD)
-    found = {row[0]: Device(*row) for row in fork_call(_devices, timeout_s=DEVICES_TIMEOUT_S)}
-    return found, [name for name in found if name != "cpu" and not on_cpu]
-
-
-def devices_of_ranks(found: Mapping[str, Device], accelerators: Sequence[str], ranks: int | None) -> list[Device]:
-    """The device of each local rank. Raises ConfigError when there are more ranks than accelerators."""
-    world = ranks or len(accelerators) or 1
-    return [found[device_of(accelerators, rank, world)] for rank in range(world)]
-
-
-def _devices() -> list[tuple[str, str, bool]]:
-    from phalanx import accelerator
-
-    names = ["cpu", *accelerator.found()]
-    return [(name, accelerator.model_of(name), accelerator.supports_bf16(name)) for name in names]
 
 
 def _launch(wanted: Config, paths: RunPaths, devices: Sequence[Device]) -> int:
@@ -191,7 +141,7 @@ def run_ranks(
         return lowered()
 
     def note(kind: str, details: dict[str, Any]) -> None:
-        _note(paths, console, kind, {"attempt": prepared.attempt} | details)
+        ending.note(paths, console, kind, {"attempt": prepared.attempt} | details)
 
     if nodes is not None:
         nodes.first.notice = note
@@ -205,7 +155,7 @@ def run_ranks(
         on_idle=follower.poll,
         first_attempt=prepared.attempt,
         grace_s=prepared.config.comm.timeout_s,
-        progress=lambda: _committed(paths),
+        progress=lambda: ending.committed(paths),
         after_out_of_memory=limit_has_fallen,
         part=None if nodes is None else nodes.part,
         others=None if nodes is None else nodes.first,
@@ -215,8 +165,8 @@ def run_ranks(
     finally:
         follower.poll()
         console.close()
-    code, asked = _outcome(paths, code, prepared.attempt)
-    _close(paths, code, asked)
+    code, asked = ending.outcome(paths, code, prepared.attempt)
+    ending.close(paths, code, asked)
     return code
 
 
@@ -246,69 +196,8 @@ def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device)
             sinks += _sinks(prepared.job, prepared.attempt)
         code = int(trainer.run(prepared.job, placement, sinks, attempt=prepared.attempt if first else 0))
         if first:
-            _close(paths, code)
+            ending.close(paths, code)
         return code
-
-
-@contextlib.contextmanager
-def mirrored(paths: RunPaths) -> Iterator[None]:
-    """While it lasts, a run folder at a URL is this process's alone, and a child copies the records there.
-
-    Raises RunError when another process uses the run, and StorageError when not all has been copied at the end.
-    """
-    if paths.url is None:
-        yield
-        return
-    place = (str(paths.root), paths.url.text, paths.url.timeout_s)
-    fork_call(_take, *place, os.getpid(), timeout_s=None)
-    reader, writer = os.pipe()
-    pid, pidfd = fork(lambda: mirror.follow(paths, reader), keep=[reader])
-    os.close(reader)
-
-    def end() -> str | None:
-        os.close(writer)  # which tells it to come to its end
-        if not select.select([pidfd], [], [], NOTICE_S)[0]:
-            open_terminal().print(f"copying the last records to {paths.shown}, which is tried for a while if need be")
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        os.close(pidfd)
-        if code == ExitCode.DONE:
-            return None
-        mends = "" if code == ExitCode.CONFIG else ", and the same command on this machine copies them"
-        why = mirror.complaint(paths)
-        return f"not all records of the run are at {paths.shown} ({why}); they are in {paths.root}{mends}"
-
-    try:
-        yield
-    except BaseException:
-        missing = end()
-        if missing is not None:
-            open_terminal().print(missing, style="yellow")
-        raise
-    missing = end()
-    if missing is not None:
-        raise StorageError(missing)
-
-
-def _take(root: str, url: str, timeout_s: float, pid: int) -> None:
-    paths = RunPaths(Path(root), Url(url, timeout_s))
-    mirror.take(paths, pid)
-    try:
-        mirror.fetch(paths)
-    except BaseException:
-        mirror.release(paths)
-        raise
-
-
-def fetch_records(paths: RunPaths, meanwhile: Callable[[], None] | None = None) -> None:
-    """Bring the records of a run at a URL into this process's working folder; `meanwhile` is called all the time."""
-    assert paths.url is not None
-    fork_call(_fetch, str(paths.root), paths.url.text, paths.url.timeout_s, timeout_s=None, meanwhile=meanwhile)
-
-
-def _fetch(root: str, url: str, timeout_s: float) -> None:
-    paths = RunPaths(Path(root), Url(url, timeout_s))
-    paths.root.mkdir(parents=True, exist_ok=True)
-    mirror.fetch(paths)
 
 
 def worker(job: Any, placement: Placement) -> int:
@@ -372,7 +261,7 @@ def prepare(
 
     saved = folder.saved_config(paths)
     everywhere = [*devices, *elsewhere]
-    same = folder.last_devices(paths) in (None, (world, _models(everywhere)))
+    same = folder.last_devices(paths) in (None, (world, models(everywhere)))
     config = recipe.continue_from(wanted, saved, paths.shown, same) if saved else wanted
     kind, bf16 = devices[0].name.partition(":")[0], {device.bf16 for device in everywhere}
     config, chosen = recipe.resolve(config, device=kind, world=world, bf16=all(bf16), differ=len(bf16) > 1)
@@ -392,6 +281,8 @@ def prepare(
             folder.write_start(paths, config, answer["tokenizer"])
             for key, value, reason in [*chosen, *answer["chosen"]]:
                 write_event(paths.events, Kind.RESOLVED, attempt, key=key, value=value, reason=reason)
+            for message in answer["warnings"]:
+                write_event(paths.events, Kind.WARNING, attempt, message=message)
     here = copies.here(config)
     job = Run(here, spec_if_any(here, paths), paths, train_tokens, held_out_tokens)
     facts = (answer[name] for name in ("parameters", "trainable", "unit", "weights"))
@@ -402,10 +293,6 @@ def _check_wandb(project: str) -> None:
     from phalanx.train import weights_and_biases
 
     weights_and_biases.check(project)
-
-
-def _models(devices: Sequence[Device]) -> list[str]:
-    return sorted({device.model for device in devices})
 
 
 def resolve(text: str, devices: list[str], world: int, local_world: int, show: bool) -> dict[str, Any]:
@@ -423,71 +310,9 @@ def _facts(prepared: Prepared, devices: Sequence[Device], world: int) -> dict[st
         "trainable": prepared.trainable,
         "world": world,
         "device": devices[0].name.partition(":")[0],
-        "device_names": _models(devices),
+        "device_names": models(devices),
         "dtype": prepared.config.train.dtype,
         "engine": prepared.config.parallel.data,
         "steps": prepared.config.train.steps,
         "unit": prepared.unit,
     }
-
-
-def _note(paths: RunPaths, console: Any, kind: str, details: dict[str, Any]) -> None:
-    """Write an event of the agent's. A full disk must not end a run that can go on: then it is only shown."""
-    try:
-        write_event(paths.events, kind, **details)
-    except OSError as error:
-        console.on_event({"kind": kind, **details})
-        console.say(f"{paths.events} could not take this: {error.strerror}", kind=Kind.WARNING)
-
-
-def _committed(paths: RunPaths) -> int:
-    """The step of the newest checkpoint; 0 where there is none. A store is not asked: that would start threads."""
-    from phalanx.checkpoint.read import find
-
-    if isinstance(paths.checkpoints, Url):
-        saved = (event for event in read_lines(paths.events) if event.get("kind") == Kind.CHECKPOINT_SAVED)
-        return max((event["step"] for event in saved if type(event.get("step")) is int), default=0)
-    return max(find(paths.checkpoints), default=0)
-
-
-def _outcome(paths: RunPaths, code: int, first_attempt: int) -> tuple[int, bool]:
-    """The exit code of a start whose agent ended with `code`, and whether it had been asked to stop.
-
-    What was saved has not failed: ranks that are killed (a second Ctrl-C) while they leave have done their work.
-    """
-    kinds = [
-        event.get("kind")
-        for event in read_lines(paths.events)
-        if type(event.get("attempt")) is int and event["attempt"] >= first_attempt
-    ]
-    asked = Kind.SIGNALLED in kinds
-    if code == ExitCode.FAILED and asked and Kind.FINISHED in kinds:
-        return ExitCode.DONE, asked
-    if code == ExitCode.FAILED and asked and Kind.STOPPED in kinds:
-        return ExitCode.STOPPED, asked
-    return code, asked
-
-
-def _close(paths: RunPaths, code: int, asked: bool = False) -> None:
-    """Write the report and say where everything is; a report that fails must not hide how the run ended."""
-    from phalanx.report import html
-    from phalanx.report.console import summary
-
-    terminal = open_terminal()
-    try:
-        html.write(paths)
-    except (PhalanxError, OSError) as error:
-        terminal.print(f"no report was written: {error}", style="yellow")
-    if code in (ExitCode.DONE, ExitCode.STOPPED):
-        terminal.print(summary(paths))
-    elif asked:
-        step = _committed(paths)
-        on = f"goes on from the checkpoint of step {step}" if step else "begins again, as there is no checkpoint"
-        terminal.print(
-            f"asked to stop, the run ended before it had saved (exit code {code}); the same command {on}",
-            style="yellow",
-        )
-    else:
-        terminal.print(
-            f"the run failed (exit code {code}); the ranks' own words are in {paths.root / 'logs'}", style="red"
-        )

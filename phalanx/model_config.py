@@ -46,7 +46,8 @@ class LoraSection(Section):
     dropout: Fraction = knob(0.0, "probability of zeroing an input element of A", trajectory=True)
     targets: Annotated[list[LoraTarget], Field(min_length=1), BeforeValidator(as_list)] | Auto = knob(
         "auto",
-        "which matrices of each block get an adapter: q, k, v, o, gate, up, down; auto: the adapter's, else all",
+        "which matrices of each block get an adapter: q, k, v, o, gate, up, down; auto: the adapter's, else all that "
+        "the model has",
         trajectory=True,
     )
 

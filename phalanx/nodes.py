@@ -29,9 +29,11 @@ from phalanx.cluster.other_node import OtherNode
 from phalanx.cluster.rendezvous import Place, look_again
 from phalanx.cluster.stopping import StopAsked, stoppable
 from phalanx.config import Config
+from phalanx.devices import Device, devices_of_ranks, warmed
 from phalanx.errors import ConfigError, PhalanxError, RunError
-from phalanx.launch import Device, Nodes, Prepared
+from phalanx.launch import Nodes, Prepared
 from phalanx.records import BASE_WEIGHTS, ExitCode, Kind, RunPaths, write_atomic
+from phalanx.remote_run import fetch_records, mirrored
 from phalanx.report import words
 from phalanx.report.terminal import open_terminal
 
@@ -48,6 +50,7 @@ class Meeting:
     node: int
     place: Place
     timeout_s: float
+    quiet: bool = False  # whether nothing is said on the way
 
 
 def meeting(
@@ -86,8 +89,8 @@ def train(
     can mend, on whichever node it was found."""
     try:
         with stoppable():
-            found, accelerators = launch.warmed(environment, on_cpu)
-        devices = launch.devices_of_ranks(found, accelerators, ranks)
+            found, accelerators = warmed(on_cpu)
+        devices = devices_of_ranks(found, accelerators, ranks)
         run = _lead if meeting.node == 0 else _follow
         return run(wanted, paths, devices, meeting)
     except StopAsked as asked:
@@ -95,10 +98,14 @@ def train(
         return ExitCode.STOPPED
 
 
-def _hello(wanted: Config, devices: Sequence[Device], meeting: Meeting) -> dict[str, Any]:
+def hello(
+    wanted: Config, devices: Sequence[Device], meeting: Meeting, command: str = "phalanx train"
+) -> dict[str, Any]:
+    """What this node says of itself; nodes that were started by unlike commands do not fit, nor by unlike recipes."""
     rows = [[device.name, device.model, device.bf16] for device in devices]
     versions = {"phalanx": phalanx.__version__, "torch": version("torch")}
-    return own_hello(meeting.node, meeting.nodes, rows, versions, dict(_flat(wanted.model_dump(mode="json"))))
+    asked = {"the command": command, **dict(_flat(wanted.model_dump(mode="json")))}
+    return own_hello(meeting.node, meeting.nodes, rows, versions, asked)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -110,7 +117,8 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _say(meeting: Meeting, text: str) -> None:
-    open_terminal().print(Text(f"node {meeting.node} of {meeting.nodes}: {text}"), soft_wrap=True)
+    if not meeting.quiet:
+        open_terminal().print(Text(f"node {meeting.node} of {meeting.nodes}: {text}"), soft_wrap=True)
 
 
 def _show(meeting: Meeting, kind: str, details: dict[str, Any]) -> None:
@@ -137,19 +145,14 @@ def _lead(wanted: Config, paths: RunPaths, devices: Sequence[Device], meeting: M
     with contextlib.ExitStack() as held:
         with stoppable():
             held.enter_context(folder.opened(paths))
-            held.enter_context(launch.mirrored(paths))
-            first = held.enter_context(hosted(meeting, _hello(wanted, devices, meeting)))
-
-            def tend() -> None:
-                first.tend()
-                if first.asked is not None:
-                    raise StopAsked(first.asked)
-
+            held.enter_context(mirrored(paths))
+            first = held.enter_context(hosted(meeting, hello(wanted, devices, meeting)))
+            tend = hearing(first)
             gather(first, meeting, tend)
             if (done := launch.finished(wanted, paths)) is not None:
                 first.finish(done, "the run is complete already")
                 return done
-            nodes = _nodes(first, devices)
+            nodes = everywhere(first)
             world = len(nodes.devices)
             prepared = launch.prepare(
                 wanted,
@@ -161,12 +164,28 @@ def _lead(wanted: Config, paths: RunPaths, devices: Sequence[Device], meeting: M
                 elsewhere=nodes.devices[len(devices) :],
                 meanwhile=tend,
             )
-            first.offer(held.enter_context(_offering(wanted, prepared, paths, first)))
-            while not first.ready():
-                _look(first, tend)
+            offer(first, held.enter_context(_offering(wanted, prepared, paths, first)), tend)
         code = launch.run_ranks(prepared, paths, devices, nodes)
         first.finish(code, _ending(code, paths))
         return code
+
+
+def hearing(first: FirstNode) -> Callable[[], None]:
+    """A function that hears the other nodes; it raises StopAsked once one of them was asked to stop."""
+
+    def tend() -> None:
+        first.tend()
+        if first.asked is not None:
+            raise StopAsked(first.asked)
+
+    return tend
+
+
+def offer(first: FirstNode, what: Callable[[int], dict[str, Any]], tend: Callable[[], None]) -> None:
+    """Tell each node `what(node)` says, and wait until all are ready. Raises as `FirstNode.ready`."""
+    first.offer(what)
+    while not first.ready():
+        _look(first, tend)
 
 
 def gather(first: FirstNode, meeting: Meeting, tend: Callable[[], None]) -> None:
@@ -222,11 +241,17 @@ def hosted(meeting: Meeting, hello: dict[str, Any]) -> Iterator[FirstNode]:
             raise
 
 
-def _nodes(first: FirstNode, devices: Sequence[Device]) -> Nodes:
+def everywhere(first: FirstNode) -> Nodes:
+    """What all nodes have said of themselves. All must be there."""
     hellos = first.hellos()
-    everywhere = [Device(*row) for hello in hellos for row in hello["devices"]]
-    part = Part(0, 0, len(everywhere), first.interface())
-    return Nodes(part, first, everywhere, [hello["host"] for hello in hellos])
+    devices = [Device(*row) for said in hellos for row in said["devices"]]
+    return Nodes(Part(0, 0, len(devices), first.interface()), first, devices, [said["host"] for said in hellos])
+
+
+def config_for_all(wanted: Config, prepared: Prepared) -> str:
+    """The resolved configuration as YAML, but for a micro-batch that was `auto`: each node's devices have their own."""
+    own = {"train.micro_batch": "auto"} if wanted.train.micro_batch == "auto" else {}
+    return recipe.to_yaml(recipe.update(prepared.config, own))
 
 
 @contextlib.contextmanager
@@ -234,12 +259,9 @@ def _offering(
     wanted: Config, prepared: Prepared, paths: RunPaths, first: FirstNode
 ) -> Iterator[Callable[[int], dict[str, Any]]]:
     """What node 0 tells each node; the sign by which they know the run folder is there as long."""
-    config = prepared.config
-    if wanted.train.micro_batch == "auto":  # each node's devices have a limit of their own
-        config = recipe.update(config, {"train.micro_batch": "auto"})
-    counts = [len(hello["devices"]) for hello in first.hellos()]
+    counts = [len(said["devices"]) for said in first.hellos()]
     told = {
-        "config": recipe.to_yaml(config),
+        "config": config_for_all(wanted, prepared),
         "sign": None if paths.url is not None else secrets.token_hex(8),
         "data": json.loads(paths.data.read_text(encoding="utf-8")),
         "weights": prepared.weights,
@@ -269,12 +291,23 @@ class _Changed(Exception):
 
 
 def _follow(wanted: Config, paths: RunPaths, devices: Sequence[Device], meeting: Meeting) -> int:
-    hello = _hello(wanted, devices, meeting)
+    def make(node: OtherNode, tend: Callable[[], None]) -> Job:
+        return _job(node, paths, devices, meeting, tend)
+
+    return take_part(hello(wanted, devices, meeting), meeting, make)
+
+
+def take_part(said: dict[str, Any], meeting: Meeting, make: Callable[[OtherNode, Callable[[], None]], Job]) -> int:
+    """Be another node than node 0, which hears `said` of this one, until the job is over. `make` makes what runs here
+    of what node 0 has offered; it calls the function that it is given all the time.
+
+    Returns the exit code. Raises StopAsked, and PhalanxError where node 0 does not come or this node cannot take part.
+    """
     while True:
         with stoppable():
-            node = other_node.seek(meeting.place, hello, meeting.timeout_s, functools.partial(_say, meeting))
+            node = other_node.seek(meeting.place, said, meeting.timeout_s, functools.partial(_say, meeting))
         with contextlib.closing(node):
-            code = _take_part(node, paths, devices, meeting)
+            code = _take_part(node, meeting, make)
         if code is not None:
             return code
         _say(
@@ -282,7 +315,7 @@ def _follow(wanted: Config, paths: RunPaths, devices: Sequence[Device], meeting:
         )
 
 
-def _take_part(node: OtherNode, paths: RunPaths, devices: Sequence[Device], meeting: Meeting) -> int | None:
+def _take_part(node: OtherNode, meeting: Meeting, make: Callable[[OtherNode, Callable[[], None]], Job]) -> int | None:
     """This node's part of the job, up to its exit code, or to None when node 0 is lost."""
 
     def settled() -> bool:
@@ -298,7 +331,7 @@ def _take_part(node: OtherNode, paths: RunPaths, devices: Sequence[Device], meet
         with stoppable():
             _say(meeting, "reached node 0, which prepares the run when all are there")
             wait(node, lambda: settled() or node.offer is not None)
-            job = None if settled() else _job(node, paths, devices, meeting, tend)
+            job = None if settled() else make(node, tend)
         if job is not None:
             node.say({"answer": {}})
             code = agent.follow(job, node)
@@ -335,12 +368,8 @@ def _job(
         _check_folder(paths, offer["sign"])
     else:
         paths = mirror.working(paths.url.text, config.data.cache, paths.url.timeout_s, first_rank)
-        launch.fetch_records(paths, tend)
-    unlike = list({device.model: device.name for device in devices}.values())
-    look_again(storage.local_cache(config.data.cache))  # node 0 may just have made there what this node needs
-    answer = fork_call(
-        launch.resolve, offer["config"], unlike, world, len(devices), True, timeout_s=None, meanwhile=tend
-    )
+        fetch_records(paths, tend)
+    answer = resolved(config, devices, world, tend)
     _check_data(answer, {**offer["data"], WEIGHTS: offer["weights"]})
     here = copies.here(recipe.check(yaml.safe_load(answer["config"]), "the resolved configuration"))
     run = Run(here, spec_if_any(here, paths), paths, *token_folders(answer))
@@ -363,6 +392,14 @@ def _job(
         part=Part(meeting.node, first_rank, world, rendezvous.interface_of(node.channel.socket)),
         others=node,
     )
+
+
+def resolved(config: Config, devices: Sequence[Device], world: int, tend: Callable[[], None]) -> dict[str, Any]:
+    """What `train.resolve` says on this node of the configuration that node 0 has offered."""
+    unlike = list({device.model: device.name for device in devices}.values())
+    look_again(storage.local_cache(config.data.cache))  # node 0 may just have made there what this node needs
+    text = recipe.to_yaml(config)
+    return fork_call(launch.resolve, text, unlike, world, len(devices), True, timeout_s=None, meanwhile=tend)
 
 
 def _check_folder(paths: RunPaths, sign: str) -> None:

@@ -204,22 +204,33 @@ def resolve(
     lora = config.model.lora
     if lora is not None and lora.adapter is None:  # that of an adapter is read from its files
         rank = 16 if lora.rank == "auto" else lora.rank
-        fresh = {"rank": rank, "alpha": 2.0 * rank, "targets": list(get_args(LoraTarget))}
+        fresh: dict[str, Any] = {"rank": rank, "alpha": 2.0 * rank}
+        if config.model.code is None:  # of a class of the user's own, those that it has
+            fresh["targets"] = list(get_args(LoraTarget))
         for name, fitting in fresh.items():
             if getattr(lora, name) == "auto":
                 chosen.append((f"model.lora.{name}", fitting, "no adapter was named"))
     if config.parallel.data == "auto":
-        value = "single" if world == 1 else "fsdp2"
+        value = "single" if world == 1 else "sharded"
         chosen.append(("parallel.data", value, f"{world} rank{'s' if world > 1 else ''}"))
     if config.parallel.data == "single" and world > 1:
         raise ConfigError(f"parallel.data single trains on one rank, but there are {world}; set parallel.data=auto")
-    work = config.balance.work
-    if isinstance(work, list) and len(work) != world:
-        there = "is 1" if world == 1 else f"are {world}"
+    degree = config.parallel.shard_degree
+    if degree != "auto" and world > 1 and world % degree:
         raise ConfigError(
-            f"balance.work has a number for each of {len(work)} ranks, but there {there}; give each rank one, or set "
-            "balance.work=auto"
+            f"parallel.shard_degree {degree} does not divide the {world} ranks, so they cannot hold whole copies of "
+            "the state; choose a divisor, or set parallel.shard_degree=auto"
         )
+    together = world if degree == "auto" or world == 1 else degree
+    for key, count in (("balance.work", world), ("balance.state", together)):
+        numbers = get(config, key)
+        if isinstance(numbers, list) and len(numbers) != count:
+            there = "is 1" if count == 1 else f"are {count}"
+            whose = "ranks" if count == world else "ranks that hold a copy of the state together"
+            raise ConfigError(
+                f"{key} has a number for each of {len(numbers)} {whose}, but there {there}; give each rank one, or set "
+                f"{key}=auto"
+            )
     return update(config, {key: value for key, value, _ in chosen}), chosen
 
 
@@ -249,8 +260,18 @@ def continue_from(wanted: Config, saved: Config, folder: Path | str, same_device
             f"the run folder {folder} holds a run of another configuration: {'; '.join(different)}. "
             "Set these back to go on with it, or choose another --run-dir"
         )
-    # The layout is the cluster's business: one rank yesterday may be many today. And work is never resolved.
-    for key in ("parallel.data", "balance.work", *(() if same_devices else ("train.micro_batch", "train.compile"))):
+    # The layout is the cluster's business: one rank yesterday may be many today. And work is never resolved, nor are
+    # processes that tokenise.
+    layout = (
+        "parallel.data",
+        "parallel.zero",
+        "parallel.reduce",
+        "parallel.shard_degree",
+        "balance.work",
+        "balance.state",
+        "data.workers",
+    )
+    for key in (*layout, *(() if same_devices else ("train.micro_batch", "train.compile"))):
         kept.pop(key, None)
     return update(wanted, kept)
 

@@ -58,11 +58,14 @@ class Kind(enum.StrEnum):
     RESUMED = "resumed"  # step, checkpoint
     MEASURING = "measuring"  # ranks, reason
     MEASURED = "measured"  # devices (rank, model, most, sequences_per_s), seconds
+    DEVICES_CHANGED = "devices_changed"  # reason
     MEMORY_LIMITED = "memory_limited"  # most, by rank
     CHECKPOINT_SAVED = "checkpoint_saved"  # step, bytes, seconds
     CHECKPOINT_FAILED = "checkpoint_failed"  # step, reason
+    CHECKPOINT_SKIPPED = "checkpoint_skipped"  # step, reason
     CHECKPOINT_REFUSED = "checkpoint_refused"  # step, reason
     SHARED = "shared"  # step, shares, parts, why: what an attempt begins with
+    ORDERED = "ordered"  # step (the first with this order of transfers), bytes_per_s, compute_s, transfers_s
     RESHARED = "reshared"  # step (the first with these shares), shares, parts, why, before_s, after_s
     EVALUATED = "evaluated"  # step, set, loss, tokens, seconds, scores, unit
     STEP_SKIPPED = "step_skipped"  # step, reason

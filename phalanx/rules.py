@@ -73,7 +73,7 @@ def problems(optim: Mapping[str, Any], changed: Collection[str]) -> list[str]:
         for key, schedule in READ_BY.items()
         if key in chosen and optim["schedule"] != schedule
     ]
-    return [*_rule_problems(optim["rule"], optim["options"], chosen), *unread, *_schedule_problems(optim)]
+    return [*rule_problems(optim["rule"], optim["options"], chosen), *unread, *_schedule_problems(optim)]
 
 
 def _schedule_problems(optim: Mapping[str, Any]) -> list[str]:
@@ -91,7 +91,8 @@ def _schedule_problems(optim: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _rule_problems(rule: str, options: Mapping[str, bool | int | float], changed: Collection[str]) -> list[str]:
+def rule_problems(rule: str, options: Mapping[str, bool | int | float], changed: Collection[str]) -> list[str]:
+    """What of a rule, its options and the `changed` keys of its section cannot work, as sentences."""
     if reason := REFUSED.get(rule.lower()):  # torch writes LBFGS and Muon
         return [f"optim.rule {rule} cannot be used, since {reason}; choose one of {', '.join(RULES)}"]
     if rule not in RULES:

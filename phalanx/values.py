@@ -47,6 +47,18 @@ def as_work(value: Any) -> Any:
     return value
 
 
+def as_shares(value: Any) -> Any:
+    """One of two words, or numbers in order of rank of which one at least is positive."""
+    numbers = value if isinstance(value, list) else [None]
+    fine = [isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < math.inf for n in numbers or [None]]
+    if value not in ("auto", "even") and not (all(fine) and any(numbers)):
+        raise ValueError(
+            "must be 'auto', 'even' or a list of numbers from 0, of which one at least is not 0, not "
+            f"{reprlib.repr(value)}"
+        )
+    return value
+
+
 def as_sources(value: Any) -> Any:
     """Sources in one list; what is wrong with an entry of a mixture in words that name it."""
     entries = as_list(value)
@@ -74,6 +86,7 @@ Text = Annotated[str, AfterValidator(plain)]
 Steps = Annotated[str, Field(pattern=STEPS), BeforeValidator(as_steps)]
 Count = Annotated[int, Field(ge=1, le=2**53), BeforeValidator(no_bool)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**53), BeforeValidator(no_bool)]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(no_bool)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(no_bool)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(no_bool)]
 

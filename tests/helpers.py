@@ -41,8 +41,10 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def process_group(placement: Placement, timeout_s: float = 30) -> Iterator[None]:
-    """The default gloo process group of the ranks of a placement, destroyed at the end."""
+def process_group(
+    placement: Placement, timeout_s: float = 30, backend: str = "gloo", options: Any = None
+) -> Iterator[None]:
+    """The default process group of the ranks of a placement, destroyed at the end."""
     import torch.distributed as dist
 
     wait = timedelta(seconds=timeout_s)
@@ -58,7 +60,9 @@ def process_group(placement: Placement, timeout_s: float = 30) -> Iterator[None]
             wait_for_workers=False,
             master_listen_fd=address.listen_fd,
         )
-    dist.init_process_group("gloo", store=store, rank=placement.rank, world_size=placement.world, timeout=wait)
+    dist.init_process_group(
+        backend, store=store, rank=placement.rank, world_size=placement.world, timeout=wait, pg_options=options
+    )
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """What may import what, twice: as written, and as it happens in a fresh process; and habits that a reader can check.
 
 A module belongs to a unit: its package, or itself where it lies beside the packages. `models.spec` (shapes as plain
-numbers) is a unit of its own below everything that needs torch.
+numbers) is a unit of its own below everything that needs torch, and `optim.overlap` (orders as plain numbers) another.
 """
 
 import ast
@@ -20,7 +20,8 @@ from tests.helpers import ROOT
 PACKAGE = ROOT / "phalanx"
 PLAIN = {
     "phalanx", "errors", "records", "balance", "resharing", "hardware", "rules", "values", "model_config", "config",
-    "combinations", "recipe", "models.spec", "patience", "storage", "mirror",
+    "combinations", "recipe", "models.spec", "optim.overlap", "optim.timeline",
+    "optim.prefetch", "optim.rates", "patience", "storage", "mirror",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -37,6 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hardware": {"balance", "errors", "records"},
     "rules": set(),
     "models.spec": set(),
+    "optim.timeline": set(),
+    "optim.rates": set(),
+    "optim.overlap": {"optim.timeline"},
+    "optim.prefetch": {"optim.overlap", "optim.timeline"},
     "values": set(),
     "model_config": {"values", "models.spec"},
     "config": {"errors", "model_config", "values", "models.spec"},
@@ -61,11 +66,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": PLAIN
     | {"shrink", "accelerator", "phases", "models", "comm", "tasks", "data", "optim", "parallel", "checkpoint"},
     # level 4
-    "launch": PLAIN | {"shrink", "accelerator", "checkpoint", "cluster", "report", "data", "train"},
+    "devices": PLAIN | {"accelerator", "cluster", "report"},
+    "remote_run": PLAIN | {"cluster", "report"},
+    "ending": PLAIN | {"checkpoint", "report"},
+    "launch": PLAIN | {"devices", "remote_run", "ending", "shrink", "cluster", "report", "data", "train"},
     "generation": PLAIN | {"models", "data", "train"},
-    "survey": PLAIN | {"cluster", "launch", "report", "train"},
-    "nodes": PLAIN | {"cluster", "launch", "report", "train"},
-    "cli": PLAIN | {"nodes", "survey", "launch", "generation", "report", "data", "train"},
+    "sharded_model": PLAIN | {"comm", "optim", "checkpoint"},
+    "sharding": PLAIN | {"accelerator", "models", "comm", "optim", "cluster", "sharded_model"},
+    "survey": PLAIN | {"cluster", "devices", "launch", "nodes", "report", "train"},
+    "nodes": PLAIN | {"cluster", "devices", "launch", "remote_run", "report", "train"},
+    "data_commands": PLAIN | {"data", "report", "train"},
+    "cli": PLAIN | {"data_commands", "nodes", "survey", "launch", "generation", "report", "train"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -90,11 +101,22 @@ MAY_USE: dict[str, set[str]] = {
     "launch": {"rich", "yaml"},
     "nodes": {"rich", "yaml"},
     "generation": {"torch", "transformers"},
+    "sharded_model": {"torch"},
+    "sharding": {"torch"},
+    "data_commands": {"typer"},
     "cli": {"typer"},
 }
 TORCH_FREE = (*PLAIN, "cluster", "report")
 # Modules above that level which a command line still has to import without torch.
-ALSO_TORCH_FREE = ("phalanx.cli", "phalanx.launch", "phalanx.nodes", "phalanx.generation", "phalanx.optim.schedule")
+ALSO_TORCH_FREE = (
+    "phalanx.cli",
+    "phalanx.data_commands",
+    "phalanx.launch",
+    "phalanx.nodes",
+    "phalanx.survey",
+    "phalanx.generation",
+    "phalanx.optim.schedule",
+)
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 # What a unit may import of another only in part: the interface of the engines, not the engines.
 IN_PART = {
@@ -119,6 +141,8 @@ def unit_of(module: str) -> str:
     parts = module.split(".")
     if parts[1:3] in (["models", "spec"], ["models", "spec_problems"]):
         return "models.spec"
+    if parts[1:2] == ["optim"] and ".".join(parts[1:]) in PLAIN:
+        return ".".join(parts[1:])
     return parts[1] if len(parts) > 1 else "phalanx"
 
 
@@ -215,7 +239,8 @@ def test_the_data_package_needs_torch_no_more_than_the_command_that_prepares_dat
 
 def test_package_init_files_are_empty() -> None:
     for path in PACKAGE.rglob("__init__.py"):
-        if path != PACKAGE / "__init__.py":
+        # That of comm registers the backend: `import phalanx.comm` is all that a script of anyone's has to say.
+        if path not in (PACKAGE / "__init__.py", PACKAGE / "comm" / "__init__.py"):
             assert path.read_text() == "", path
 
 
@@ -272,7 +297,8 @@ def test_importing_does_no_work(module: str) -> None:
     allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
     for node in tree_of(module).body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        wiring = module in ("phalanx.cli", "phalanx.__main__")  # its commands are put together there
+        # Commands are put together in the first two; the third registers the backend of torch.distributed.
+        wiring = module in ("phalanx.cli", "phalanx.__main__", "phalanx.comm")
         for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         fine = docstring or wiring or for_types or isinstance(node, allowed)
         assert fine, f"{module}:{node.lineno} does work when imported"
@@ -280,7 +306,8 @@ def test_importing_does_no_work(module: str) -> None:
 
 def test_the_process_environment_is_read_in_few_places() -> None:
     readers = {name for name in MODULES if any("os.environ" in ast.unparse(node) for node in _attributes(name))}
-    assert readers <= {"phalanx.cli", "phalanx.launch", "phalanx.cluster.agent", "phalanx.cluster.worker"}
+    commands = {"phalanx.cli", "phalanx.launch", "phalanx.cluster.agent", "phalanx.cluster.worker"}
+    assert readers <= {*commands, "phalanx.sharding"}  # which a script of a user's own calls, however it was started
 
 
 def _attributes(module: str) -> Iterator[ast.Attribute]:
@@ -289,7 +316,7 @@ def _attributes(module: str) -> Iterator[ast.Attribute]:
 
 def test_only_what_faces_the_user_prints() -> None:
     for module in MODULES:
-        if unit_of(module) in ("report", "cli", "launch", "generation"):
+        if unit_of(module) in ("report", "cli", "data_commands", "launch", "generation"):
             continue
         printing = {"print", "typer.echo", "sys.stdout.write"}
         guilty = [f"{module}:{line}" for name, line in calls_of(module) if name in printing]

@@ -1,11 +1,13 @@
 """Checkpoints at a URL, where nothing can be renamed: a step's manifest, written last, makes its checkpoint exist.
 
-Every rank streams its file straight from the snapshot. Files carry the attempt in their names, so that a late writer of
-a dead attempt harms nothing, and a checkpoint that replaces another of its step does so in one write, of the manifest.
+Every rank streams its file straight from the snapshot. Files carry the attempt in their names, and a word that each
+writer draws, since a machine that slept may have counted the same attempt: so a late writer harms nothing, and a
+checkpoint that replaces another of its step does so in one write, of the manifest.
 """
 
 import contextlib
 import re
+import secrets
 from collections import defaultdict
 from typing import Any
 
@@ -16,14 +18,14 @@ from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.records import Url
 
 # A rank's file, or what a killed writer to a store without whole objects left of it.
-_FILE = re.compile(r"\.?rank-\d+\.attempt-(\d+)\.safetensors(?:\.[0-9a-f]+\.partial)?")
+_FILE = re.compile(r"\.?rank-\d+\.attempt-(\d+)(?:-[0-9a-f]+)?\.safetensors(?:\.[0-9a-f]+\.partial)?")
 
 
 class Remote:
     """The folder `folder` of checkpoints as the saver uses it. Everything raises StorageError or ConfigError."""
 
     def __init__(self, folder: Url) -> None:
-        self._folder = folder
+        self._folder, self._word = folder, secrets.token_hex(4)
 
     def clear(self, attempt: int) -> None:
         """Remove what killed or failed writers of this attempt and older ones left in steps without a manifest."""
@@ -45,7 +47,7 @@ class Remote:
 
     def file(self, step: int, attempt: int, rank: int) -> Url:
         """Where a rank's file of an attempt is written to."""
-        return step_folder(self._folder, step) / f"rank-{rank:05d}.attempt-{attempt}.safetensors"
+        return step_folder(self._folder, step) / f"rank-{rank:05d}.attempt-{attempt}-{self._word}.safetensors"
 
     def write(self, step: int, attempt: int, rank: int, content: Content) -> None:
         """Stream a rank's file."""

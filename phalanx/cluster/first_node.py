@@ -24,8 +24,18 @@ from phalanx.records import ExitCode, Kind, StoreAddress
 
 MOST_STRANGERS = 64  # connections that have not proved themselves; others wait before they are taken
 PRESSED_S = 1.0  # what the oldest of them gets to prove itself while others wait
+MOST_TOLD = 20  # hosts whose calls were refused, each of which is said once
 COLLECT_S = 15.0  # what another node gets to end its ranks; its agent kills them in less
 LOOK_S = 2.0  # between two looks whether the address file is still there
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """Who has called and has not said who it is."""
+
+    channel: Channel
+    proof: Proof
+    host: str  # the address it calls from
 
 
 @dataclass
@@ -59,7 +69,8 @@ class FirstNode:
         self._listener, self._folder, self._address = listener, folder, address
         self._secret = address if isinstance(address, str) else address.secret
         self._hellos: dict[int, Message] = {0: hello}  # of all nodes that the job was resolved for
-        self._strangers: list[tuple[Channel, Proof]] = []
+        self._strangers: list[Stranger] = []
+        self._told: set[str] = set()  # hosts of strangers that were refused, which was said
         self._seats: dict[int, Seat] = {}
         self._offer: Callable[[int], Message] | None = None
         self._attempt = 0
@@ -75,7 +86,7 @@ class FirstNode:
 
     def descriptors(self) -> Mapping[int, int]:
         """What poll() has to look at, and for what."""
-        channels = [channel for channel, _ in self._strangers]
+        channels = [stranger.channel for stranger in self._strangers]
         channels += [seat.channel for seat in self._seats.values()]
         channels += [seat.claimant[0] for seat in self._seats.values() if seat.claimant]
         found = {channel.fileno(): channel.awaits for channel in channels if channel.lost is None}
@@ -130,7 +141,7 @@ class FirstNode:
     def tend(self) -> None:
         """Do all that can be done without waiting."""
         for stranger in list(self._strangers):
-            self._hear_stranger(*stranger)
+            self._hear_stranger(stranger)
         self._let_in()
         for node, seat in list(self._seats.items()):
             for message in seat.channel.heard():
@@ -145,22 +156,24 @@ class FirstNode:
         """Whether who calls now has to wait: many ranks may call at once, and none may push another out."""
         if len(self._strangers) < MOST_STRANGERS:
             return False
-        return time.monotonic() < self._strangers[0][1].until - wire.PROOF_S + PRESSED_S
+        return time.monotonic() < self._strangers[0].proof.until - wire.PROOF_S + PRESSED_S
 
     def _let_in(self) -> None:
         while not self._is_full():
             try:
-                connection, _ = self._listener.accept()
+                connection, peer = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError:  # it has gone again, or there is no descriptor left: the next may do better
                 return
             if len(self._strangers) >= MOST_STRANGERS:
-                self._strangers.pop(0)[0].close("it kept others waiting")
+                self._strangers.pop(0).channel.close("it kept others waiting")
             channel = Channel(connection)
-            self._strangers.append((channel, Proof(channel, self._secret, calling=False)))
+            host = str(peer[0]).removeprefix("::ffff:")
+            self._strangers.append(Stranger(channel, Proof(channel, self._secret, calling=False), host))
 
-    def _hear_stranger(self, channel: Channel, proof: Proof) -> None:
+    def _hear_stranger(self, stranger: Stranger) -> None:
+        channel, proof = stranger.channel, stranger.proof
         messages = channel.heard()
         hello = None
         for message in messages:
@@ -169,11 +182,27 @@ class FirstNode:
             elif proof.done:
                 hello = message
         if hello is not None:
-            self._strangers.remove((channel, proof))
+            self._strangers.remove(stranger)
             self._greet(channel, hello)
         elif channel.lost or proof.failed or time.monotonic() > proof.until:
-            self._strangers.remove((channel, proof))
+            self._strangers.remove(stranger)
             channel.close(proof.failed or "it did not say who it is in time")
+            if proof.failed:
+                self._say_refused(stranger.host, proof.failed)
+
+    def _say_refused(self, host: str, why: str) -> None:
+        """Say once for each host, and for no more hosts than fit on a page, that its call was refused."""
+        if host in self._told or len(self._told) >= MOST_TOLD:
+            return
+        self._told.add(host)
+        mend = (
+            "it has read an old address file and looks again"
+            if self._folder
+            else f"set the same {rendezvous.SECRET} there"
+        )
+        self.notice(
+            Kind.WARNING, {"message": f"a caller from {host} was refused: {why}; if it is a node of this job, {mend}"}
+        )
 
     def _greet(self, channel: Channel, hello: Message) -> None:
         if hello.get("role") == "store":
@@ -352,8 +381,8 @@ class FirstNode:
         self.stop_relay()
         for seat in self._seats.values():
             seat.channel.farewell({"finish": code, "text": text}, "the job is over")
-        for channel, _ in self._strangers:
-            channel.close("the job is over")
+        for stranger in self._strangers:
+            stranger.channel.close("the job is over")
         self._seats, self._strangers = {}, []
         self._listener.close()
 

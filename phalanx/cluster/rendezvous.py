@@ -16,8 +16,9 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from phalanx.errors import ConfigError, RunError
@@ -181,14 +182,22 @@ def read_address(folder: Path) -> Address | None:
     """What the address file says; None where there is none, or none that makes sense."""
     look_again(folder)
     try:
-        tree = json.loads((folder / ADDRESS_FILE).read_bytes())
+        tree = _written(folder)
         hosts, port, secret, process = (tree[name] for name in ("hosts", "port", "secret", "process"))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (KeyError, TypeError):
         return None
     texts = [secret, process, *hosts] if isinstance(hosts, list) else [None]
     if not all(isinstance(text, str) for text in texts) or type(port) is not int or not 0 < port < 65536:
         return None
     return Address(tuple(hosts), port, secret, process)
+
+
+def _written(folder: Path) -> Any:
+    """What the address file holds; None where there is none or it cannot be read."""
+    try:
+        return json.loads((folder / ADDRESS_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def new_address(listener: socket.socket) -> Address:
@@ -198,14 +207,16 @@ def new_address(listener: socket.socket) -> Address:
 
 
 def publish(folder: Path, address: Address) -> bool:
-    """Put the address file into place, in the stead of any other. Returns whether the folder was made for it.
+    """Put the address file into place, in the stead of any other. Returns whether the folder was made for it, or for
+    the one that is replaced: its node 0 was killed and could not remove the folder.
 
     Raises RunError when the folder cannot be written.
     """
     passing = folder / f"{PASSING}{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
-    text = json.dumps({name: getattr(address, name) for name in ("hosts", "port", "secret", "process")})
     try:
-        made = not folder.is_dir()
+        before = _written(folder)
+        made = not folder.is_dir() or (isinstance(before, dict) and before.get("made") is True)
+        text = json.dumps({**asdict(address), "made": made})
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         with open(os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -3,8 +3,9 @@
 gloo returns wrong values, without an error, for non-contiguous tensors in some collectives: here that is an assertion.
 """
 
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -12,28 +13,40 @@ import torch.distributed as dist
 from phalanx.phases import phase
 
 # torch 2.13 renamed them.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
 class Traffic:
-    """What this rank has put through collectives since the last `take`."""
+    """What this rank has put through collectives since the last `take`. Threads may share one."""
 
     calls: int = 0
-    payload_bytes: int = 0  # bytes of the tensors handed over, not of what the algorithm sends
+    # Of the collectives here: bytes of the tensors handed over, not of what the algorithm sends. Of a transfer of
+    # shards (`transfers.py`): the part of the tensor that is not this rank's own, (1 - s)B, which is what a rank must
+    # send to have it summed elsewhere, and receive to have the whole.
+    payload_bytes: int = 0
     wait_s: float = 0.0  # time the host was held up
     waited_s: float = 0.0  # the same since the beginning: `take` leaves it
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def count(self, payload_bytes: int) -> None:
+        """Take note of one call."""
+        with self._lock:
+            self.calls += 1
+            self.payload_bytes += payload_bytes
 
     def waited(self, seconds: float) -> None:
         """Take note that the host was held up."""
-        self.wait_s += seconds
-        self.waited_s += seconds
+        with self._lock:
+            self.wait_s += seconds
+            self.waited_s += seconds
 
     def take(self) -> "Traffic":
         """Return the counts so far and start again from zero."""
-        taken = Traffic(self.calls, self.payload_bytes, self.wait_s, self.waited_s)
-        self.calls, self.payload_bytes, self.wait_s = 0, 0, 0.0
+        with self._lock:
+            taken = Traffic(self.calls, self.payload_bytes, self.wait_s, self.waited_s)
+            self.calls, self.payload_bytes, self.wait_s = 0, 0, 0.0
         return taken
 
 
@@ -69,7 +82,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGro
     """Start gathering equal shards: `output` holds `shard` of every rank, in order of rank."""
     start = _begin(traffic, output, shard)
     with phase("gather"):
-        work = _ALL_GATHER(output, shard, group=group, async_op=True)
+        work = ALL_GATHER(output, shard, group=group, async_op=True)
     return _issued(work, traffic, start, "gather")
 
 
@@ -77,15 +90,14 @@ def reduce_scatter(shard: torch.Tensor, tensor: torch.Tensor, group: dist.Proces
     """Start summing `tensor` over ranks; `shard` receives this rank's equal part of the sum."""
     start = _begin(traffic, tensor, shard)
     with phase("reduce"):
-        work = _REDUCE_SCATTER(shard, tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        work = REDUCE_SCATTER(shard, tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
     return _issued(work, traffic, start, "reduce")
 
 
 def _begin(traffic: Traffic, *tensors: torch.Tensor) -> float:
     for tensor in tensors:
         assert tensor.is_contiguous(), f"a collective was given a non-contiguous tensor of shape {tuple(tensor.shape)}"
-    traffic.calls += 1
-    traffic.payload_bytes += max(tensor.numel() * tensor.element_size() for tensor in tensors)
+    traffic.count(max(tensor.numel() * tensor.element_size() for tensor in tensors))
     return time.perf_counter()
 
 

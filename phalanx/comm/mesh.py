@@ -13,16 +13,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx import accelerator
 from phalanx.comm.collectives import Traffic, all_reduce
+from phalanx.comm.objects import JsonGroup
+from phalanx.comm.topology import Topology, this_host
 from phalanx.errors import CollectiveError, RunError
 from phalanx.records import Placement, StoreAddress
 
+LOST = ("gloo", "pair closure")  # in what gloo says of a peer; a plain send or receive does not name itself
 ROLL_CALL_S = 2.0  # how long the others get to say that the same collective failed for them
+FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.05  # between two looks at the store: hundreds of ranks ask the same one
 
 
 @dataclass
 class Mesh:
     """The groups of one attempt. Independent streams of collectives have groups of their own, so that none can overtake
-    or delay another's: `shard` carries gradients and parameters, `control` a few bytes a step, `checkpoint` saves."""
+    or delay another's: `shard` carries gradients and parameters, `transfers` those that the sharded engine sends
+    itself and `agreement` the few bytes that go with them, `control` a few bytes a step, `checkpoint` saves."""
 
     rank: int
     world: int
@@ -30,9 +35,12 @@ class Mesh:
     shard: DeviceMesh
     control: dist.ProcessGroup
     checkpoint: dist.ProcessGroup
+    transfers: dist.ProcessGroup
+    agreement: dist.ProcessGroup
     traffic: Traffic
     store: dist.Store
     timeout_s: float
+    topology: Topology  # which ranks share a node
     bookkeeping: Traffic = field(default_factory=Traffic)  # a few numbers a step, which are no part of its traffic
 
     def sum(self, values: list[float]) -> list[float]:
@@ -53,13 +61,32 @@ class Mesh:
         table[self.rank] = value
         return self.sum(table)
 
+    def split(self, degree: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+        """Groups for hybrid sharding: that of this rank and its neighbours, `degree` of them, over which a copy of the
+        state is sharded, and that of the ranks which hold the same shard of another copy (None: there is one copy).
+
+        Neighbours follow one another in order of rank, as the ranks of a node do. Collective.
+        """
+        assert self.world % degree == 0, (self.world, degree)
+        if degree == self.world:
+            return self.transfers, None
+        backend, wait = dist.get_backend_config(self.transfers), datetime.timedelta(seconds=self.timeout_s)
+        neighbours = [list(range(first, first + degree)) for first in range(0, self.world, degree)]
+        copies = [list(range(place, self.world, degree)) for place in range(degree)]
+        mine = {}
+        for ranks in (*neighbours, *copies):  # every rank makes every group, in the same order
+            group = dist.new_group(ranks, backend=backend, timeout=wait)
+            if self.rank in ranks:
+                mine[ranks in copies] = group
+        return mine[False], mine[True]
+
     def blame(self, error: RuntimeError) -> RuntimeError | CollectiveError:
         """What to raise for `error`: if a collective failed, an error that names the ranks that were not in it.
 
         Every rank in a failed collective gets an error of its own at about the same time and says so at the store;
         those that say nothing are the late ones. A dead store leaves the error as it is.
         """
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        if not isinstance(error, dist.DistError) and not any(words in str(error) for words in LOST):
             return error
         names = [f"failed/{rank}" for rank in range(self.world)]
         try:
@@ -92,29 +119,56 @@ def join(placement: Placement, timeout_s: float, storage_s: float = 0.0) -> Iter
     device = torch.device(placement.device)
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.PrefixStore(f"attempt-{placement.attempt}", _store(placement, timeout))
-    _meet(store, placement, timeout_s)
+    offers = _meet(store, placement, timeout_s, _offer(device))
+    backend = _backend(offers)
     dist.init_process_group(
-        accelerator.backend(device),
+        backend,
         store=dist.PrefixStore("group", store),
         rank=placement.rank,
         world_size=placement.world,
         timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
+        device_id=None if backend == "gloo" else device,
     )
     try:
-        yield Mesh(
-            rank=placement.rank,
-            world=placement.world,
-            device=device,
-            shard=DeviceMesh(device.type, torch.arange(placement.world), mesh_dim_names=("shard",)),
-            control=dist.new_group(backend="gloo", timeout=timeout),
-            checkpoint=dist.new_group(backend="gloo", timeout=timeout + datetime.timedelta(seconds=storage_s)),
-            traffic=Traffic(),
-            store=store,
-            timeout_s=timeout_s,
-        )
+        yield _mesh(device, offers, store, timeout_s, storage_s)
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def beside(device: torch.device, timeout_s: float) -> Iterator[Mesh]:
+    """A mesh of its own in a process whose ranks have met already, whoever saw to that: its groups are made anew, so
+    that they disturb nobody's, and are gone on exit. Every rank must make it, on its `device`."""
+    # torch keeps this store to itself, but it is where every rank is known to look.
+    store = dist.PrefixStore("beside", dist.distributed_c10d._get_default_store())
+    meeting = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    offers = JsonGroup(meeting).all_objects(_offer(device))
+    dist.destroy_process_group(meeting)
+    mesh = _mesh(device, offers, store, timeout_s, 0.0)
+    try:
+        yield mesh
+    finally:
+        for group in (mesh.control, mesh.checkpoint, mesh.transfers, mesh.agreement):
+            dist.destroy_process_group(group)
+
+
+def _mesh(device: torch.device, offers: list[str], store: dist.Store, timeout_s: float, storage_s: float) -> Mesh:
+    """New groups of all ranks of the default group."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return Mesh(
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        device=device,
+        shard=DeviceMesh(device.type, torch.arange(dist.get_world_size()), mesh_dim_names=("shard",)),
+        control=dist.new_group(backend="gloo", timeout=timeout),
+        checkpoint=dist.new_group(backend="gloo", timeout=timeout + datetime.timedelta(seconds=storage_s)),
+        transfers=dist.new_group(backend=_backend(offers), timeout=timeout),
+        agreement=dist.new_group(backend="gloo", timeout=timeout),
+        traffic=Traffic(),
+        store=store,
+        timeout_s=timeout_s,
+        topology=Topology.of([offer.split("\t")[2] for offer in offers]),
+    )
 
 
 @contextlib.contextmanager
@@ -123,7 +177,10 @@ def alone(mesh: Mesh) -> Iterator[Mesh]:
     timeout = datetime.timedelta(seconds=mesh.timeout_s)
     group = dist.new_group([dist.get_rank()], backend="gloo", timeout=timeout, use_local_synchronization=True)
     try:
-        yield replace(mesh, rank=0, world=1, control=group, checkpoint=group, traffic=Traffic())
+        yield replace(
+            mesh, rank=0, world=1, control=group, checkpoint=group, transfers=group, agreement=group, traffic=Traffic(),
+            topology=Topology.of(["here"]),
+        )  # fmt: skip
     finally:
         dist.destroy_process_group(group)
 
@@ -168,12 +225,29 @@ def _listen(address: StoreAddress) -> int:
     return bound.detach()
 
 
-def _meet(store: dist.Store, placement: Placement, timeout_s: float) -> None:
-    """Wait until every rank has announced itself, so that a missing one is named, not waited for in silence."""
+def _offer(device: torch.device) -> str:
+    """What a rank tells the others: the groups that its device can have, which device it is, and on which machine."""
+    return "\t".join([accelerator.backend(device), accelerator.identity(device), this_host()])
+
+
+def _backend(offers: list[str]) -> str:
+    """The groups of an attempt: the device's own collectives where all have the same kind and each its own device;
+    gloo for unlike devices, and for ranks that share one, which an accelerator's collectives refuse."""
+    backends = {offer.split("\t")[0] for offer in offers}
+    devices = [device for offer in offers if (device := offer.split("\t")[1])]
+    return backends.pop() if len(backends) == 1 and len(set(devices)) == len(devices) else "gloo"
+
+
+def _meet(store: dist.Store, placement: Placement, timeout_s: float, offer: str) -> list[str]:
+    """Wait until every rank has announced itself, so that a missing one is named, not waited for in silence.
+
+    Returns what each rank offers, in order of rank.
+    """
     names = [f"arrived/{rank}" for rank in range(placement.world)]
     deadline = time.monotonic() + timeout_s
+    pause_s = FIRST_LOOK_S
     try:
-        store.set(names[placement.rank], "1")
+        store.set(names[placement.rank], offer)
         while not store.check(names):
             if time.monotonic() > deadline:
                 missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
@@ -181,7 +255,9 @@ def _meet(store: dist.Store, placement: Placement, timeout_s: float) -> None:
                     f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {placement.world} did not arrive "
                     f"within {timeout_s:.0f} s; look at their logs, or raise comm.timeout_s"
                 )
-            time.sleep(0.002)
+            time.sleep(pause_s)
+            pause_s = min(LAST_LOOK_S, pause_s * 1.5)
+        return [value.decode() for value in store.multi_get(names)]
     except dist.DistError as error:
         first_line = str(error).splitlines()[0]
         raise CollectiveError(

@@ -8,9 +8,10 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from phalanx.records import sync_folder
 
 ABOUT = "prepared.json"  # what a result was made of; in a store it comes last and says that all is there
 LEFT_S = 7 * 24 * 3600.0  # what a killed run left is kept that long, so that it may go on
+PASSING = "export-"  # how names begin of what nobody goes on with: it is removed as soon as nobody holds it
 _LEFT = re.compile(r"[a-z-]*[0-9a-f]{32}\.(partial|lock)")
 
 
@@ -108,10 +110,27 @@ def describe(out: Path, content: dict[str, Any]) -> None:
     (out / ABOUT).write_text(json.dumps({"files": files, **content}, indent=1))
 
 
+@contextlib.contextmanager
+def passing(folder: Path) -> Iterator[Path]:
+    """A new folder in the cache, for as long as the block lasts; one whose process was killed is removed by the next
+    `prune`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    prune(folder)
+    path = folder / f"{PASSING}{secrets.token_hex(16)}.partial"
+    lock = path.with_suffix(".lock")
+    with storage.locked(lock, storage.LOCK_TIMEOUT_S):
+        try:
+            path.mkdir()
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
 def prune(folder: Path) -> None:
-    """Remove what killed runs left long ago and nobody holds."""
+    """Remove what killed runs left long ago, and killed exports just now, and nobody holds."""
     for path in sorted(folder.glob("*")):
-        if not _LEFT.fullmatch(path.name) or not _old(path):
+        if not _LEFT.fullmatch(path.name) or not (path.name.startswith(PASSING) or _old(path)):
             continue
         lock = path.with_suffix(".lock")
         with contextlib.suppress(OSError), open(lock, "a") as file:

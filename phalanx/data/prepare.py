@@ -4,6 +4,7 @@ Each source of a mixture and each validation set is a result of its own, so that
 chunks are encoded side by side into pieces in `<cache>/<key>.partial/` and then joined in order.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from phalanx.config import DataSection
 
 TRAIN = "train"  # the value of `tokenizer` that asks for a new one
+READING = 2  # raised with every change of how conversations are read
 SAMPLE_BYTES = 8 << 20  # text that a tokenizer is trained on at most; more changes few merges
 SAMPLE_CHARS = 1 << 16  # the sample is drawn in chunks of this length, so that one huge document is no exception
 SAMPLE_READ = 64  # times its size is read of a source to draw the sample
@@ -129,18 +131,25 @@ def prepare(
         check_format(wanted.files, data.format)
     cache = cache_of(data, lock_timeout_s, storage_timeout_s)
     count = data.workers if data.workers != "auto" else len(os.sched_getaffinity(0))
-    try:
+    with writing_cache(data):
         prune(cache.folder)
         folder, named_so = _tokenizer(data, train, format, cache, progress, pieces)
         keys = {id(wanted): _key(wanted, tokenizer_hash(folder), format) for wanted in everything}
-        missing = [wanted for wanted in everything if not cache.has(keys[id(wanted)])]
-        tokens = sum_of_all("tokens", progress, sum(wanted.total_bytes for wanted in missing))
-        made: dict[int, Path] = {}
-        for wanted in everything:
-            work = Work(wanted, keys[id(wanted)], folder, named_so, format, count, tokens, progress)
-            made[id(wanted)] = cache.obtain(work.key, functools.partial(_build, work))
-        sides = [made[id(wanted)] / HELD_OUT for wanted, _ in train]
-        held_out = sides[0] if len(sides) == 1 else _joined(sides, [keys[id(w)] for w, _ in train], named_so, cache)
+        told = sum_of_missing("tokens", progress, everything, keys, cache)
+
+        def build(wanted: Wanted, partial: Path, out: Path) -> None:
+            _build(Work(wanted, keys[id(wanted)], folder, named_so, format, count, told, progress), partial, out)
+
+        joined = functools.partial(_joined, tokenizer_name=named_so, cache=cache)
+        sets = made_sets(train, validation, keys, cache, build, joined)
+    return _opened(folder, *sets)
+
+
+@contextlib.contextmanager
+def writing_cache(data: "DataSection") -> Iterator[None]:
+    """Turn what a disk refuses into a DataError that names the cache; a store has its own words."""
+    try:
+        yield
     except StorageError:
         raise
     except OSError as error:
@@ -148,8 +157,27 @@ def prepare(
             f"the data cache {shown(data.cache)} cannot be written ({error.strerror or error}); free space there or "
             f"name another folder"
         ) from error
-    return _opened(
-        folder,
+
+
+def made_sets(
+    train: list[tuple[Wanted, float]],
+    validation: dict[str, Wanted],
+    keys: dict[int, str],
+    cache: Cache,
+    build: Callable[[Wanted, Path, Path], None],
+    joined: Callable[[list[Path], list[str]], Path],
+) -> tuple[list[tuple[Path, float]], dict[str, Path]]:
+    """Obtain every set, by the key that `keys` has for its id; `build(wanted, partial, out)` makes one that is not in
+    the cache.
+
+    Returns the folders to train on with their weights, and those to evaluate on by name, of which HELD_OUT is what the
+    training sets keep back: `joined` (folders and keys of these) makes one of several.
+    """
+    everything = [*(wanted for wanted, _ in train), *validation.values()]
+    made = {id(wanted): cache.obtain(keys[id(wanted)], functools.partial(build, wanted)) for wanted in everything}
+    sides = [made[id(wanted)] / HELD_OUT for wanted, _ in train]
+    held_out = sides[0] if len(sides) == 1 else joined(sides, [keys[id(wanted)] for wanted, _ in train])
+    return (
         [(made[id(wanted)] / TRAIN, weight) for wanted, weight in train],
         {HELD_OUT: held_out} | {name: made[id(wanted)] / HELD_OUT for name, wanted in validation.items()},
     )
@@ -219,7 +247,7 @@ def _reading(format: Format) -> list[Any]:
         return [format.format, *format.columns()]
     from phalanx.data.chat import template_text
 
-    return [format.format, *format.columns(), format.loss_on, template_text(format.chat_template)]
+    return [format.format, *format.columns(), format.loss_on, template_text(format.chat_template), READING]
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenizer
@@ -445,7 +473,11 @@ def _opened(tokenizer: Path, train: list[tuple[Path, float]], held_out: dict[str
     return Prepared(tokenizer, files[0].vocab_size, files[0].eos_id, train, held_out)
 
 
-def sum_of_all(phase: str, progress: Progress, total: int) -> Callable[[int], None]:
+def sum_of_missing(
+    phase: str, progress: Progress, everything: list[Wanted], keys: dict[int, str], cache: Cache
+) -> Callable[[int], None]:
+    """A function that is told bytes of source that are done, and shows how many of those that the cache lacks."""
+    total = sum(wanted.total_bytes for wanted in everything if not cache.has(keys[id(wanted)]))
     done = 0
 
     def tell(count: int) -> None:

@@ -31,10 +31,12 @@ from phalanx.data.prepare import (
     format_of,
     hashed,
     identity,
+    made_sets,
     named,
     prepare,
     silent,
-    sum_of_all,
+    sum_of_missing,
+    writing_cache,
 )
 from phalanx.data.reading import Meter
 from phalanx.data.sources import (
@@ -48,7 +50,7 @@ from phalanx.data.sources import (
 )
 from phalanx.data.tokenizer import Tokenizer, check_vocab, load_tokenizer, tokenizer_hash, train_tokenizer
 from phalanx.data.tokens import token_dtype
-from phalanx.errors import ConfigError, DataError, StorageError
+from phalanx.errors import ConfigError, DataError
 from phalanx.records import HELD_OUT, shown
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ def prepare_records(
     for wanted in everything:
         _check_kinds(wanted, kind)
     cache = cache_of(data, lock_timeout_s, storage_timeout_s)
-    try:
+    with writing_cache(data):
         prune(cache.folder)
         folder, name = _tokenizer(data, kind, train, format, cache, progress)
         tokenizer = load_tokenizer(folder)
@@ -113,28 +115,14 @@ def prepare_records(
             )
         parts = [VERSION, kind, tokenizer_hash(folder), format.columns() if kind != "shards" else []]
         keys = {id(one): f"records-{hashed([*parts, identity(one.files), one.held_out])}" for one in everything}
-        missing = [wanted for wanted in everything if not cache.has(keys[id(wanted)])]
-        told = sum_of_all("records", progress, sum(wanted.total_bytes for wanted in missing))
-        made: dict[int, Path] = {}
-        for wanted in everything:
-            work = Work(wanted, kind, format, tokenizer, name, told)
-            made[id(wanted)] = cache.obtain(keys[id(wanted)], functools.partial(_build, work))
-        sides = [made[id(wanted)] / HELD_OUT for wanted, _ in train]
-        held_out = sides[0] if len(sides) == 1 else _joined(sides, [keys[id(one)] for one, _ in train], name, cache)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise DataError(
-            f"the data cache {shown(data.cache)} cannot be written ({error.strerror or error}); free space there or "
-            f"name another folder"
-        ) from error
-    return Prepared(
-        folder,
-        tokenizer.vocab_size,
-        tokenizer.eos_id,
-        [(made[id(wanted)] / TRAIN, weight) for wanted, weight in train],
-        {HELD_OUT: held_out} | {name: made[id(wanted)] / HELD_OUT for name, wanted in validation.items()},
-    )
+        told = sum_of_missing("records", progress, everything, keys, cache)
+
+        def build(wanted: Wanted, partial: Path, out: Path) -> None:
+            _build(Work(wanted, kind, format, tokenizer, name, told), partial, out)
+
+        joined = functools.partial(_joined, tokenizer_name=name, cache=cache)
+        sets = made_sets(train, validation, keys, cache, build, joined)
+    return Prepared(folder, tokenizer.vocab_size, tokenizer.eos_id, *sets)
 
 
 def _format(data: "DataSection", kind: str, storage_timeout_s: float) -> Format:

@@ -326,8 +326,17 @@ def _rows(chunk: Chunk, format: Format, meter: Meter) -> Iterator[Record]:
                 break
             for fields in found:
                 row += 1
-                yield _record(fields, format, f"{name}, row {row}")
+                known = {key: _without_nulls(value) for key, value in fields.items()}
+                yield _record(known, format, f"{name}, row {row}")
     meter.bytes = chunk.size_bytes
+
+
+def _without_nulls(value: Any) -> Any:
+    """A nested value without the keys that hold null. All rows of a Parquet column have the keys of any of them: that
+    of a tool's argument which one conversation has is in all others too, and a template would write it there."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 class _parquet:

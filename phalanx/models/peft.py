@@ -19,6 +19,7 @@ from phalanx.models.lora import MODULES, adapter_names
 from phalanx.models.spec import LORA_TARGETS, LoraSpec
 
 CONFIG, WEIGHTS, WEIGHTS_BIN = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+BASE = "base_sha256"  # in what safetensors keeps beside the tensors
 _MOST_RANK = 2**20
 # What goes before the model's own names in the names of an adapter's tensors.
 _PREFIX = "base_model.model."
@@ -46,7 +47,8 @@ class Adapter:
     def __init__(self, folder: Path, layers: int, hf_name: HfName) -> None:
         self.folder = Path(folder)
         config = _read_config(self.folder)
-        self._tensors = _open(self.folder)
+        self._tensors, about = _open(self.folder)
+        self.base: str | None = about.get(BASE)  # the fingerprint of the weights it was trained beside, where we know
         self._names: dict[str, str] = {}  # ours -> theirs
         self.lora = self._shape(config, layers, hf_name)
 
@@ -148,13 +150,14 @@ def _number(config: dict[str, Any], name: str, where: Path) -> float:
     return value
 
 
-def _open(folder: Path) -> dict[str, Tensor]:
-    """The tensors of an adapter. They are small, or mapped: nothing is read before it is asked for."""
-    path = folder / WEIGHTS
+def _open(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of an adapter, and what the file says beside them."""
+    path, about = folder / WEIGHTS, dict[str, str]()
     try:
         if path.is_file():
             with safe_open(path, framework="pt", device="cpu") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                about = file.metadata() or about
         else:
             path = folder / WEIGHTS_BIN
             tensors = torch.load(path, map_location="cpu", weights_only=True)
@@ -172,14 +175,15 @@ def _open(folder: Path) -> dict[str, Tensor]:
             raise ConfigError(
                 f"{path} stores {name} as {tensor.dtype}, which cannot be trained; use an unquantised one"
             )
-    return tensors
+    return tensors, about
 
 
 def save_adapter(
     folder: Path, lora: LoraSpec, layers: int, tensor_of: Callable[[str], Tensor], dtype: torch.dtype, hf_name: HfName,
-    base: str,
+    base: str, base_sha256: str | None,
 ) -> None:  # fmt: skip
-    """Write an adapter into an existing folder, as PEFT does, for the model `base` (a folder or an id).
+    """Write an adapter into an existing folder, as PEFT does, for the model `base` (a folder or an id), whose weights
+    are known by `base_sha256` (None: nobody knows).
 
     `tensor_of(our_name)` gives a parameter in its shape, in any dtype and on any device; it is stored in `dtype`.
     """
@@ -188,7 +192,7 @@ def save_adapter(
         module = _PREFIX + hf_name(matrix).removesuffix(".weight")
         for name, theirs in ((a, f"{module}.lora_A.weight"), (b, f"{module}.lora_B.weight")):
             tensors[theirs] = tensor_of(name).detach().to(device="cpu", dtype=dtype).contiguous()
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"} | ({BASE: base_sha256} if base_sha256 else {}))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -45,6 +45,9 @@ class AdamW8bit:
             state[f"{kind}.codes"].fill_(code_of_zero(kind))
         return state
 
+    def keeps_rows(self, shape: Sequence[int]) -> bool:
+        return _is_coded(shape)
+
     def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
         if not _is_coded(shape):
             return self.adamw.state_bytes(shape, itemsize)

@@ -7,10 +7,11 @@ Collectives are paired: every rank makes the same calls with the same number of 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from phalanx import accelerator
 from phalanx.optim.coded import Coded
 from phalanx.optim.gradients import LossScale
 
@@ -71,6 +72,33 @@ class Precision:
         return torch.promote_types(self.compute, torch.float32)
 
 
+class Outcome(Protocol):
+    """What came of a step: the weight of all ranks, and later what the device must compute first."""
+
+    weight: int
+    loss_scale: float | None  # what the losses were scaled by, if they were; after `get`
+
+    def get(self) -> tuple[float, float]:
+        """Norm of the mean gradient before clipping, and 1.0 if the update was skipped; waits until they are known."""
+        ...
+
+
+class Queued:
+    """The outcome of a step whose results the device computes in the order of its work."""
+
+    def __init__(
+        self, norm: torch.Tensor, skip: torch.Tensor, weight: int, loss_scale: torch.Tensor | None = None
+    ) -> None:
+        self.weight = weight
+        self.loss_scale: float | None = None
+        self._copy = accelerator.HostCopy([norm, skip] if loss_scale is None else [norm, skip, loss_scale])
+
+    def get(self) -> tuple[float, float]:
+        norm, skip, *scale = self._copy.get()
+        self.loss_scale = scale[0] if scale else None
+        return norm, skip
+
+
 class Engine(Protocol):
     """A parameter that needs no gradient when the engine is made is frozen: it is filled and computed with, in the
     compute type, and has no master copy, no optimizer state and no pieces."""
@@ -87,8 +115,12 @@ class Engine(Protocol):
         """Take memory for the state, have `fill` write the master values of each shard, and put them into the model."""
         ...
 
-    def begin_step(self, step: int, weight: int) -> None:
-        """Start step number `step` (the first is 1) in which this rank contributes `weight` (tokens or samples)."""
+    def begin_step(self, step: int, weight: int, lr: float, clip: float | None) -> None:
+        """Start step number `step` (the first is 1) in which this rank contributes `weight` (tokens or samples).
+
+        Its update is with learning rate `lr`, and clipped to the global norm `clip` if there is one: parts of it may
+        begin before the last backward pass has ended.
+        """
         ...
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -99,9 +131,8 @@ class Engine(Protocol):
         """Say that a unit's gradients of this micro-batch are complete, where autograd cannot tell; may be repeated."""
         ...
 
-    def finish_step(self, lr: float, clip: float | None) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Reduce, clip by the global norm, update. Returns the norm before clipping and whether the update was skipped
-        (both on the device, not yet synchronised), and the step's total weight."""
+    def finish_step(self) -> Outcome:
+        """Reduce, clip by the global norm, update, or see to it that this is done before anything looks."""
         ...
 
     def full_parameters(self) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
@@ -118,4 +149,12 @@ class Engine(Protocol):
 
     def commit(self, step: int) -> None:
         """Declare the state that of `step`: from here on `pieces` belong to it."""
+        ...
+
+    def notices(self) -> list[tuple[str, dict[str, Any]]]:
+        """Events since the last call that a user may want to know of: kinds and details."""
+        ...
+
+    def close(self) -> None:
+        """End what works beside the main thread; the engine is of no more use."""
         ...

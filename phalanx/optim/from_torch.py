@@ -44,6 +44,9 @@ class FromTorch:
             state[kind].fill_(value)
         return state
 
+    def keeps_rows(self, shape: Sequence[int]) -> bool:
+        return False
+
     def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
         return len(self.kinds) * itemsize * torch.Size(shape).numel()
 

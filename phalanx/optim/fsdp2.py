@@ -21,7 +21,7 @@ from phalanx.comm import collectives
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh
 from phalanx.optim import gradients
-from phalanx.optim.engine import Allocator, Piece, Precision, Shard
+from phalanx.optim.engine import Allocator, Piece, Precision, Queued, Shard
 from phalanx.optim.update import Change, Read, Rule, Slot, load, pieces, zeros
 
 
@@ -116,8 +116,9 @@ class Fsdp2:
             assert stop - start == tensor.numel(), (name, start, stop, tensor.numel())
             fill(Shard(name, start, stop, self._shapes[name], tensor, trainable=name in self._trained))
 
-    def begin_step(self, step: int, weight: int) -> None:
+    def begin_step(self, step: int, weight: int, lr: float, clip: float | None) -> None:
         assert step == self.step + 1, (step, self.step)
+        self._lr, self._clip = lr, clip
         self._weight = gradients.TotalWeight(weight, self.mesh.control, self.mesh.traffic)
 
     @contextlib.contextmanager
@@ -133,19 +134,20 @@ class Fsdp2:
             group.post_backward()
 
     @torch.no_grad()
-    def finish_step(self, lr: float, clip: float | None) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def finish_step(self) -> Queued:
         grads = {name: _flat(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         squares = gradients.sum_of_squares(grads.values(), self._precision.master, self.mesh.device)
         collectives.all_reduce(squares, self.mesh.shard.get_group(), self.mesh.traffic).wait()
         total = self._weight.get()
+        scale = self.loss_scale.factor.clone() if self.loss_scale is not None else None
         norm, divisor, skip = gradients.fold(
-            squares, nominal_weight=self.nominal_weight, total_weight=total, clip=clip, scale=self.loss_scale
+            squares, nominal_weight=self.nominal_weight, total_weight=total, clip=self._clip, scale=self.loss_scale
         )
         slot = self._slot()
-        change = Change(step=self.step + 1, lr=lr, no_decay=self._no_decay, divisor=divisor, skip=skip)
+        change = Change(step=self.step + 1, lr=self._lr, no_decay=self._no_decay, divisor=divisor, skip=skip)
         self.rule.apply(slot, slot, grads, change)
         self.model.zero_grad(set_to_none=True)
-        return norm, skip, total
+        return Queued(norm, skip, total, scale)
 
     def _slot(self) -> Slot:
         local = self._local()
@@ -176,6 +178,11 @@ class Fsdp2:
 
     def commit(self, step: int) -> None:
         self.step = step
+
+    def notices(self) -> list[tuple[str, dict[str, Any]]]:
+        return []
+
+    def close(self) -> None: ...
 
 
 def _gather_wide(parameter: FSDPParam, compute: torch.dtype) -> None:

@@ -5,6 +5,7 @@ one; collectives sum. The step's true weight, counted over all ranks, the clip f
 folded into one divisor that the update applies. So neither shares nor ranks nor micro-batches change the mean.
 """
 
+import threading
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -60,9 +61,12 @@ class TotalWeight:
     def __init__(self, weight: int, group: dist.ProcessGroup, traffic: Traffic) -> None:
         self._sum = torch.tensor([weight], dtype=torch.int64)
         self._pending: Pending = all_reduce(self._sum, group, traffic)
+        self._alone = threading.Lock()
 
     def get(self) -> int:
-        self._pending.wait()
+        """The sum, when it is there; any thread may ask."""
+        with self._alone:
+            self._pending.wait()
         return int(self._sum.item())  # a host tensor: no device is synchronised
 
 
@@ -71,6 +75,18 @@ def sum_of_squares(grads: Iterable[torch.Tensor], dtype: torch.dtype, device: to
     some = [grad for grad in grads if grad.numel()] or [torch.zeros(1, dtype=dtype, device=device)]
     # Asked for in `dtype`: the norm of a bfloat16 tensor is otherwise rounded to bfloat16, off by up to 0.4 %.
     return torch.stack(torch._foreach_norm(some, 2, dtype)).square_().sum()
+
+
+def unclipped(
+    like: torch.Tensor, nominal_weight: int, total_weight: int, scale: LossScale | None = None
+) -> torch.Tensor:
+    """The divisor that `fold` gives for a gradient that is neither clipped nor skipped, bit by bit."""
+    return _factor(like, nominal_weight, total_weight, scale).reciprocal()
+
+
+def _factor(like: torch.Tensor, nominal_weight: int, total_weight: int, scale: LossScale | None) -> torch.Tensor:
+    factor = torch.full_like(like, nominal_weight / max(total_weight, 1))
+    return factor if scale is None else factor / scale.factor
 
 
 def fold(
@@ -86,9 +102,7 @@ def fold(
     All three are one-element tensors on the device. A step without weight, or of a norm that is not finite, is skipped;
     the loss scale, if there is one, is updated by it.
     """
-    factor = torch.full_like(squares, nominal_weight / max(total_weight, 1))
-    if scale is not None:
-        factor = factor / scale.factor
+    factor = _factor(squares, nominal_weight, total_weight, scale)
     norm = squares.sqrt() * factor
     if clip is not None:
         # As torch.nn.utils.clip_grad_norm_: never scale up.

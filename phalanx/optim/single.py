@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from phalanx.comm.mesh import Mesh
 from phalanx.optim import gradients
-from phalanx.optim.engine import Allocator, Piece, Precision, Shard
+from phalanx.optim.engine import Allocator, Piece, Precision, Queued, Shard
 from phalanx.optim.update import Change, Read, Rule, Slot, load, pieces, zeros
 
 # Gradients are widened to the master's type in portions, so that the copies stay small beside the state.
@@ -79,8 +80,9 @@ class Single:
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._fold(name, p))
         self._round_into_model()
 
-    def begin_step(self, step: int, weight: int) -> None:
+    def begin_step(self, step: int, weight: int, lr: float, clip: float | None) -> None:
         assert step == self.step + 1, (step, self.step)
+        self._lr, self._clip = lr, clip
         self._weight = gradients.TotalWeight(weight, self.mesh.control, self.mesh.traffic)
         self._accumulated, self._fresh = {}, True
 
@@ -106,15 +108,16 @@ class Single:
         parameter.grad = None
 
     @torch.no_grad()
-    def finish_step(self, lr: float, clip: float | None) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def finish_step(self) -> Queued:
         parameters = self.parameters
         grads = self._accumulated or {name: p.grad for name, p in parameters.items() if p.grad is not None}
         total = self._weight.get()
         squares = gradients.sum_of_squares(grads.values(), self._master_dtype, self.mesh.device)
+        scale = self.loss_scale.factor.clone() if self.loss_scale is not None else None
         norm, divisor, skip = gradients.fold(
-            squares, nominal_weight=self.nominal_weight, total_weight=total, clip=clip, scale=self.loss_scale
+            squares, nominal_weight=self.nominal_weight, total_weight=total, clip=self._clip, scale=self.loss_scale
         )
-        change = Change(step=self.step + 1, lr=lr, no_decay=self._no_decay, divisor=divisor, skip=skip)
+        change = Change(step=self.step + 1, lr=self._lr, no_decay=self._no_decay, divisor=divisor, skip=skip)
         for names in _portions(grads):
             wide = {name: grads[name].reshape(-1).to(self._master_dtype) for name in names}
             self.rule.apply(self._slot, self._slot, wide, change)
@@ -122,7 +125,7 @@ class Single:
         for parameter in parameters.values():
             parameter.grad = None
         self._round_into_model()
-        return norm, skip, total
+        return Queued(norm, skip, total, scale)
 
     def _round_into_model(self) -> None:
         if self._narrow:
@@ -145,6 +148,11 @@ class Single:
 
     def commit(self, step: int) -> None:
         self.step = step
+
+    def notices(self) -> list[tuple[str, dict[str, Any]]]:
+        return []
+
+    def close(self) -> None: ...
 
 
 def _portions(grads: dict[str, torch.Tensor]) -> Iterator[list[str]]:

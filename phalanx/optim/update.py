@@ -52,6 +52,10 @@ class Rule(Protocol):
         """Allocate the state, without the master weights, of a shard of `elements` of the parameter of that `shape`."""
         ...
 
+    def keeps_rows(self, shape: Sequence[int]) -> bool:
+        """Whether something is kept for each row of a parameter of that shape, so that no shard may cut a row."""
+        ...
+
     def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
         """Bytes of that state for a whole parameter whose master weights take `itemsize` bytes each."""
         ...
@@ -125,6 +129,9 @@ class AdamW:
         allocate: Allocator,
     ) -> State:
         return {kind: allocate(name, kind, elements, dtype, device) for kind in MOMENTS}
+
+    def keeps_rows(self, shape: Sequence[int]) -> bool:
+        return False
 
     def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
         return 2 * itemsize * torch.Size(shape).numel()

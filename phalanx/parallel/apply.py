@@ -16,7 +16,7 @@ from phalanx.models.model import Architecture, Model
 from phalanx.optim.choose import make_rule
 from phalanx.optim.engine import Engine, Precision
 from phalanx.optim.gradients import LossScale
-from phalanx.parallel import activations
+from phalanx.parallel import activations, leftovers
 
 if TYPE_CHECKING:  # the loop runs where pydantic is not installed
     from phalanx.config import Config
@@ -43,11 +43,9 @@ def apply(model: Model, config: "Config", mesh: Mesh, make_engine: MakeEngine, n
     train, precision = config.train, precision_of(config.train.dtype, mesh)
     # All ranks scale their losses alike, also those that need not, since their gradients are added up.
     (scaled,) = mesh.max([float(precision.compute == torch.float16)])
-    # What two units use (an embedding that is the head's too) must be whole for both, and so belongs to the root.
-    own = [unit for unit in model.units() if unit[0] not in model.shared_units()]
     engine = make_engine(
         model,
-        own,
+        own_units(model),
         mesh=mesh,
         rule=make_rule(config.optim),
         nominal_weight=nominal_weight,
@@ -58,6 +56,12 @@ def apply(model: Model, config: "Config", mesh: Mesh, make_engine: MakeEngine, n
         cast_at_edges(model, precision.compute)
     # Memory last of all: what each rank must hold is known only now (see materialize.py).
     return engine
+
+
+def own_units(model: Model) -> list[tuple[str, nn.Module]]:
+    """The units that an engine shards one by one. What two units use (an embedding that is the head's too) must be
+    whole for both, and so belongs to the model itself."""
+    return [unit for unit in model.units() if unit[0] not in model.shared_units()]
 
 
 def cast_at_edges(model: nn.Module, dtype: torch.dtype) -> None:
@@ -83,6 +87,7 @@ def change_blocks(model: Model, config: "Config", sizes_change: bool = False) ->
         activations.recompute(blocks, selective=config.memory.activations == "selective")
     # Compile after recomputation, so that the compiler sees what is recomputed and can fuse across it.
     if config.train.compile:
+        leftovers.sweep_caches()
         compile_units(model, blocks, sizes_change)
 
 

@@ -272,7 +272,7 @@ def summary(paths: RunPaths) -> RenderableType:
     for name, value in rows:
         grid.add_row(name, Text(value))
     panel = Panel.fit(grid, title="phalanx", title_align="left", border_style="green", padding=(0, 1))
-    found = devices.summary(read_steps(paths.metrics), devices.names_of(paths))
+    found = devices.summary(read_steps(paths.metrics), devices.names_of(paths), devices.lines_of(paths))
     return panel if found is None else Group(panel, devices.table(found))
 
 

@@ -1,7 +1,8 @@
 """What the step records say of each device: its share of the work, how long it was busy, how long it waited for others.
 
 What an even split would have cost is reckoned from the same records: with equal shares the device that needs most time
-for a sequence would have held up all.
+for one would have held up all. Not all of its time grows with its share; which part does is known where the devices
+were measured.
 """
 
 import html
@@ -19,6 +20,7 @@ from phalanx.records import RunPaths
 from phalanx.report import words
 
 Record = Mapping[str, Any]
+Line = tuple[float, float]  # seconds of a micro-batch, and of each of its sequences
 COLORS = ("blue", "teal", "violet", "orange", "green", "red", "amber", "grey")
 DRAWN = len(COLORS)  # of more ranks than this only the extremes are drawn and shown
 
@@ -31,11 +33,20 @@ class Step:
     busy_s: tuple[float, ...]
     step_s: float
 
-    @property
-    def even_s(self) -> float:
+    def even_s(self, lines: Mapping[int, Line]) -> float:
         """What the step would have taken with equal shares; what no device was busy with (the link) stays as it is."""
-        each_s = max(busy / max(1, share) for share, busy in zip(self.shares, self.busy_s, strict=True))
-        return max(0.0, self.step_s - max(self.busy_s)) + each_s * sum(self.shares) / len(self.shares)
+        share = sum(self.shares) / len(self.shares)
+        busy_s = max(
+            busy * _grows(lines.get(rank, (0.0, 1.0)), max(1, own), max(1.0, share))
+            for rank, (own, busy) in enumerate(zip(self.shares, self.busy_s, strict=True))
+        )
+        return max(0.0, self.step_s - max(self.busy_s)) + busy_s
+
+
+def _grows(line: Line, share: float, other: float) -> float:
+    """How many times as long a device of this line takes for another share."""
+    fixed_s, sequence_s = line
+    return (fixed_s + other * sequence_s) / (fixed_s + share * sequence_s)
 
 
 @dataclass(frozen=True)
@@ -81,8 +92,11 @@ def step_of(record: Record) -> Step | None:
     return Step(tuple(shares), tuple(value for value in times if value is not None), step_s)
 
 
-def summary(records: Iterable[Record], names: Mapping[int, str]) -> Summary | None:
-    """Of the steps with as many ranks as the last; None where no record speaks of several ranks.
+def summary(
+    records: Iterable[Record], names: Mapping[int, str], lines: Mapping[int, Line] | None = None
+) -> Summary | None:
+    """Of the steps with as many ranks as the last; None where no record speaks of several ranks. `lines` of devices
+    that were measured, by rank.
 
     The first step is left out where there are others: whatever is compiled or set up in it is no part of the others.
     """
@@ -92,25 +106,36 @@ def summary(records: Iterable[Record], names: Mapping[int, str]) -> Summary | No
         return None
     steps = steps[1:] or steps
     whole_s, sequences = sum(step.step_s for step in steps), sum(sum(step.shares) for step in steps)
+    even_s = sum(step.even_s(lines or {}) for step in steps)
     devices = []
     for rank in range(len(steps[-1].shares)):
         done, busy_s = sum(step.shares[rank] for step in steps), sum(step.busy_s[rank] for step in steps)
         rate = done / busy_s if busy_s > 0 and done else None
         last = steps[-1].shares[rank]
         devices.append(Device(rank, names.get(rank, ""), done / sequences, last, busy_s / whole_s, rate))
-    return Summary(tuple(devices), whole_s / len(steps), sum(step.even_s for step in steps) / len(steps))
+    return Summary(tuple(devices), whole_s / len(steps), even_s / len(steps))
 
 
 def names_of(paths: RunPaths) -> dict[int, str]:
     """What each rank's device is called, with its host where there are several; nothing where it was not measured."""
-    if not paths.hardware.exists():
-        return {}
-    try:
-        known = hardware.read(paths.hardware).devices
-    except ConfigError:  # then they have no names: the report is of the steps
-        return {}
+    known = _known(paths)
     several = len({device.host for device in known}) > 1
     return {device.rank: f"{device.model} on {device.host}" if several else device.model for device in known}
+
+
+def lines_of(paths: RunPaths) -> dict[int, Line]:
+    """What each rank's device was measured to take, where it was."""
+    found = {device.rank: hardware.line(device.times) for device in _known(paths)}
+    return {rank: line for rank, line in found.items() if line is not None}
+
+
+def _known(paths: RunPaths) -> tuple[hardware.Device, ...]:
+    if not paths.hardware.exists():
+        return ()
+    try:
+        return hardware.read(paths.hardware).devices
+    except ConfigError:  # the report is of the steps
+        return ()
 
 
 def compact(step: Step) -> str:

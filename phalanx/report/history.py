@@ -37,6 +37,7 @@ class Run:
     ended: float  # of the last line
     last_line: float  # the same by the clock of that time, not moved
     device_names: dict[int, str]  # by rank, of those that were measured
+    device_lines: dict[int, devices.Line]
 
 
 def read_run(paths: RunPaths) -> Run:
@@ -70,6 +71,7 @@ def read_run(paths: RunPaths) -> Run:
         ended=max(times, default=0.0),
         last_line=max(raw, default=(0, 0.0))[1],
         device_names=devices.names_of(paths),
+        device_lines=devices.lines_of(paths),
     )
 
 

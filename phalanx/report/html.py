@@ -23,6 +23,7 @@ SHAPES = {  # how an event is drawn on the curves: (class, line from top to bott
     Kind.STOPPED: ("stopped", True),
     Kind.CHECKPOINT_SAVED: ("saved", False),
     Kind.CHECKPOINT_FAILED: ("failed", False),
+    Kind.CHECKPOINT_SKIPPED: ("skipped", False),
     Kind.CHECKPOINT_REFUSED: ("failed", False),
     Kind.STEP_SKIPPED: ("skipped", False),
 }
@@ -310,7 +311,7 @@ def _records(run: Run) -> str:
         f'<div class="scroll"><table class="events"><thead>{titles}</thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
     parts = [f'<section class="card"><h3>Events</h3>{table if rows else "<p>No events were recorded.</p>"}</section>']
-    parts += devices.card(devices.summary(run.kept, run.device_names))
+    parts += devices.card(devices.summary(run.kept, run.device_names, run.device_lines))
     parts += [*evaluated.card(run.events), *inside.cards(run)]
     if run.config_text:
         config = f"<pre>{html.escape(run.config_text)}</pre>"

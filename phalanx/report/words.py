@@ -26,11 +26,14 @@ _MARKS = {
     Kind.RESUMED: Mark("↻", "@", "info"),
     Kind.MEASURING: Mark("·", "-", "quiet"),
     Kind.MEASURED: Mark("◆", "*", "info"),
+    Kind.DEVICES_CHANGED: Mark("!", "!", "warn"),
     Kind.MEMORY_LIMITED: Mark("!", "!", "warn"),
     Kind.SHARED: Mark("·", "-", "quiet"),
     Kind.RESHARED: Mark("⇄", "=", "info"),
+    Kind.ORDERED: Mark("·", "-", "quiet"),
     Kind.CHECKPOINT_SAVED: Mark("·", "-", "quiet"),
     Kind.CHECKPOINT_FAILED: Mark("!", "!", "bad"),
+    Kind.CHECKPOINT_SKIPPED: Mark("!", "!", "warn"),
     Kind.CHECKPOINT_REFUSED: Mark("!", "!", "warn"),
     Kind.EVALUATED: Mark("◆", "*", "info"),
     Kind.STEP_SKIPPED: Mark("!", "!", "warn"),
@@ -129,8 +132,14 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
             return "measuring the devices" + _because(event)
         case Kind.MEASURED:
             return _measured(event)
+        case Kind.DEVICES_CHANGED:
+            return "the run goes on with other devices, for which the work is divided anew" + _because(event)
         case Kind.SHARED | Kind.RESHARED:
             return _shared(event)
+        case Kind.ORDERED:
+            rate = number(event, "bytes_per_s")
+            at = "" if rate is None else f" for a link of {size(rate)}/s"
+            return f"transfers in a new order from step {event.get('step', '?')} on{at}"
         case Kind.MEMORY_LIMITED:
             return "micro-batches are smaller where memory ran out before" + _limits(event)
         case Kind.CHECKPOINT_SAVED:
@@ -138,6 +147,8 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
             return f"checkpoint of step {event.get('step', '?')} {how}"
         case Kind.CHECKPOINT_FAILED:
             return f"checkpoint of step {event.get('step', '?')} could not be saved" + _because(event)
+        case Kind.CHECKPOINT_SKIPPED:
+            return f"no checkpoint of step {event.get('step', '?')} was begun" + _because(event)
         case Kind.CHECKPOINT_REFUSED:
             return f"checkpoint of step {event.get('step', '?')} was not used" + _because(event)
         case Kind.EVALUATED:

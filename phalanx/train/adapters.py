@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from phalanx.errors import ConfigError, RunError
 from phalanx.models.custom import on_meta, shapes_of
 from phalanx.models.hf import hf_name
-from phalanx.models.lora import adapter_names, fingerprint, merged
+from phalanx.models.lora import MODULES, adapter_names, fingerprint, merged
 from phalanx.models.model import Architecture
 from phalanx.models.peft import Adapter
 from phalanx.models.spec import ModelSpec
@@ -33,15 +34,18 @@ def opened(section: "LoraSection", layers: int, code: type[Architecture]) -> Ada
     return Adapter(Path(section.adapter).expanduser(), layers, functools.partial(hf_name, model_class=code))
 
 
-def resolve(config: "Config", layers: int, code: type[Architecture]) -> list[tuple[str, Any, str]]:
-    """(key, value, reason) of each `auto` of model.lora, which for a model of `layers` blocks names an adapter.
+def resolve(config: "Config", spec: ModelSpec, code: type[Architecture]) -> list[tuple[str, Any, str]]:
+    """(key, value, reason) of each `auto` of model.lora that the recipe alone could not resolve: those of an adapter
+    that it names, and the matrices that a class of the user's own has. `spec` is the model's without adapters.
 
-    Raises ConfigError where the adapter is of another shape than the recipe says.
+    Raises ConfigError where the adapter is of another shape than the recipe says, or where nothing can get one.
     """
     section = config.model.lora
-    adapter = opened(section, layers, code) if section is not None else None
-    if section is None or adapter is None:
+    adapter = opened(section, spec.layers, code) if section is not None else None
+    if section is None:
         return []
+    if adapter is None:
+        return [] if section.targets != "auto" else [("model.lora.targets", _targets_of(spec, code), "the model's own")]
     chosen = []
     lora = adapter.lora
     own: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}
@@ -57,6 +61,22 @@ def resolve(config: "Config", layers: int, code: type[Architecture]) -> list[tup
     return chosen
 
 
+def _targets_of(spec: ModelSpec, code: type[Architecture]) -> list[str]:
+    """Which of LORA_TARGETS every block of a model has."""
+    modules = dict(on_meta(spec, code).named_modules())
+    found = [
+        target
+        for target, path in MODULES.items()
+        if all(isinstance(modules.get(f"layers.{index}.{path}"), nn.Linear) for index in range(spec.layers))
+    ]
+    if not found:
+        raise ConfigError(
+            f"the blocks of model.code have no linear layer by any of the names {', '.join(MODULES.values())}, so no "
+            "adapter could be added; name a layer so, or leave model.lora out"
+        )
+    return found
+
+
 def check(config: "Config", spec: ModelSpec, code: type[Architecture]) -> int:
     """The number of parameters of the adapters; raises ConfigError where the model or an adapter cannot take them."""
     model = on_meta(spec, code)
@@ -66,6 +86,19 @@ def check(config: "Config", spec: ModelSpec, code: type[Architecture]) -> int:
     if adapter is not None:
         adapter.check(shapes)
     return sum(math.prod(shape) for shape in shapes.values())
+
+
+def warnings(config: "Config", spec: ModelSpec, code: type[Architecture]) -> list[str]:
+    """A sentence where the adapter that a run starts from was trained beside other weights than the run's own."""
+    assert config.model.lora is not None
+    adapter = opened(config.model.lora, spec.layers, code)
+    if adapter is None or adapter.base in (None, base_of(config, spec, code)):
+        return []
+    return [
+        f"the adapter {adapter.folder} was trained beside other weights than those in model.from_hf "
+        f"{config.model.from_hf} (which may be a copy of them in another type), so what it has learnt may not fit; "
+        "name the folder that it belongs to, or start from a fresh adapter"
+    ]
 
 
 def base_of(config: "Config", spec: ModelSpec, code: type[Architecture]) -> str:
@@ -102,20 +135,22 @@ def whole_model(
 
 def check_base(config: "Config", spec: ModelSpec, code: type[Architecture], paths: RunPaths) -> None:
     """Raises RunError when the folder of the frozen weights holds others than the run began with."""
-    if _noted_base(paths) != base_of(config, spec, code):
+    noted = noted_base(paths)
+    if noted is None:
+        raise RunError(f"{paths.data} does not say which weights the adapters belong to; restore it")
+    if noted != base_of(config, spec, code):
         raise RunError(
             f"model.from_hf {config.model.from_hf} does not hold the weights that the adapters of {paths.root} were "
             "trained beside; restore that folder, or export the adapters alone, without --merge"
         )
 
 
-def _noted_base(paths: RunPaths) -> Any:
+def noted_base(paths: RunPaths) -> str | None:
+    """The fingerprint of the weights that a run's adapters are trained beside, or None where nothing says it."""
     try:
-        return json.loads(paths.data.read_text(encoding="utf-8"))[BASE_WEIGHTS]["sha256"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise RunError(
-            f"{paths.data} cannot be read ({error}), so nobody knows which weights the adapters belong to; restore it"
-        ) from None
+        return str(json.loads(paths.data.read_text(encoding="utf-8"))[BASE_WEIGHTS]["sha256"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
 
 
 def base_name(config: "Config") -> str:

@@ -13,19 +13,16 @@ from phalanx.hardware import Link
 from phalanx.models.model import Model
 from phalanx.models.spec import ModelSpec
 from phalanx.optim.engine import Engine
-from phalanx.optim.fsdp2 import Fsdp2
-from phalanx.optim.single import Single
-from phalanx.parallel.apply import MakeEngine, apply, precision_of
+from phalanx.parallel.apply import apply, precision_of
 from phalanx.parallel.materialize import Fill
 from phalanx.records import RunPaths
 from phalanx.tasks.task import Task
+from phalanx.train.engines import Weights, make_engine, sharding_of
 from phalanx.train.sharing import Sharing
 from phalanx.train.subject import Subject, subject_of
 
 if TYPE_CHECKING:
     from phalanx.config import Config
-
-ENGINES: dict[str, MakeEngine] = {"single": Single, "fsdp2": Fsdp2}
 
 
 @dataclass
@@ -52,12 +49,14 @@ def build(
     paths: RunPaths | None = None,
     speeds: Sequence[Speed] | None = None,
     link: Link | None = None,
+    weights: Weights = None,
 ) -> Parts:
     """Build everything that holds no state of the run yet; the model is on meta.
 
     `train_tokens` are token sets with their weights in the mixture, `held_out_tokens` those to evaluate on by name;
     `paths` is where the run folder keeps the model's own code; `speeds` of the ranks, with the limit of each, are what
-    was measured of their devices, and nothing but train.micro_batch if not given; `link` what was between them.
+    was measured of their devices, and nothing but train.micro_batch if not given; `link` what was between them;
+    `weights` how much of the state each holds, if not all the same.
     """
     train = config.train
     assert train.micro_batch != "auto"
@@ -70,7 +69,7 @@ def build(
     subject = subject_of(config, spec, paths)
     task, model = subject.task(), subject.model()
     nominal_weight = task.nominal_weight(train.global_batch)
-    engine = apply(model, config, mesh, ENGINES[config.parallel.data], nominal_weight)
+    engine = apply(model, config, mesh, make_engine(config, weights), nominal_weight)
     # What is evaluated on is the same for every seed.
     held_out = {
         name: Loader([(rows, 1.0)], train.global_batch, 0, mesh.rank, held_out=True)
@@ -90,15 +89,18 @@ def build(
 
 
 def _part_s(link: Link | None, model: Model, config: "Config", mesh: Mesh) -> float:
-    """Seconds of a micro-batch's collectives by themselves: each parameter is gathered for either pass, and the
-    gradient of each that is trained is reduced and scattered; each is half of an all-reduce."""
+    """Seconds of a micro-batch's collectives by themselves. Where parameters are released, each is gathered for either
+    pass; where gradients are not kept, each that is trained is reduced and scattered. Each is half of an all-reduce."""
     if link is None or mesh.world == 1:
         return 0.0
+    sharding = sharding_of(config) if config.parallel.data == "sharded" else None
+    gathers = 2 * (sharding is None or sharding.zero == 3)
+    reduces = int(sharding is None or sharding.reduce == "per_micro_batch")
     precision = precision_of(config.train.dtype, mesh)
     elements = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    moved = 2 * elements * precision.shared.itemsize + trained * precision.master.itemsize
-    return moved / 2 / link.bytes_per_s + 3 * len(model.units()) * link.latency_s
+    moved = gathers * elements * precision.shared.itemsize + reduces * trained * precision.master.itemsize
+    return moved / 2 / link.bytes_per_s + (gathers + reduces) * len(model.units()) * link.latency_s
 
 
 def _check_dtype(dtype: str, mesh: Mesh) -> None:

@@ -32,10 +32,12 @@ from phalanx.parallel.apply import DTYPES, cast_at_edges, change_blocks
 from phalanx.recipe import resolve, update
 from phalanx.tasks.task import Batch, Task
 from phalanx.train import adapters, copies
+from phalanx.train.engines import sharding_of
 from phalanx.train.own import Own
 from phalanx.train.own_checks import check_own
 from phalanx.train.probe import depths_of, state_items
 from phalanx.train.subject import Subject, class_of_run, spec_from_run, subject_of
+from phalanx.train.trial import UNSHARDED
 
 MODES = ("none", "selective", "full")
 ADAPTERS = "adapters"  # the part of a model that they are
@@ -78,9 +80,10 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
 
     dtype, rule = _compute_dtype(config), make_rule(config.optim)
-    shard_over = ranks if config.parallel.data == "fsdp2" else 1
+    shard_over = 1 if config.parallel.data == "single" else ranks
+    sharding = sharding_of(config) if config.parallel.data == "sharded" else None
     shared = torch.float32 if config.train.dtype == "mixed" and ranks > 1 else dtype
-    memory = state_items(model, spec, Precision(dtype, shared), shard_over, rule)
+    memory = state_items(model, spec, Precision(dtype, shared), shard_over, rule, sharding)
     memory.pop(MEASURED)
     most = max(balance.even(config.train.global_batch, ranks))
     micro_batch = min(1 if config.train.micro_batch == "auto" else config.train.micro_batch, most)
@@ -145,7 +148,7 @@ def _subject(config: Config) -> tuple[Config, Subject, bool]:
         vocabulary = _vocabulary(config)
         config = update(config, {"model.vocab_size": vocabulary})
     spec = spec_from_run(config)
-    if of_adapter := adapters.resolve(config, spec.layers, class_of_run(config)):
+    if of_adapter := adapters.resolve(config, spec, class_of_run(config)):
         config = update(config, {key: value for key, value, _ in of_adapter})
         spec = spec_from_run(config)
     to_train = vocabulary is not None and config.data.tokenizer in ("train", "auto")
@@ -189,7 +192,7 @@ def _peak(config: Config, subject: Subject, layers: int | None, batch: int) -> i
     """Bytes at the height of one forward and backward pass, beside parameters; a gradient goes as soon as it is made,
     as what becomes of gradients is the engine's affair."""
     model, task, dtype = subject.model(layers), subject.task(), _compute_dtype(config)
-    eager = update(config, {"train.compile": False, "parallel.data": "single"})
+    eager = update(config, UNSHARDED)
     # Only what is done to the model's own code is wanted: there are no ranks and there is no state.
     change_blocks(model, eager)
     if subject.spec is None:

@@ -63,7 +63,8 @@ def export_run(
         stored = EXPORT_DTYPES[dtype] if dtype is not None else DTYPES[_master_dtype(config)]
         with exports.target(folder, config) as (local, _), new_folder(local) as temporary:
             named = functools.partial(hf.hf_name, model_class=code)
-            save_adapter(temporary, spec.lora, spec.layers, read, stored, named, adapters.base_name(wanted))
+            base = adapters.base_name(wanted), adapters.noted_base(paths)
+            save_adapter(temporary, spec.lora, spec.layers, read, stored, named, *base)
             copy_tokenizer(paths.tokenizer, temporary)
         return _noted(checkpoint, paths, folder, note)
     read = _reader(checkpoint) if spec.lora is None else adapters.whole_model(config, spec, code, paths, read)

@@ -1,12 +1,12 @@
 """Where an export goes: a local folder, or through a temporary one to a URL, file by file."""
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from phalanx import storage
 from phalanx.config import Config
+from phalanx.data.cache import passing
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.records import Url
 
@@ -33,9 +33,8 @@ def target(folder: Path | Url, config: Config) -> Iterator[tuple[Path, Callable[
         path.unlink()
 
     cache = storage.local_cache(config.data.cache)
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="export-", dir=cache) as temporary:
-        local = Path(temporary) / folder.name
+    with passing(cache) as temporary:
+        local = temporary / folder.name
         try:
             yield local, take
             for path in sorted(local.iterdir(), key=lambda path: (path.name in LAST, path.name)):

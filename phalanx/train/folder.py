@@ -206,8 +206,9 @@ def check_code(paths: RunPaths, config: Config, going_on: bool) -> None:
         if going_on and then != _code(code):
             raise RunError(
                 f"{key} {code} is not what the run in {paths.shown} began with (its {kept.name}"
-                f"{' is gone' if then is None else ''}), so its curve could not go on; restore the file or choose "
-                "another --run-dir"
+                f"{' is gone' if then is None else ''}), so its curve could not go on; restore the file, or choose "
+                f"another --run-dir, or copy it to {paths.shown}/{kept.name} if what has changed in it changes nothing "
+                "that is computed"
             )
 
 

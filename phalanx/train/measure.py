@@ -26,9 +26,11 @@ from phalanx.errors import ConfigError, OutOfMemory
 from phalanx.hardware import Device, Hardware, Link
 from phalanx.models.spec import ModelSpec
 from phalanx.records import ExitCode, Kind, Placement, RunPaths
-from phalanx.train.probe import SIZES, USABLE, depths_of, found, remedy
+from phalanx.train.engines import Weights
+from phalanx.train.probe import SIZES, USABLE, depths_of, found, remedy, state_bytes
 from phalanx.train.sharing import Sharing
 from phalanx.train.sinks import Records
+from phalanx.train.state_shares import state_weights
 from phalanx.train.subject import Subject, subject_of
 from phalanx.train.trial import Trial, trial
 
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
 
 BLOCK_S = 0.04  # passes are timed together for so long: some periods of a CPU quota, which runs a process in bursts
 BLOCKS = 5  # of each size; the second fastest counts, which a neighbour that comes and goes disturbs least
-# For all sizes of one depth, when a run begins and when a user asks for nothing else; on a slow device no size is begun
-# of which a pass would take a quarter of it.
+# For all sizes of all depths, first passes included, when a run begins and when a user asks for nothing else; on a slow
+# device no size is begun of which a pass would take a quarter of it.
 PATIENCE_S, MORE_PATIENCE_S = 0.8, 4.0
 GROWTH = 3  # from one size to the next
 COPY_BYTES = 64 * 2**20
@@ -52,7 +54,13 @@ DONE = "measured"  # in the store: how many ranks are
 
 
 def know(
-    config: "Config", subject: Subject, placement: Placement, mesh: Mesh, paths: RunPaths, records: Records
+    config: "Config",
+    subject: Subject,
+    placement: Placement,
+    mesh: Mesh,
+    paths: RunPaths,
+    records: Records,
+    weights: Weights = None,
 ) -> tuple[list[Speed], Link | None]:
     """How fast the ranks are and how many sequences of a micro-batch each may have, in order of rank: as the run folder
     says, or a file that the recipe names; measured where neither does. All alike where nobody asks for speeds. And the
@@ -69,6 +77,9 @@ def know(
     if mesh.rank == 0:
         hardware.forget_others(paths, models)
         answer = _looked_up(config, paths, models, work_of(config, subject)) if wanted else {}
+        changed = hardware.changed(paths, models) if wanted else None
+        if changed is not None and "refused" not in answer:
+            records.event(Kind.DEVICES_CHANGED, {"reason": changed})  # before the file is of the new ones
     answer = group.broadcast_object(answer)
     if "refused" in answer:
         raise ConfigError(answer["refused"])
@@ -78,7 +89,7 @@ def know(
     if wanted and known is None:
         begun = time.perf_counter()
         records.event(Kind.MEASURING, {"ranks": mesh.world, "reason": answer["why"]})
-        known = measured(config, subject, placement, mesh)
+        known = measured(config, subject, placement, mesh, weights=weights)
         if mesh.rank == 0:
             _keep(paths, known, records)
         records.event(Kind.MEASURED, event_of(known, time.perf_counter() - begun))
@@ -202,24 +213,31 @@ def run(config: "Config", spec: ModelSpec | None, placement: Placement, file: Pa
     threads = accelerator.threads_of(placement.threads, placement.local_world)
     accelerator.use(torch.device(placement.device), threads)
     with join(placement, config.comm.timeout_s) as mesh:
-        known = measured(config, subject_of(config, spec), placement, mesh, MORE_PATIENCE_S)
+        subject = subject_of(config, spec)
+        weights = state_weights(config, subject, mesh, placement.local_world)
+        known = measured(config, subject, placement, mesh, MORE_PATIENCE_S, weights)
         if mesh.rank == 0:
             hardware.write(file, known)
     return ExitCode.DONE
 
 
 def measured(
-    config: "Config", subject: Subject, placement: Placement, mesh: Mesh, patience_s: float = PATIENCE_S
+    config: "Config",
+    subject: Subject,
+    placement: Placement,
+    mesh: Mesh,
+    patience_s: float = PATIENCE_S,
+    weights: Weights = None,
 ) -> Hardware:
-    """Measure the devices of all ranks, and the link between them. Collective; the same on all ranks.
+    """Measure the devices of all ranks, and the link between them. Collective; the same on all ranks. `weights`: how
+    much of the state each rank holds, if not all the same.
 
     A device on which not even two blocks and one sequence fit has no times.
     """
     mesh.sum([0.0])  # all begin together
     with alone(mesh) as single:
-        times, most = _own(
-            config, subject, single, mesh.world, placement.local_world, patience_s, _others_measure(mesh)
-        )
+        state = state_bytes(config, subject, mesh.device, mesh.world, weights, mesh.rank)
+        times, most = _own(config, subject, single, state, placement.local_world, patience_s, _others_measure(mesh))
     mine = Device(
         rank=mesh.rank,
         node=placement.node,
@@ -269,25 +287,27 @@ def _own(
     config: "Config",
     subject: Subject,
     mesh: Mesh,
-    world: int,
+    state: int,
     local_world: int,
     patience_s: float,
     others_measure: Callable[[], bool],
 ) -> tuple[tuple[tuple[int, float], ...], int]:
     """(samples, seconds of the whole model), and the most samples that fit. `mesh` is of this rank alone. When it is
-    done, its device is kept as busy as in training for as long as `others_measure`."""
+    done, its device is kept as busy as in training for as long as `others_measure`. `state`: bytes that it holds."""
     assert config.train.micro_batch != "auto"
     # Of memory, not of what is asked for today: train.micro_batch may be another at the next start.
     most = config.train.global_batch
     free = accelerator.memory_free(mesh.device, local_world)
     # One size alone would not tell what a sample more takes.
     sizes, walks = _sizes(min(max(config.train.micro_batch, *SIZES), most)), dict[int | None, _Walk]()
+    depths, begun = depths_of(subject), time.perf_counter()
     try:
-        for layers in depths_of(subject):
+        for number, layers in enumerate(depths, 1):
             with trial(config, subject, mesh, layers) as small:
-                walks[layers] = _walk(small, sizes, free * USABLE, patience_s)
+                until = begun + patience_s * number / len(depths)
+                walks[layers] = _walk(small, sizes, free * USABLE, patience_s, until)
                 sizes = list(walks[layers].seconds)
-                while len(walks) == len(depths_of(subject)) and others_measure():
+                while len(walks) == len(depths) and others_measure():
                     small.seconds(1)
     except (RuntimeError, MemoryError) as error:
         if not accelerator.is_out_of_memory(error):
@@ -296,7 +316,7 @@ def _own(
         return (), 1
     peaks = {layers: walk.peaks for layers, walk in walks.items()}
     if len(sizes) > 1:
-        finding = found(config, subject, mesh.device, peaks, free, world=world, most=most)
+        finding = found(config, subject, mesh.device, peaks, free, state=state, most=most)
         # One that seems to have no room for a single sample is tried all the same: this is an estimate.
         most = max(1, finding.micro_batch)
     if any(walk.full for walk in walks.values()):
@@ -315,8 +335,8 @@ def _sizes(most: int) -> list[int]:
     return [*sizes, most] if most > 1 else sizes
 
 
-def _walk(small: Trial, sizes: list[int], room_bytes: float, patience_s: float) -> _Walk:
-    """Try these sizes as far as memory and patience reach."""
+def _walk(small: Trial, sizes: list[int], room_bytes: float, patience_s: float, until: float = 0.0) -> _Walk:
+    """Try these sizes as far as memory and patience reach, and begin no round after `until`."""
     peaks: dict[int, int] = {}
     first: dict[int, float] = {}
     full = False
@@ -326,6 +346,8 @@ def _walk(small: Trial, sizes: list[int], room_bytes: float, patience_s: float) 
             # More for the second size: of the first alone all would count as a sample's own, though much may be what
             # any micro-batch takes.
             enough_s = patience_s / 4 if len(first) > 1 else patience_s
+            if first[before] * size / before > enough_s:  # a neighbour may just have had the cores
+                first[before] = min(first[before], small.seconds(before))
             # Twice, since the deeper model that follows holds nearly as much again.
             if 2 * peaks[before] * size / before > room_bytes or first[before] * size / before > enough_s:
                 break
@@ -340,12 +362,14 @@ def _walk(small: Trial, sizes: list[int], room_bytes: float, patience_s: float) 
             full = True
             break
     blocks: dict[int, list[float]] = {size: [] for size in first}  # seconds of a pass, each a mean over BLOCK_S
-    until = time.perf_counter() + patience_s
     # Round about, so that what disturbs for a while disturbs all sizes.
-    while any(len(done) < BLOCKS for done in blocks.values()) and time.perf_counter() < until:
+    for number in range(BLOCKS):
+        if number and time.perf_counter() >= until:
+            break
         for size, done in blocks.items():
             done.append(small.seconds(size, max(1, int(BLOCK_S / first[size]))))
-    return _Walk(peaks, {size: sorted([first[size], *done])[min(1, len(done))] for size, done in blocks.items()}, full)
+    second = int(len(next(iter(blocks.values()))) > 1)  # of two the fastest
+    return _Walk(peaks, {size: sorted([first[size], *done])[second] for size, done in blocks.items()}, full)
 
 
 def _host_to_device(device: torch.device) -> float | None:

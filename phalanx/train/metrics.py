@@ -2,35 +2,17 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from phalanx import accelerator
+from phalanx.accelerator import HostCopy
 from phalanx.comm.mesh import Mesh
+from phalanx.optim.engine import Outcome
 from phalanx.records import StepRecord
 from phalanx.train.sharing import Sharing
-
-
-class HostCopy:
-    """A copy of small device tensors that is asked for now and read later."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        stacked = torch.stack([tensor.detach().reshape(()).to(torch.float64) for tensor in tensors])
-        self._event: torch.Event | None = None
-        if stacked.device.type == "cpu":
-            self._host = stacked
-            return
-        self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-        self._host.copy_(stacked, non_blocking=True)
-        self._event = torch.Event(stacked.device)
-        self._event.record()
-
-    def get(self) -> list[float]:
-        """The values; waits for the copy alone, not for what was queued after it."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.tolist()
 
 
 @dataclass
@@ -61,8 +43,8 @@ class _Measured:
     """A step whose results are still on the device."""
 
     step: int
-    values: HostCopy  # this rank's loss sum, the gradient norm, the skip flag, and the loss scale if there is one
-    weight: int
+    values: HostCopy  # this rank's loss sum
+    outcome: Outcome
     lr: float
     step_s: float
     data_s: float
@@ -93,39 +75,41 @@ class Recorder:
     def measured(
         self,
         step: int,
-        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        weight: int,
+        loss_sum: torch.Tensor,
+        outcome: Outcome,
         lr: float,
         data_s: float,
-        loss_scale: torch.Tensor | None = None,
     ) -> None:
-        """Take note of a step that has been queued; `results` are loss sum, norm and skip flag on the device, as is
-        the factor that its loss was scaled by, if any."""
+        """Take note of a step that has been queued; its loss sum is on the device."""
         assert self._waiting is None
         now = time.perf_counter()
         traffic = self._mesh.traffic.take()
         wait_s = traffic.wait_s + self._mesh.bookkeeping.take().wait_s
-        self.total_tokens += weight
-        scaled = [] if loss_scale is None else [loss_scale]
+        self.total_tokens += outcome.weight
         self._waiting = _Measured(
-            step, HostCopy([*results, *scaled]), weight, lr, now - self._mark, data_s, wait_s,
+            step, HostCopy([loss_sum]), outcome, lr, now - self._mark, data_s, wait_s,
             traffic.payload_bytes, accelerator.peak_memory(self._mesh.device),
         )  # fmt: skip
         self._mark = now
         accelerator.reset_peak_memory(self._mesh.device)
 
-    def flush(self) -> StepRecord | None:
-        """The record of the step noted last, once. Every rank must call it: it adds up their losses."""
+    def mine(self) -> list[float]:
+        """What the others need of this rank for the record of the step noted last; nothing if there is none."""
+        if self._waiting is None:
+            return []
+        done = self._waiting
+        return [*done.values.get(), done.step_s, done.wait_s, float(done.memory_bytes)]
+
+    def flush(self, rows: Sequence[Sequence[float]] | None = None) -> StepRecord | None:
+        """The record of the step noted last, once. Every rank must call it: it adds up their losses. `rows` is what all
+        have given as `mine`, in order of rank; without it they are asked here."""
         if self._waiting is None:
             return None
+        # Losses are added in order of rank, the same everywhere.
+        losses, steps_s, waits_s, memories = zip(*(rows or self._everyones()), strict=True)
         done, self._waiting = self._waiting, None
-        loss_sum, norm, skip, *scale = done.values.get()
-        # One small table, a row a rank, filled by summing: losses are then added in order of rank, the same everywhere.
-        mine = [loss_sum, done.step_s, done.wait_s, float(done.memory_bytes)]
-        table = [0.0] * (len(mine) * self._mesh.world)
-        table[len(mine) * self._mesh.rank : len(mine) * (self._mesh.rank + 1)] = mine
-        summed = self._mesh.sum(table)
-        losses, steps_s, waits_s, memories = (summed[column :: len(mine)] for column in range(len(mine)))
+        norm, skip = done.outcome.get()
+        weight = done.outcome.weight
         step_s = max(steps_s)
         tokens_per_s = self._positions / step_s
         mfu, mfu_causal = self._speed.mfu(tokens_per_s)
@@ -134,10 +118,10 @@ class Recorder:
         return StepRecord(
             step=done.step,
             attempt=self._attempt,
-            loss=_finite(sum(losses) / done.weight if done.weight else math.nan),
+            loss=_finite(sum(losses) / weight if weight else math.nan),
             grad_norm=_finite(norm),
             lr=done.lr,
-            tokens=done.weight,
+            tokens=weight,
             total_tokens=self.total_tokens,
             step_s=step_s,
             tokens_per_s=tokens_per_s,
@@ -150,8 +134,16 @@ class Recorder:
             skipped=skip != 0.0,
             shares=shares,
             busy_s=busy_s,
-            loss_scale=scale[0] if scale else None,
+            loss_scale=done.outcome.loss_scale,
         )
+
+    def _everyones(self) -> list[list[float]]:
+        """What each rank gives as `mine`, in order of rank."""
+        mine = self.mine()
+        table = [0.0] * (len(mine) * self._mesh.world)
+        table[len(mine) * self._mesh.rank : len(mine) * (self._mesh.rank + 1)] = mine
+        summed = self._mesh.sum(table)
+        return [summed[first : first + len(mine)] for first in range(0, len(summed), len(mine))]
 
 
 def _finite(value: float) -> float | None:

@@ -21,14 +21,21 @@ from phalanx.models.model import Model
 from phalanx.models.spec import ModelSpec
 from phalanx.optim.choose import make_rule
 from phalanx.optim.engine import Precision
+from phalanx.optim.layout import lay_out
+from phalanx.optim.memory import held_bytes
+from phalanx.optim.order import Sharding
+from phalanx.optim.units import describe
 from phalanx.optim.update import Rule
-from phalanx.parallel.apply import compute_dtype
+from phalanx.parallel.apply import compute_dtype, own_units
+from phalanx.recipe import update
 from phalanx.records import Placement
+from phalanx.train.engines import Weights, sharding_of
 from phalanx.train.subject import Subject
 from phalanx.train.trial import trial
 
 # Left free: the allocator's fragmentation, the batch itself, collectives' buffers, and on CPU the neighbours' growth.
 USABLE = 0.8
+HALF = 0.5  # of the free memory: the rest is for activations
 SIZES = (1, 3)  # samples of the small runs
 
 Peaks = Mapping[int | None, Mapping[int, int]]  # layers (None: the model itself) -> samples -> bytes
@@ -81,7 +88,7 @@ def largest_micro_batch(
             f"train.micro_batch auto found no answer: of the {free / 2**30:.1f} GiB free for this rank {tried} "
             f"took more; set train.micro_batch yourself, or {remedy(subject)}"
         ) from None
-    finding = found(config, subject, device, peaks, free, world=world, most=most)
+    finding = found(config, subject, device, peaks, free, state=state_bytes(config, subject, device, world), most=most)
     if finding.micro_batch < 1:
         raise ConfigError(
             f"the model does not fit: {finding.reason()}; shard it over more ranks, set memory.activations=full, "
@@ -96,13 +103,13 @@ def remedy(subject: Subject) -> str:
 
 
 def found(
-    config: Config, subject: Subject, device: torch.device, peaks: Peaks, free: int, *, world: int, most: int
+    config: Config, subject: Subject, device: torch.device, peaks: Peaks, free: int, *, state: int, most: int
 ) -> Finding:
     """What follows from `peaks`: bytes at the height of a step, with `free` bytes before it; the micro-batch may be
     0."""
     slopes = [_sample_bytes(peaks[layers]) for layers in depths_of(subject)]
     dtype, spec = compute_dtype(config.train.dtype, device), subject.spec
-    state, chunk = _state_bytes(config, subject, device, world), 0
+    chunk = 0
     # Small models drown in the noise of a process's memory.
     if spec is None:
         inputs = subject.task().collate(subject.trial_samples(1)).inputs
@@ -126,7 +133,7 @@ def _sample_bytes(peaks: Mapping[int, int]) -> float:
 def check_state(config: Config, subject: Subject, device_name: str, *, world: int, local_world: int) -> None:
     """Raises ConfigError when parameters and optimizer state alone are more than the device could ever hold."""
     device = torch.device(device_name)
-    state = _state_bytes(config, subject, device, world)
+    state = state_bytes(config, subject, device, world)
     total = accelerator.memory_total(device, local_world)
     if state > total:
         raise ConfigError(
@@ -136,17 +143,49 @@ def check_state(config: Config, subject: Subject, device_name: str, *, world: in
         )
 
 
-def _state_bytes(config: Config, subject: Subject, device: torch.device, world: int) -> int:
+def state_bytes(
+    config: Config, subject: Subject, device: torch.device, world: int, weights: Weights = None, rank: int | None = None
+) -> int:
+    """Bytes that a rank holds besides activations; `weights` as for `sharding_of`, without a `rank` of that which holds
+    most."""
     compute = compute_dtype(config.train.dtype, device)
     shared = torch.float32 if config.train.dtype == "mixed" and world > 1 else compute
-    ranks = world if config.parallel.data == "fsdp2" else 1
-    items = state_items(subject.model(), subject.spec, Precision(compute, shared), ranks, make_rule(config.optim))
-    return sum(items.values())
+    ranks = 1 if config.parallel.data == "single" else world
+    sharding = sharding_of(config, weights) if config.parallel.data == "sharded" else None
+    model, rule = subject.model(), make_rule(config.optim)
+    return sum(state_items(model, subject.spec, Precision(compute, shared), ranks, rule, sharding, rank).values())
 
 
-def state_items(model: Model, spec: ModelSpec | None, precision: Precision, ranks: int, rule: Rule) -> dict[str, int]:
+def least_zero(config: Config, subject: Subject, devices: Sequence[str], *, world: int, local_world: int) -> int:
+    """The least `parallel.zero` with which the model takes no more than HALF of what each device has free, or 3."""
+    for zero in (1, 2):
+        tried = update(config, {"parallel.zero": zero})
+        needed = (
+            state_bytes(tried, subject, device, world) / accelerator.memory_free(device, local_world)
+            for device in map(torch.device, devices)
+        )
+        if max(needed) <= HALF:
+            return zero
+    return 3
+
+
+def state_items(
+    model: Model,
+    spec: ModelSpec | None,
+    precision: Precision,
+    ranks: int,
+    rule: Rule,
+    sharding: Sharding | None = None,
+    rank: int | None = None,
+) -> dict[str, int]:
     """Bytes one of `ranks` holds besides activations, by what they hold: masters, the update rule's state, gradients,
-    and what is gathered to be used. `model` is on meta, of the shapes `spec` where it has such."""
+    and what is gathered to be used. `model` is on meta, of the shapes `spec` where it has such. With a `sharding` it is
+    the sharded engine that holds them, on `rank` or the one that holds most, else fully_shard or a single one."""
+    if sharding is not None:
+        weights = sharding.weights or (1.0,) * (sharding.degree or ranks)
+        buckets = lay_out(describe(model, own_units(model), rule), weights)
+        place = weights.index(max(weights)) if rank is None else rank % len(weights)
+        return held_bytes(buckets, place, sharding, precision, rule, accumulates=True) | _of_the_head(spec, precision)
     dtype = precision.compute
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
     frozen = {name: tuple(each.shape) for name, each in model.named_parameters() if not each.requires_grad}
@@ -168,10 +207,13 @@ def state_items(model: Model, spec: ModelSpec | None, precision: Precision, rank
         # What is gathered in another type than it is used in is there in both for a moment: counted in the wider.
         items["weights in use"] = (whole + _two_blocks_and_ends(model, trained=False)) * precision.shared.itemsize
         items["gradients"] = elements * master // ranks + whole * master
-    # The loss makes the head's gradient in the master's type before it is narrowed (layers.cross_entropy_sum).
+    return items | _of_the_head(spec, precision)
+
+
+def _of_the_head(spec: ModelSpec | None, precision: Precision) -> dict[str, int]:
+    """The loss makes the head's gradient in the master's type before it is narrowed (layers.cross_entropy_sum)."""
     head = 0 if spec is None or spec.lora is not None else spec.vocab_size * spec.hidden
-    items["gradient of the head"] = head * (master + dtype.itemsize)
-    return items
+    return {"gradient of the head": head * (precision.master.itemsize + precision.compute.itemsize)}
 
 
 def _two_blocks_and_ends(model: Model, trained: bool) -> int:

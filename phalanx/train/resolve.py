@@ -28,13 +28,19 @@ from phalanx.recipe import check, to_yaml, update
 from phalanx.records import HELD_OUT
 from phalanx.train import adapters, copies
 from phalanx.train.bert import default_labels, holds_records
+from phalanx.train.engines import sharding_of
 from phalanx.train.folder import of_tokens
 from phalanx.train.measure import given, work_of
 from phalanx.train.own import Own
 from phalanx.train.own_checks import check_own
-from phalanx.train.probe import check_state, largest_micro_batch
+from phalanx.train.probe import check_state, largest_micro_batch, least_zero
 from phalanx.train.subject import Subject, class_of_run, subject_of
 
+ZERO_WHY = {
+    1: "parameters and gradients take no more than half of each memory",
+    2: "gradients would take more than half of a memory, too",
+    3: "parameters and gradients would take more than half of a memory",
+}
 Chosen = list[tuple[str, Any, str]]  # key, value, reason
 
 
@@ -45,8 +51,9 @@ def resolve_with_files(
 
     `devices` has one of each model that this process's node has. Returns {"config": YAML, "chosen": [[key, value,
     reason]], "parameters": their number, "trainable": that of what is trained, "base": what the weights beside adapters
-    are known by, "weights": what those of model.from_hf are known by, "train": [[folder, weight]], "held_out": {name:
-    folder}, "data": what each set is known by, by name, "tokenizer": folder or None, "unit": what speed counts}.
+    are known by, "weights": what those of model.from_hf are known by, "warnings": what a user should know, "train":
+    [[folder, weight]], "held_out": {name: folder}, "data": what each set is known by, by name, "tokenizer": folder or
+    None, "unit": what speed counts}.
     """
     wanted = check(yaml.safe_load(recipe), "the configuration")
     if wanted.task.kind == "own":
@@ -67,7 +74,7 @@ def resolve_with_files(
         chosen.append(("data.tokenizer", *default_tokenizer(config.model.from_hf)))
         config = update(config, {chosen[-1][0]: chosen[-1][1]})
     if hf_spec is not None:
-        of_adapter = adapters.resolve(config, hf_spec.layers, code)
+        of_adapter = adapters.resolve(config, hf_spec, code)
         chosen += of_adapter
         config = update(config, {key: value for key, value, _ in of_adapter})
     prepared = prepare_for(config, progress)
@@ -92,6 +99,7 @@ def resolve_with_files(
         "trainable": parameters if in_adapters is None else in_adapters,
         "base": None if in_adapters is None else adapters.base_of(config, spec, code),
         "weights": known_weights,
+        "warnings": [] if in_adapters is None else adapters.warnings(config, spec, code),
         "train": [[str(folder), weight] for folder, weight in prepared.train],
         "held_out": {name: str(folder) for name, folder in prepared.held_out.items()},
         "data": {name: _known_by(folder, config) for name, folder in _named(prepared).items()},
@@ -106,6 +114,14 @@ def _fitting(config: Config, subject: Subject, devices: Sequence[str], world: in
     file = config.balance.hardware
     if file is not None and (local_world == world or Path(file).expanduser().exists()):  # rank 0's node has to have it
         given(file, [None] * world, work_of(config, subject))
+    chosen: Chosen = []
+    if config.parallel.data == "sharded" and config.parallel.zero == "auto":
+        zero = least_zero(config, subject, devices, world=world, local_world=local_world)
+        chosen.append(("parallel.zero", zero, ZERO_WHY[zero]))
+        config = update(config, {"parallel.zero": zero})
+    if config.parallel.data == "sharded" and config.parallel.reduce == "auto":
+        chosen.append(("parallel.reduce", sharding_of(config).reduce, f"parallel.zero is {config.parallel.zero}"))
+        config = update(config, {chosen[-1][0]: chosen[-1][1]})
     for device in devices:
         check_state(config, subject, device, world=world, local_world=local_world)
     if config.train.micro_batch == "auto":
@@ -118,8 +134,8 @@ def _fitting(config: Config, subject: Subject, devices: Sequence[str], world: in
         ]
         # The most that any rank may have: how much of it fits where is measured by the ranks themselves.
         found = max(answers, key=lambda answer: answer.micro_batch)
-        return [("train.micro_batch", found.micro_batch, found.reason())]
-    return []
+        chosen.append(("train.micro_batch", found.micro_batch, found.reason()))
+    return chosen
 
 
 def _resolve_own(config: Config, devices: Sequence[str], world: int, local_world: int) -> dict[str, Any]:
@@ -135,6 +151,7 @@ def _resolve_own(config: Config, devices: Sequence[str], world: int, local_world
         "trainable": parameters,
         "base": None,
         "weights": None,
+        "warnings": [],
         "train": [],
         "held_out": {},
         "data": own.fingerprints(),

@@ -3,7 +3,7 @@
 After the backward passes of a step the ranks exchange how long each has worked. Rank 0 decides whether the next step is
 divided otherwise, and all hear of it before this step ends. Every decision is an event; a run that is started again
 from a checkpoint repeats those that were taken behind it, as far as steps are recorded, so that it walks them bit by
-bit as before.
+bit as before; unless its devices are others now, for which they were not taken.
 """
 
 import math
@@ -29,10 +29,12 @@ Say = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the run folder tells of divisions: (first step, division), and the last step that was walked."""
+    """What the run folder tells of divisions: (first step, division), and the last step that was walked. Where the run
+    went on with other devices (`moved`), those of before are left out."""
 
     divisions: list[tuple[int, Division]]
     last: int
+    moved: bool = False
 
     def of(self, step: int) -> Division | None:
         return next((division for first, division in reversed(self.divisions) if first <= step), None)
@@ -65,6 +67,7 @@ class Sharing:
         self._history = resharing.begin(speeds, self.division, part_s)
         self._repeated = Recorded([], 0)
         self._walked: dict[int, Division] = {}  # of the last steps
+        self._heard: dict[int, dict[int, float]] = {}  # on rank 0: by step and rank, seconds worked
         self._busy: dict[int, list[float]] = {}
         self._decided = self.division  # on rank 0
         # Two collectives, and tensors that must live as long: what each has worked, and what rank 0 answers.
@@ -72,6 +75,7 @@ class Sharing:
         self._answered: Pending | None = None
         self._table: torch.Tensor | None = None
         self._message: torch.Tensor | None = None
+        self._rows: list[list[float]] = []
 
     def largest(self, rank: int) -> int:
         """Sequences of the largest micro-batch that this rank runs now."""
@@ -93,13 +97,16 @@ class Sharing:
             return
         self._say = say
         mine = recorded(paths) if self._mesh.rank == 0 else Recorded([], 0)
-        rows, last = group.broadcast_object([[[first, *_plain(each)] for first, each in mine.divisions], mine.last])
-        known = Recorded([(first, Division(tuple(shares), parts)) for first, shares, parts in rows], last)
+        told = [[[first, *_plain(each)] for first, each in mine.divisions], mine.last, mine.moved]
+        rows, last, moved = group.broadcast_object(told)
+        known = Recorded([(first, Division(tuple(shares), parts)) for first, shares, parts in rows], last, moved)
         before, saved = known.of(step + 1), _division(header)
         later = [division for first, division in known.divisions if first > step + 1]
         repeat = self._work == "auto" and before is not None and all(each.fits(self.most) for each in [before, *later])
         if repeat and before is not None:
             self._repeated, self.division = known, before
+        elif self._work == "auto" and known.moved and known.of(step) is None:
+            self._why = f"for other devices than before, {self._why}"
         elif self._work == "auto" and saved is not None and saved.fits(self.most):
             self.division, self._why = saved, f"as when step {step} was saved"
         self._history = resharing.begin(self._history.speeds, self.division, self._history.part_s)
@@ -109,27 +116,35 @@ class Sharing:
 
     # ------------------------------------------------------------------------------------------------------- every step
 
-    def exchange(self, step: int, late: int, busy_s: float) -> None:
+    def exchange(self, step: int, late: int, busy_s: float, mine: Sequence[float] = ()) -> None:
         """In step `step`, behind its backward passes: tell the others how long this rank has worked on the step `late`
-        before. Rank 0 decides. Collective."""
+        before, and what else `rows` shall give to all. Rank 0 decides. Collective."""
         self._walked[step] = self._decided = self.division
-        for kept in (self._walked, self._busy):
+        for kept in (self._walked, self._heard, self._busy):
             for old in [number for number in kept if number < step - 3]:
                 del kept[old]
+        self._rows = [list(mine)]
         if self._mesh.world == 1:
             return
         began = time.thread_time()
-        self._table = torch.zeros(self._mesh.world, dtype=torch.float64)
-        self._table[self._mesh.rank] = busy_s if math.isfinite(busy_s) else 0.0
+        # One small table, a row a rank, filled by summing.
+        row = [busy_s if math.isfinite(busy_s) else 0.0, float(step - late), *mine]
+        self._table = torch.zeros(self._mesh.world, len(row), dtype=torch.float64)
+        self._table[self._mesh.rank] = torch.tensor(row, dtype=torch.float64)
         self._told = all_reduce(self._table, self._mesh.control, self._mesh.bookkeeping)
         if self._mesh.rank == 0:
             self._told.wait()
-            everyones = self._table.tolist()
-            if min(everyones) > 0:
-                self._busy[step - late] = everyones
+            heard = self._hear(self._table[:, :2].tolist())
             if self._work == "auto":
-                self._decided = self._next(step, step - late, everyones)
+                self._decided = self._next(step, heard)
         self.balance_s += time.thread_time() - began
+
+    def rows(self) -> list[list[float]]:
+        """What each rank gave to `exchange` as `mine`, in order of rank. Waits for all of them."""
+        if self._told is not None and self._table is not None:
+            self._told.wait()
+            self._rows = self._table[:, 2:].tolist()
+        return self._rows
 
     def announce(self, asked: bool) -> None:
         """Begin to tell all what rank 0 has decided, and whether this rank was `asked` to stop. Collective."""
@@ -156,11 +171,22 @@ class Sharing:
         self.balance_s += time.thread_time() - began
         return asked > 0
 
-    def _next(self, step: int, observed: int, busy_s: list[float]) -> Division:
-        """What rank 0 decides: the division of the step after `step`."""
-        walked = self._walked.get(observed)
-        if walked is not None:
-            self._history = resharing.observe(self._history, walked, busy_s)
+    def _hear(self, rows: list[list[float]]) -> list[int]:
+        """Take in (seconds, step that they are of) of each rank, whose clocks may be late or not; returns the steps of
+        which all have told now."""
+        for rank, (busy_s, of) in enumerate(rows):
+            self._heard.setdefault(int(of), {})[rank] = busy_s
+        told = sorted(of for of, by_rank in self._heard.items() if len(by_rank) == self._mesh.world)
+        for of in told:
+            by_rank = self._heard.pop(of)
+            self._busy[of] = [by_rank[rank] for rank in range(self._mesh.world)]
+        return told
+
+    def _next(self, step: int, heard: list[int]) -> Division:
+        """What rank 0 decides once it has heard of these steps: the division of the step after `step`."""
+        for observed in heard:
+            if observed in self._walked:
+                self._history = resharing.observe(self._history, self._walked[observed], self._busy[observed])
         if step < self._repeated.last:
             repeated = self._repeated.of(step + 1)
             assert repeated is not None
@@ -180,22 +206,27 @@ class Sharing:
             return None, None
         if self._mesh.world > SHOWN_RANKS and division == before and step % SHOWN_EVERY:
             return None, None
-        return list(division.shares), self._busy.get(step)
+        busy_s = self._busy.get(step)
+        return list(division.shares), busy_s if busy_s and min(busy_s) > 0 else None
 
 
 def recorded(paths: RunPaths) -> Recorded:
-    """The divisions that the steps of the run folder were walked with; a later attempt's takes the place of what was
-    behind it."""
+    """The divisions that the steps of the run folder were walked with, by the devices that the run has now; a later
+    attempt's takes the place of what was behind it."""
     kept: list[tuple[int, Division]] = []
+    moved, since = False, 0
     for event in read_lines(paths.events):
+        if event.get("kind") == Kind.DEVICES_CHANGED:
+            kept, moved, since = [], True, int(event.get("attempt", 0))
         step, division = event.get("step"), _division(event)
         if event.get("kind") not in (Kind.SHARED, Kind.RESHARED) or division is None or not isinstance(step, int):
             continue
         while kept and kept[-1][0] >= step:
             kept.pop()
         kept.append((step, division))
-    last = (last_line(paths.metrics) or {}).get("step")
-    return Recorded(kept, max([last if isinstance(last, int) else 0, *(first for first, _ in kept)]))
+    newest = last_line(paths.metrics) or {}
+    last = newest.get("step") if newest.get("attempt", since) >= since else 0  # what was walked before is not repeated
+    return Recorded(kept, max([last if isinstance(last, int) else 0, *(first for first, _ in kept)]), moved)
 
 
 def _division(tree: Mapping[str, Any] | None) -> Division | None:

@@ -15,6 +15,7 @@ from phalanx.errors import ConfigError
 from phalanx.records import Kind, RunPaths, StepRecord, append_line
 
 SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "memory_bytes", "mfu", "loss_scale")
+MOST_RANKS = 64  # that have curves of their own: more nobody could tell apart
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, quota or file
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,16 @@ def evaluation(event: dict[str, Any]) -> dict[str, float | None]:
     return {name: event["loss"]} | {f"{name} {score}": value for score, value in event.get("scores", {}).items()}
 
 
+def measured(record: dict[str, Any]) -> dict[str, float | None]:
+    """The scalars of a step: the common ones, and each rank's share and busy time, where these are known."""
+    scalars: dict[str, float | None] = {f"train/{name}": record[name] for name in SCALARS}
+    for what in ("shares", "busy_s"):
+        of_ranks = record.get(what) or []
+        if len(of_ranks) <= MOST_RANKS:
+            scalars |= {f"{what}/rank {rank:02d}": value for rank, value in enumerate(of_ranks)}
+    return scalars
+
+
 class TensorBoard:
     """Scalars for TensorBoard, by its own library. What a full disk does not take is missing there, and only there."""
 
@@ -104,7 +115,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self._add({f"train/{name}": record[name] for name in SCALARS}, record)
+        self._add(measured(record), record)
 
     def on_event(self, event: dict[str, Any]) -> None:
         if event["kind"] == Kind.EVALUATED:

@@ -32,6 +32,7 @@ from phalanx.train.measure import know, remembering
 from phalanx.train.metrics import Recorder, speed_of
 from phalanx.train.profile import Inspection
 from phalanx.train.sinks import Records, Sink
+from phalanx.train.state_shares import state_weights
 from phalanx.train.step import evaluate, run_micro_batches
 from phalanx.train.subject import subject_of
 
@@ -75,8 +76,10 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         mirrored = None if job.paths.url is None else functools.partial(mirror.before_commit, job.paths, {})
         saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, records.event, mirrored)
         subject = subject_of(config, job.spec, job.paths)
-        speeds, link = know(config, subject, placement, mesh, job.paths, records)
-        parts = build(config, job.spec, mesh, job.train_tokens, job.held_out_tokens, job.paths, speeds, link)
+        weights = state_weights(config, subject, mesh, placement.local_world)
+        speeds, link = know(config, subject, placement, mesh, job.paths, records, weights)
+        known = (job.paths, speeds, link, weights)
+        parts = build(config, job.spec, mesh, job.train_tokens, job.held_out_tokens, *known)
         loop = Loop(job, placement, mesh, parts, records, saver, stop)
         try:
             with loop.inside:
@@ -93,6 +96,7 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
                 raise
             raise named from error
         finally:
+            parts.engine.close()
             records.close()
 
 
@@ -214,7 +218,7 @@ class Loop:
             batches = self.to_batches(parts.train.batches(step - 1, parts.sharing.division, self.skipped))
         data_s = time.perf_counter() - begun
         lr = learning_rate(config.optim, step)
-        parts.engine.begin_step(step, sum(batch.weight for batch in batches))
+        parts.engine.begin_step(step, sum(batch.weight for batch in batches), lr, config.optim.clip_norm)
         loss_sum = run_micro_batches(
             parts.engine,
             parts.model,
@@ -225,14 +229,15 @@ class Loop:
             nominal_weight=parts.nominal_weight,
         )
         # The device is busy with this step now: a good moment to read the results of the one before.
-        parts.sharing.exchange(step, self.clock.late, self.clock.lap())
-        self.note(self.recorder.flush())
+        parts.sharing.exchange(step, self.clock.late, self.clock.lap(), self.recorder.mine())
+        self.note(self.recorder.flush(parts.sharing.rows()))
         parts.sharing.announce(asked=self.stop.signal is not None)
-        scale = parts.engine.loss_scale.factor.clone() if parts.engine.loss_scale is not None else None
         with phase("update"):
-            norm, skip, weight = parts.engine.finish_step(lr, config.optim.clip_norm)
+            outcome = parts.engine.finish_step()
         parts.engine.commit(step)
-        self.recorder.measured(step, (loss_sum, norm, skip), weight, lr, data_s, scale)
+        self.recorder.measured(step, loss_sum, outcome, lr, data_s)
+        for kind, details in parts.engine.notices():
+            self.records.event(kind, details)
         asked = parts.sharing.settle()
         self.clock.stop()
         return (self.stop.signal or "another rank's signal") if asked else None
@@ -278,7 +283,7 @@ class Loop:
         `wait` none is started beside it, since a remote store that stalls must not stall training too."""
         if not wait and self.mesh.max([self.saver.busy()])[0]:
             reason = "the save before it is still running; a larger checkpoint.every leaves the store more time"
-            self.records.event(Kind.CHECKPOINT_FAILED, {"step": step, "reason": reason})
+            self.records.event(Kind.CHECKPOINT_SKIPPED, {"step": step, "reason": reason})
             return False
         header: dict[str, Any] = {
             "step": step,

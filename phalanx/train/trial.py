@@ -20,6 +20,15 @@ from phalanx.train.subject import Subject
 if TYPE_CHECKING:
     from phalanx.config import Config
 
+UNSHARDED = {  # what a recipe becomes for a rank that is alone
+    "train.compile": False,
+    "parallel.data": "single",
+    "parallel.zero": "auto",
+    "parallel.reduce": "auto",
+    "balance.state": "auto",
+    "optim.slots": 1,
+}
+
 
 @dataclass
 class Trial:
@@ -66,13 +75,13 @@ class Trial:
 
     def _begin(self, weight: int) -> None:
         self.step += 1
-        self.engine.begin_step(self.step, weight)
+        self.engine.begin_step(self.step, weight, lr=0.0, clip=None)
 
     def _pass(self, batch: Batch) -> None:
         run_micro_batches(self.engine, self.model, self.task, [batch], seed=0, step=self.step, nominal_weight=1)
 
     def _end(self) -> None:
-        self.engine.finish_step(0.0, None)
+        self.engine.finish_step()
         self.engine.commit(self.step)
 
 
@@ -82,7 +91,7 @@ def trial(config: "Config", subject: Subject, mesh: Mesh, layers: int | None) ->
     from phalanx.recipe import update  # needs pydantic; the loop itself does not
 
     assert mesh.world == 1
-    eager = update(config, {"train.compile": False, "parallel.data": "single"})
+    eager = update(config, UNSHARDED)
     model = subject.model(layers)
     engine = apply(model, eager, mesh, Single, nominal_weight=1)
     materialise(model, engine, _noise)

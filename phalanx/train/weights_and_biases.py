@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import ConfigError
 from phalanx.records import Kind, RunPaths, write_atomic, write_event
-from phalanx.train.sinks import SCALARS, evaluation
+from phalanx.train.sinks import evaluation, measured
 
 if TYPE_CHECKING:
     from phalanx.config import Config
@@ -76,7 +76,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self._log({f"train/{name}": record[name] for name in SCALARS}, record)
+        self._log(measured(record), record)
 
     def on_event(self, event: dict[str, Any]) -> None:
         if event["kind"] == Kind.EVALUATED:

@@ -1,14 +1,11 @@
 """Network namespaces that stand for machines: each has interfaces and addresses of its own, and no others."""
 
 import contextlib
-import ctypes
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -60,10 +57,3 @@ def two() -> Iterator[Networks]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def enter(name: str) -> None:
-    """Move this process, and what it starts, into a namespace."""
-    with open(f"/run/netns/{name}") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")

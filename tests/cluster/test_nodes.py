@@ -152,7 +152,7 @@ def test_nodes_survive_the_agent_of_node_0(cluster: Cluster) -> None:
     code, _, events = other.finish()
     assert code == 0
     assert next(event["lost"] for event in events if event["kind"] == "left") == "it closed the connection"
-    assert not (cluster.folder / "meet").exists() or not list((cluster.folder / "meet").iterdir())
+    assert not (cluster.folder / "meet").exists()  # the second node 0 knows that the first one made it
 
 
 def test_a_node_that_never_arrives_is_named_on_all_nodes(cluster: Cluster) -> None:
@@ -208,6 +208,27 @@ def test_a_wrong_secret_is_a_sentence_and_disturbs_nobody(cluster: Cluster) -> N
     right = cluster.start("fine", 1, environment=SECRET)
     assert (first.finish()[0], right.finish()[0]) == (0, 0)
     assert SECRET["PHALANX_SECRET"] not in text
+
+
+def test_node_0_says_once_per_caller_who_was_refused_and_why() -> None:
+    listener, first = listening_first_node()
+    said: list[tuple[str, dict[str, Any]]] = []
+    first.notice = lambda kind, details: said.append((kind, details))
+    for host in ("127.0.0.1", "127.0.0.1", "127.0.0.2"):
+        connection = socket.create_connection(listener.getsockname(), source_address=(host, 0), timeout=5)
+        caller = wire.Proof(wire.Channel(connection), "another secret", calling=True)
+        until = time.monotonic() + 10
+        while caller.failed is None and caller.channel.lost is None and time.monotonic() < until:
+            first.tend()
+            for message in caller.channel.heard():
+                caller.hear(message)
+        assert caller.failed == "it does not accept this node's secret"
+        caller.channel.close("refused")
+    sentence = (
+        "was refused: it does not know the secret; if it is a node of this job, set the same PHALANX_SECRET there"
+    )
+    assert said == [("warning", {"message": f"a caller from {host} {sentence}"}) for host in ("127.0.0.1", "127.0.0.2")]
+    first.finish(0, "over")
 
 
 @pytest.mark.parametrize(

@@ -157,15 +157,15 @@ def gradients_by_hand(placement: Placement, run: str, data: str) -> float:
         loop.restore()
         # One step as usual first: fully_shard sets itself up when it first runs.
         loop.train_one(1)
-        parts.engine.begin_step(2, parts.nominal_weight // placement.world)
+        parts.engine.begin_step(2, parts.nominal_weight // placement.world, 1e-3, None)
         with parts.engine.full_parameters():
             for parameter in parts.model.parameters():
                 parameter.grad = torch.full_like(parameter, placement.rank + 1.0)
             for unit in ("head", "layers.1", "layers.0", "embed"):
                 parts.engine.grads_ready(unit)
-        norm, _, weight = parts.engine.finish_step(1e-3, None)
-        assert weight == parts.nominal_weight
-        return float(norm)
+        outcome = parts.engine.finish_step()
+        assert outcome.weight == parts.nominal_weight
+        return outcome.get()[0]
 
 
 def test_fsdp2_reduces_gradients_that_autograd_did_not_see(tokens: Path, tmp_path: Path) -> None:

@@ -63,11 +63,11 @@ class Trained:
         mine = slice(*(4 * (self.mesh.rank + i) // self.mesh.world for i in (0, 1)))
         rows, samples = tokens[mine], torch.arange(4)[mine]
         batch = Batch({"tokens": rows[:, :-1], "labels": rows[:, 1:]}, rows[:, 1:].numel(), samples)
-        self.engine.begin_step(number, batch.weight)
+        self.engine.begin_step(number, batch.weight, 1e-2, 0.5)
         run_micro_batches(self.engine, self.model, _Task(), [batch], seed=0, step=number, nominal_weight=128)
-        norm, _, _ = self.engine.finish_step(1e-2, 0.5)
+        norm, _ = self.engine.finish_step().get()
         self.engine.commit(number)
-        return float(norm)
+        return norm
 
     def state(self) -> dict[str, torch.Tensor]:
         """This rank's pieces by "kind/name", in a tensor of the whole with zeros elsewhere."""

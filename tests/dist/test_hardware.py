@@ -125,6 +125,24 @@ def test_what_any_micro_batch_takes_is_told_from_what_a_sample_takes() -> None:
     assert told == pytest.approx((0.1, 0.001))
 
 
+class Disturbed(Launching):
+    """Stands for a fast device from which a neighbour takes the cores for one pass, the first of three samples."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def seconds(self, samples: int, passes: int = 1) -> float:
+        self.seen.append(samples)
+        return 0.5 if self.seen == [1, 3] else 0.001 * samples
+
+
+def test_one_disturbed_pass_does_not_end_the_measuring() -> None:
+    from phalanx.train.measure import PATIENCE_S, _walk
+
+    found = _walk(cast("Any", Disturbed()), [1, 3, 8], 1e9, PATIENCE_S)
+    assert found.seconds == {1: 0.001, 3: 0.003, 8: 0.008}
+
+
 def test_a_run_measures_once_and_keeps_what_it_found(here: Path) -> None:
     job = (*JOB, "--run-dir", "run", "balance.work=measured-once")
     assert phalanx(here, "train", *job)[0] == ExitCode.DONE
@@ -140,11 +158,21 @@ def test_a_run_measures_once_and_keeps_what_it_found(here: Path) -> None:
     assert contents(here / "run")["hardware.json"] == before
     for record in read_steps(paths.metrics):
         assert record["shares"][0] > record["shares"][1]
+    # Where it was measured on another device the run begins anew with what is measured now, and says so.
+    paths.hardware.write_text(paths.hardware.read_text().replace('"model": "cpu"', '"model": "another"', 1))
+    assert phalanx(here, "train", *job, "train.steps=4")[0] == ExitCode.DONE
+    (changed,) = events(paths, Kind.DEVICES_CHANGED)
+    assert changed["reason"] == "rank 0 was on a device called 'another' when it was measured, and is on 'cpu' now"
+    assert hardware.read(paths.hardware).devices[0].model == "cpu"
     # With other devices, here more of them, it does not fit any more.
-    more = ("train", *(part if part != "2" else "3" for part in job), "train.steps=4")
+    more = ("train", *(part if part != "2" else "3" for part in job), "train.steps=5")
     assert phalanx(here, *more)[0] == ExitCode.DONE
     again = events(paths, Kind.MEASURING)[1:]
-    assert [event["reason"] for event in again] == ["it was measured with 2 ranks, and this job has 3"]
+    assert [event["reason"] for event in again] == [
+        changed["reason"],
+        "it was measured with 2 ranks, and this job has 3",
+    ]
+    assert len(events(paths, Kind.DEVICES_CHANGED)) == 1
     assert len(hardware.read(paths.hardware).devices) == 3
 
 

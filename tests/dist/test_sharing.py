@@ -4,16 +4,24 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from phalanx.balance import Speed
+import torch
+
+from phalanx.balance import Division, Speed
 from phalanx.comm.mesh import join
 from phalanx.comm.objects import JsonGroup
+from phalanx.optim.engine import Queued
 from phalanx.records import Kind, Placement, RunPaths, append_line
-from phalanx.train.sharing import Sharing, recorded
+from phalanx.train.metrics import Recorder
+from phalanx.train.metrics import Speed as Flops
+from phalanx.train.sharing import Recorded, Sharing, recorded
 from tests.helpers import run_ranks
 
 FIRST = {"kind": Kind.SHARED, "step": 1, "shares": [3, 1], "parts": 1}
 LATER = {"kind": Kind.RESHARED, "step": 6, "shares": [2, 2], "parts": 2}
 OF_THREE = {"kind": Kind.SHARED, "step": 4, "shares": [2, 1, 1], "parts": 1}
+MOVED = {"kind": Kind.DEVICES_CHANGED, "reason": "rank 1 was on another"}
+OF_OTHERS = [FIRST | {"shares": [1, 3]}, LATER, MOVED]
+SINCE = [{"kind": Kind.SHARED, "step": 4, "shares": [3, 1], "parts": 1}, LATER]
 SAVED = {"shares": [0, 4], "parts": 1}
 
 # name: (balance.work, events, last recorded step, step of the checkpoint, its division, limits)
@@ -26,6 +34,10 @@ CASES: dict[str, tuple[Any, list[dict[str, Any]], int, int, dict[str, Any] | Non
     "no memory for what was": ("auto", [FIRST, LATER], 7, 3, SAVED, [2, 4]),
     "no memory for that either": ("auto", [FIRST, LATER], 7, 3, SAVED, [2, 2]),
     "damaged": ("auto", [FIRST | {"shares": "3+1"}, LATER | {"parts": None}], 7, 3, {"shares": 3}, [4, 4]),
+    "other devices": ("auto", OF_OTHERS, 7, 3, SAVED, [4, 4]),
+    "other devices, once more": ("auto", [*OF_OTHERS, *SINCE], 7, 3, SAVED, [4, 4]),
+    "other devices, and no memory": ("auto", [*OF_OTHERS, *SINCE], 7, 3, SAVED, [2, 4]),
+    "other devices, no memory later": ("auto", [*OF_OTHERS, *SINCE], 7, 4, SAVED, [2, 4]),
     "asked for otherwise": ("even", [FIRST, LATER], 7, 3, SAVED, [4, 4]),
     "as it was": ("even", [FIRST | {"shares": [2, 2]}], 7, 3, SAVED, [4, 4]),
     "measured once": ("measured-once", [LATER], 7, 3, SAVED, [4, 4]),
@@ -60,6 +72,11 @@ def begun(placement: Placement, folder: str) -> dict[str, Any]:
 def test_what_an_attempt_begins_with() -> None:
     with tempfile.TemporaryDirectory() as folder:
         first, second = run_ranks(begun, 2, folder=folder)
+        paths = RunPaths(Path(folder) / "other devices, once more")
+        assert recorded(paths).last == 7
+        append_line(paths.metrics, {"step": 30, "attempt": 1})
+        append_line(paths.events, MOVED | {"attempt": 2})
+        assert recorded(paths) == Recorded([], 0, True)  # step 30 was not walked with these
         assert recorded(RunPaths(Path(folder) / "taken back")).divisions[-1][0] == 4
     assert {name: walked for name, (walked, _) in first.items()} == {
         name: walked for name, (walked, _) in second.items()
@@ -79,6 +96,70 @@ def test_what_an_attempt_begins_with() -> None:
     assert first["taken back"] == [[known] * 6, []]
     assert first["no memory for that either"][0][0] == even  # in two micro-batches it would be as slow
     assert first["damaged"] == [[known] * 6, [["shared", 4, [3, 1]]]]
+    # What was recorded of other devices is not repeated, nor what they saved; but what was decided since is.
+    assert first["other devices"] == [[known] * 6, [["shared", 4, [3, 1]]]]
+    walked, said = first["other devices, once more"]
+    assert walked[:4] == [known, known, two, two]
+    assert said[:1] != [["shared", 4, [3, 1]]]
+    assert first["other devices, and no memory"][0][0] == even
+    assert first["other devices, no memory later"][0][0] == saved
     assert first["asked for otherwise"] == [[even] * 6, [["shared", 4, [2, 2]]]]
     assert first["as it was"] == [[even] * 6, []]
     assert first["measured once"] == [[known] * 6, [["shared", 4, [3, 1]]]]
+
+
+def unlike_clocks(placement: Placement) -> dict[str, Any]:
+    """Rank 0's clock tells of the step before, as an accelerator's does, and rank 1's of this one. Their speeds are as
+    they are known, and the division changes at step 6."""
+    late = 1 - placement.rank
+    with join(placement, 30) as mesh:
+        sharing = Sharing("auto", 40, [Speed(1.0), Speed(3.0)], mesh)
+        known, told = sharing.division, []
+        walked: dict[int, Division] = {}
+        for step in range(1, 13):
+            if step == 6:
+                sharing.division = Division((20, 20), 1)
+            walked[step] = sharing.division
+            of = walked.get(step - late)
+            share = of.shares[mesh.rank] if of is not None else 0
+            busy = share * (1.0, 3.0)[mesh.rank] * step if of is not None else float("nan")
+            sharing.exchange(step, late, busy / step)
+            told.append(sharing.shown(step - 1)[1])
+            sharing.settle()
+        return {"known": list(known.shares), "last": list(sharing.division.shares), "busy": told}
+
+
+def test_a_clock_that_is_late_and_one_that_is_not_speak_of_the_same_step() -> None:
+    first, _ = run_ranks(unlike_clocks, 2)
+    assert first["known"] == [30, 10]
+    assert first["busy"][:4] == [None, [30.0, 30.0], [30.0, 30.0], [30.0, 30.0]]
+    assert first["busy"][6] == [20.0, 60.0]  # of step 6, as told in step 7
+    assert first["last"] == [30, 10]
+
+
+def counted(placement: Placement) -> list[int]:
+    """Collectives of each of three steps on the group for a few bytes, without the engine's."""
+    calls = []
+    with join(placement, 30) as mesh:
+        sharing = Sharing("auto", 4, [Speed(1.0)] * 2, mesh)
+        recorder = Recorder(mesh, Flops(1, 1, None), 1, 0, 8, sharing)
+        for step in range(1, 4):
+            before = mesh.bookkeeping.take().calls
+            assert before == 0
+            sharing.exchange(step, 0, 1.0, recorder.mine())
+            record = recorder.flush(sharing.rows())
+            assert (record is None) == (step == 1)
+            if record is not None:
+                assert record.loss == 1.5  # (10 + 20) / 20
+                assert record.busy_s == ([1.0, 1.0] if mesh.rank == 0 else None)
+            sharing.announce(asked=False)
+            sharing.settle()
+            calls.append(mesh.bookkeeping.calls)
+            outcome = Queued(torch.tensor(1.0), torch.tensor(0.0), 20)
+            recorder.measured(step, torch.tensor(10.0 * (1 + mesh.rank)), outcome, 1e-3, 0.0)
+    return calls
+
+
+def test_a_step_takes_two_small_collectives() -> None:
+    """What each has worked and what its record says travel together; the answer and a request to stop do, too."""
+    assert run_ranks(counted, 2) == [[2, 2, 2]] * 2

@@ -14,7 +14,7 @@ from phalanx.models.attention import attention, has_kernel
 from phalanx.records import Placement, RunPaths, read_steps
 from phalanx.train import trainer
 from phalanx.train.clock import Events, UnitClock
-from phalanx.train.metrics import HostCopy
+from phalanx.accelerator import HostCopy
 from tests.helpers import run_ranks
 from tests.numerics import runs
 

@@ -85,8 +85,8 @@ def job(run: str | Path, data: str | Path, changes: dict[str, Any], world: int) 
 
 
 def on_one_thread(placement: Placement) -> Placement:
-    """The placement on a machine so full that each rank gets one thread: threads that spin are slow on busy cores."""
-    return dataclasses.replace(placement, local_world=1 << 20)
+    """The placement with one thread for each rank: threads that spin are slow on busy cores."""
+    return dataclasses.replace(placement, threads=1)
 
 
 @contextlib.contextmanager

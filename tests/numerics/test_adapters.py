@@ -205,6 +205,11 @@ def test_other_weights_in_the_place_of_the_base_are_refused(
     paths = finished(run, tmp_path / "base", tokens)
     described = runs.job(run, tokens, changes(tmp_path / "base"), 1)
     folder.check_data(paths, {}, True, adapters.base_of(described.config, described.spec, Llama))
+    export_run(paths, tmp_path / "before", None)
+    going_on = changes(tmp_path / "base", adapter=str(tmp_path / "before"), targets=EVERYTHING)
+    another = runs.job(tmp_path / "another", tokens, going_on, 1)
+    assert another.spec is not None
+    assert adapters.warnings(another.config, another.spec, Llama) == []
     shutil.rmtree(tmp_path / "base")
     export(tmp_path / "base", SPEC, lambda name: torch.ones(shapes_of(Llama, SPEC)[name]), torch.float64)
     with pytest.raises(RunError, match=r"the weights in model.from_hf have changed since the run in .* began"):
@@ -212,6 +217,8 @@ def test_other_weights_in_the_place_of_the_base_are_refused(
     with pytest.raises(RunError, match=r"does not hold the weights that the adapters of .* were trained beside"):
         export_run(paths, tmp_path / "merged", None, merge=True)
     export_run(paths, tmp_path / "adapter", None)  # needs no base
+    (warning,) = adapters.warnings(another.config, another.spec, Llama)
+    assert warning.startswith(f"the adapter {tmp_path / 'before'} was trained beside other weights than those in")
 
 
 def test_an_adapter_gives_what_the_recipe_leaves_open_and_contradicts_the_rest(
@@ -223,7 +230,7 @@ def test_an_adapter_gives_what_the_recipe_leaves_open_and_contradicts_the_rest(
 
     def found(**section: Any) -> dict[str, Any]:
         config = runs.job(tmp_path / "x", tokens, changes(base, **(own | section)), 1).config
-        return {key: value for key, value, _ in adapters.resolve(config, 2, Llama)}
+        return {key: value for key, value, _ in adapters.resolve(config, SPEC, Llama)}
 
     assert found() == {"model.lora.rank": 3, "model.lora.alpha": 9, "model.lora.targets": EVERYTHING}
     assert found(rank=3, targets=EVERYTHING[::-1]) == {"model.lora.alpha": 9}

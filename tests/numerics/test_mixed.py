@@ -10,6 +10,7 @@ from phalanx import accelerator, recipe
 from phalanx.comm import collectives
 from phalanx.errors import ConfigError
 from phalanx.optim import fsdp2
+from phalanx.optim.sharded import Sharded
 from phalanx.records import Placement
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -35,6 +36,13 @@ def train(placement: Placement, run: str, data: str, types: list[str], changes: 
     fsdp2.collectives.reduce_scatter = noting(collectives.reduce_scatter)
     described = runs.job(run, data, MIXED | changes, placement.world)
     with runs.loop_of(placement, described) as loop:
+        if isinstance(loop.parts.engine, Sharded):
+            moves = loop.parts.engine._moves
+            gather, reduce_scatter = moves.all_gather, moves.reduce_scatter
+            noted = noting(lambda output, shard, cuts: gather(output, cuts))
+            moves.all_gather = lambda tensor, cuts: noted(tensor, tensor, cuts)  # type: ignore[method-assign]
+            summed = noting(lambda tensor, into, cuts: reduce_scatter(tensor, cuts, into))
+            moves.reduce_scatter = lambda tensor, cuts, into: summed(tensor, into, cuts)  # type: ignore[method-assign]
         assert loop.run(loop.restore()) == 0
         saved = runs.state(Path(run))
         with loop.parts.engine.full_parameters() as whole:
@@ -52,14 +60,21 @@ def mixed(folder: Path, tokens: Path, types: list[str], **changes: Any) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("types", "activations"),
-    [(["bf16", "fp32"], "none"), (["fp32", "bf16", "fp16"], "none"), (["fp16", "fp32"], "full")],
+    ("types", "changes"),
+    [
+        (["bf16", "fp32"], {"parallel__data": "fsdp2"}),
+        (["bf16", "fp32"], {"parallel__zero": 1, "optim__slots": 2}),
+        (["bf16", "fp32"], {"parallel__zero": 3, "balance__state": [1, 3]}),
+        (["fp32", "bf16", "fp16"], {"parallel__data": "fsdp2"}),
+        (["fp32", "bf16", "fp16"], {"parallel__zero": 2}),
+        (["fp16", "fp32"], {"memory__activations": "full"}),
+    ],
 )
 def test_unlike_ranks_walk_the_curve_of_float32(
-    types: list[str], activations: str, tokens: Path, tmp_path: Path
+    types: list[str], changes: dict[str, Any], tokens: Path, tmp_path: Path
 ) -> None:
     exact = walk(1, tmp_path / "exact", tokens, train__steps=8, train__dtype="fp32")
-    unlike, found = mixed(tmp_path / "mixed", tokens, types, memory__activations=activations)
+    unlike, found = mixed(tmp_path / "mixed", tokens, types, **changes)
     apart = max(abs(a - b) for a, b in zip(unlike.losses, exact.losses, strict=True))
     print(f"{types}: losses {apart:.1e} apart, parameters {distance(unlike.state, exact.state, 'param'):.1e}")
     assert 0 < apart < 2e-2

@@ -66,7 +66,7 @@ def job(run: Path, images: str, changes: dict[str, Any], world: int) -> trainer.
 def train(placement: Placement, run: str, images: str, changes: dict[str, Any], dies_in: int | None = None) -> int:
     """One rank of a run, from start or newest checkpoint; `dies_in` a step, at the first attempt, without a word."""
     described = job(Path(run), images, changes, placement.world)
-    where = dataclasses.replace(placement, local_world=1 << 20)
+    where = dataclasses.replace(placement, threads=1)
     if dies_in is not None and placement.attempt == 1:
         import os
 
@@ -126,13 +126,15 @@ def test_killed_and_resumed_is_the_same_to_the_last_bit(images: Path, tmp_path: 
 def gradients(placement: Placement, images: str, dtype: str, work: list[int]) -> dict[str, list[float]]:
     """One step's whole gradients, divided by nothing, of a batch cut into these shares."""
     changes = {"balance.work": work, "train.dtype": dtype, "train.global_batch": sum(work)}
+    if placement.world > 1:  # the twin leaves gradients where autograd puts them
+        changes["parallel.data"] = "fsdp2"
     described = job(Path("nowhere"), images, changes, placement.world)
     torch.set_num_threads(1)
     with join(placement, 30) as mesh:
         parts = build(described.config, None, mesh, [], {})
         materialise(parts.model, parts.engine, parts.starting_weights)
         batches = [parts.task.collate(samples) for samples in parts.train.batches(0, parts.sharing.division)]
-        parts.engine.begin_step(1, sum(batch.weight for batch in batches))
+        parts.engine.begin_step(1, sum(batch.weight for batch in batches), 1e-3, None)
         run_micro_batches(parts.engine, parts.model, parts.task, batches, seed=0, step=1, nominal_weight=1)
         found = {}
         for name, parameter in parts.model.named_parameters():
@@ -209,7 +211,7 @@ def learn(placement: Placement, run: str, text: str) -> float:
     answer = resolve_with_files(recipe.to_yaml(config), ["cpu"], 1, 1, None)
     config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
     folder.write_start(paths, config, answer["tokenizer"])
-    where = dataclasses.replace(placement, local_world=1 << 20)
+    where = dataclasses.replace(placement, threads=1)
     assert trainer.run(trainer.Run(config, None, paths, [], {}), where) == 0
     export_run(paths, Path(run) / "exported", None)
     # A reader needs no more than the folder: the class of its task.py, the options, the tensors by their own names.

@@ -9,7 +9,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx import balance
-from phalanx.balance import Division, Line, Speed, divide, in_parts, scaled, slowest_s, split
+from phalanx.balance import (
+    Division,
+    Line,
+    Speed,
+    divide,
+    in_parts,
+    scaled,
+    shard_cuts,
+    slowest_s,
+    split,
+    state_shares,
+)
 from phalanx.errors import ConfigError
 
 
@@ -52,6 +63,35 @@ def test_no_division_is_faster(total: int, speeds: list[Speed], part_s: float) -
     assert division.fits([speed.most for speed in speeds])
     found, best = slowest_s(division, speeds, part_s), best_of_all(total, speeds, part_s)
     assert found == pytest.approx(best, rel=1e-8), division
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    total=st.integers(0, 400),
+    speeds=st.lists(
+        st.builds(
+            Speed,
+            sequence_s=st.sampled_from([0.1, 1.0, 1.7]) | st.floats(0.1, 4.0),
+            fixed_s=st.sampled_from([0.0, 0.2]) | st.floats(0.0, 5.0),
+            most=st.sampled_from([1, 2, 5, 17, balance.UNBOUND]),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    part_s=st.sampled_from([0.0, 0.3]),
+)
+def test_no_number_of_micro_batches_that_was_not_tried_is_better(
+    total: int, speeds: list[Speed], part_s: float
+) -> None:
+    """The plain way: try all, and of equals take the least."""
+    tried = []
+    for parts in range(max(1, -(-total // sum(speed.most for speed in speeds))), total + 2):
+        lines = [Line(parts * s.fixed_s, s.sequence_s, min(total, parts * s.most), parts) for s in speeds]
+        division = Division(split(total, lines), parts)
+        tried.append((slowest_s(division, speeds, part_s), division))
+    found, best = divide(total, speeds, part_s), min(seconds for seconds, _ in tried)
+    assert slowest_s(found, speeds, part_s) == pytest.approx(best, rel=1e-8)
+    assert found.parts <= next(division.parts for seconds, division in tried if seconds <= best * (1 + 1e-12))
 
 
 @settings(max_examples=200, deadline=None)
@@ -129,22 +169,24 @@ def test_a_device_that_holds_nothing_is_named() -> None:
         in_parts([4, 4], [0, 4])
 
 
-@pytest.mark.parametrize("kinds", [4, 1024])
-def test_a_thousand_devices_are_divided_exactly(kinds: int) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "limits", "total"),
+    [(4, [2, 4, 8, 16], 16384), (1024, [2, 4, 8, 16], 16384), (1024, [1, 2, 3, 4, 5], 65536)],
+)
+def test_a_thousand_devices_are_divided_exactly(kinds: int, limits: list[int], total: int) -> None:
     """Of few kinds, or each a little different as measured ones are, with memories that bind."""
-    limits = [2, 4, 8, 16]
-    speeds = [Speed(1.0 + (rank % kinds) / kinds, 0.2, limits[rank % 4]) for rank in range(1024)]
+    speeds = [Speed(1.0 + (rank % kinds) / kinds, 0.2, limits[rank % len(limits)]) for rank in range(1024)]
     begun = time.process_time()
-    division = divide(16384, speeds)
+    division = divide(total, speeds)
     print(f"{kinds} kinds: {(time.process_time() - begun) * 1e3:.1f} ms, {division.parts} parts")
-    assert sum(division.shares) == 16384
+    assert sum(division.shares) == total
     assert division.fits([speed.most for speed in speeds])
     seconds = slowest_s(division, speeds)
-    for parts in range(1, 40):  # no number of micro-batches allows less than that: too few pieces would be had for it
+    for parts in range(1, 80):  # no number of micro-batches allows less than that: too few pieces would be had for it
         room = [int((seconds * (1 - 1e-9) - parts * s.fixed_s) / s.sequence_s) for s in speeds]
         had = sum(min(parts * s.most, n) if n >= parts else -(10**9) for n, s in zip(room, speeds, strict=True))
-        assert had < 16384, parts
-    assert divide(16384, speeds) == division
+        assert had < total, parts
+    assert divide(total, speeds) == division
 
 
 def test_given_shares_are_cut_into_what_fits() -> None:
@@ -171,3 +213,95 @@ def test_a_smaller_batch_is_divided_in_proportion(shares: list[int], most: int, 
         assert abs(mine - share * total / sum(shares)) < 1
     if total == sum(shares):
         assert found == division
+
+
+# ----------------------------------------------------------------------------------------------- what is sharded
+
+
+weights_strategy = st.lists(st.sampled_from([0.0, 0.1, 0.25, 1 / 3, 0.5, 1.0, 7.0]), min_size=1, max_size=6).filter(any)
+
+
+@settings(max_examples=300, deadline=None)
+@given(elements=st.integers(0, 5000), granule=st.sampled_from([1, 3, 64]), weights=weights_strategy)
+def test_a_bucket_is_cut_in_proportion(elements: int, granule: int, weights: list[float]) -> None:
+    cuts = shard_cuts(elements, granule, weights)
+    assert (cuts[0], len(cuts)) == (0, len(weights) + 1)
+    assert elements <= cuts[-1] < elements + granule
+    assert all(cut % granule == 0 for cut in cuts)
+    for weight, (start, stop) in zip(weights, itertools.pairwise(cuts), strict=True):
+        assert abs((stop - start) - cuts[-1] * weight / sum(weights)) < granule * (1 + 1e-9)
+        assert stop == start if weight == 0 else stop >= start
+
+
+@settings(max_examples=200, deadline=None)
+@given(buckets=st.lists(st.integers(1, 300), min_size=1, max_size=60), weights=weights_strategy)
+def test_over_many_buckets_nobody_gains(buckets: list[int], weights: list[float]) -> None:
+    taken = [0] * len(weights)
+    for elements in buckets:
+        cuts = shard_cuts(elements, 64, weights, taken=taken)
+        for rank, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            taken[rank] += stop - start
+            assert abs((stop - start) - cuts[-1] * weights[rank] / sum(weights)) < 64 * len(weights)
+        for own, weight in zip(taken, weights, strict=True):
+            assert abs(own - sum(taken) * weight / sum(weights)) < 64 * 2.5, (taken, weights)
+
+
+def test_small_buckets_go_round() -> None:
+    """A norm's few elements are one granule: without an account of earlier ones rank 0 would own all of them."""
+    taken = [0, 0, 0]
+    for _ in range(8):
+        cuts = shard_cuts(64, 64, [2.0, 1.0, 1.0], taken=taken)
+        taken = [own + stop - start for own, (start, stop) in zip(taken, itertools.pairwise(cuts), strict=True)]
+    assert taken == [4 * 64, 2 * 64, 2 * 64]
+    assert shard_cuts(64, 64, [2.0, 1.0, 1.0]) == (0, 64, 64, 64)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    elements=st.integers(0, 40),
+    limits=st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.integers(-3, 30)), min_size=1, max_size=5),
+)
+def test_no_rank_owns_more_than_it_has_room_for(elements: int, limits: list[tuple[float, int]]) -> None:
+    weights, room = [weight for weight, _ in limits], [few for _, few in limits]
+    if not any(weights):
+        return
+    could = sum(max(0, few // 4 * 4) for weight, few in limits if weight)
+    if could < elements:
+        with pytest.raises(ConfigError, match=rf"{elements} elements do not fit where ranks have room for"):
+            shard_cuts(elements, 4, weights, room)
+        return
+    cuts = shard_cuts(elements, 4, weights, room)
+    owned = [stop - start for start, stop in itertools.pairwise(cuts)]
+    assert elements <= sum(owned) < elements + 4
+    assert all(0 <= own <= max(0, few) for own, few in zip(owned, room, strict=True))
+    free = [n for n, few in enumerate(room) if weights[n] and owned[n] + 4 <= few]
+    for a, b in itertools.permutations(free, 2):  # those that are not full have their proportion
+        assert abs(owned[a] * weights[b] - owned[b] * weights[a]) < 4 * (weights[a] + weights[b]) * (1 + 1e-9)
+
+
+def test_what_people_expect_of_shards() -> None:
+    assert shard_cuts(1024, 64, [4.0, 2.0, 1.0, 1.0]) == (0, 512, 768, 896, 1024)
+    assert shard_cuts(1000, 64, [2.0, 1.0, 1.0, 0.0]) == (0, 512, 768, 1024, 1024)
+    assert shard_cuts(10, 64, [1.0, 1.0]) == (0, 64, 64)
+    assert shard_cuts(0, 64, [1.0, 1.0]) == (0, 0, 0)
+    assert shard_cuts(512, 64, [1.0, 1.0], room=[128, 1000]) == (0, 128, 512)
+    assert state_shares([10.0, 10.0, 10.0], 12.0) == (1 / 3, 1 / 3, 1 / 3)
+    assert state_shares([10.0, 1.0, 10.0], 12.0) == pytest.approx((5.5 / 12, 1 / 12, 5.5 / 12))
+    assert state_shares([10.0, -2.0], 8.0) == (1.0, 0.0)
+    assert state_shares([-1.0, 0.0], 0.0) == (0.5, 0.5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(rooms=st.lists(st.floats(-5, 100), min_size=1, max_size=6), needed=st.floats(0.01, 300))
+def test_state_is_as_even_as_memories_allow(rooms: list[float], needed: float) -> None:
+    could = sum(max(0.0, room) for room in rooms)
+    if could < needed and min(rooms) * len(rooms) < needed:
+        with pytest.raises(ConfigError, match=r"the optimizer state needs .* MiB left; add devices"):
+            state_shares(rooms, needed)
+        return
+    shares = state_shares(rooms, needed)
+    assert sum(shares) == pytest.approx(1)
+    assert all(share * needed <= max(0.0, room) * (1 + 1e-9) for share, room in zip(shares, rooms, strict=True))
+    # Who has less than the most has all that there is room for.
+    for share, room in zip(shares, rooms, strict=True):
+        assert share == pytest.approx(max(shares)) or share * needed == pytest.approx(max(0.0, room), abs=1e-9)

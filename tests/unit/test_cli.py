@@ -319,7 +319,7 @@ def test_two_ranks_of_torchrun_and_on_with_one(here: Path) -> None:
     paths = RunPaths(here / "run")
     events = list(read_lines(paths.events))
     (started,) = [event for event in events if event["kind"] == Kind.RUN_STARTED]
-    assert (started["world"], started["engine"]) == (2, "fsdp2")
+    assert (started["world"], started["engine"]) == (2, "sharded")
     assert [event["step"] for event in events if event["kind"] == Kind.FINISHED] == [3]
     assert paths.report.exists()
 

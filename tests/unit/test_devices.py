@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,14 @@ MIXED = [record(step, [24, 8], [0.96, 0.8]) for step in range(1, 5)]
 
 def test_an_even_split_would_have_waited_for_the_device_that_needs_longest_for_a_sequence() -> None:
     # Rank 1 needs 0.1 s for a sequence: 16 of them take 1.6 s, and 0.04 s of the step were nobody's work.
-    assert Step((24, 8), (0.96, 0.8), 1.0).even_s == pytest.approx(1.64)
+    assert Step((24, 8), (0.96, 0.8), 1.0).even_s({}) == pytest.approx(1.64)
     # With equal shares it is the step itself.
-    assert Step((16, 16), (0.5, 0.9), 1.0).even_s == pytest.approx(1.0)
+    assert Step((16, 16), (0.5, 0.9), 1.0).even_s({}) == pytest.approx(1.0)
     # A rank without a share has still run one sequence that counts for nothing.
-    assert Step((4, 0), (0.4, 0.3), 0.4).even_s == pytest.approx(0.6)
+    assert Step((4, 0), (0.4, 0.3), 0.4).even_s({}) == pytest.approx(0.6)
+    # Of which two thirds are what a micro-batch takes by itself, as was measured: two take 0.4 s.
+    assert Step((4, 0), (0.4, 0.3), 0.4).even_s({1: (0.04, 0.02)}) == pytest.approx(0.4)
+    assert Step((24, 8), (0.96, 0.8), 1.0).even_s({1: (0.4, 0.05)}) == pytest.approx(1.24)
 
 
 def test_a_summary_leaves_out_the_first_step_and_steps_of_other_worlds() -> None:
@@ -88,6 +92,9 @@ def test_the_console_shows_shares_while_it_runs_and_a_table_at_the_end(tmp_path:
     assert fast.split() == ["0", "quick", "on", "here", "24", "75.0", "%", "96", "%", "4", "%", "25"]
     assert slow.split() == ["1", "slow", "on", "there", "8", "25.0", "%", "80", "%", "20", "%", "10"]
     assert any("1.64 times as long" in line for line in lines)
+    slower = replace(other, times=((1, 0.45), (5, 0.65)))  # of which 0.4 s are what a micro-batch takes by itself
+    hardware.write(paths.hardware, Hardware({}, (device, slower), None))
+    assert "1.24 times as long" in shown(summary(paths))
     paths.hardware.write_text("torn")
     assert "quick" not in shown(summary(paths))
 

@@ -47,16 +47,16 @@ def state_of(placement: Placement, run: str, data: str) -> list[int]:
 def test_state_is_what_engines_hold(ranks: int, tmp_path: Path) -> None:
     runs.write_tokens(tmp_path / "data")
     (tmp_path / "run").mkdir()
-    config = runs.job(tmp_path / "run", tmp_path / "data", {}, ranks).config
+    zero = {"parallel.zero": 3} if ranks > 1 else {}  # with less of it the masters of fp64 are the parameters
+    config = runs.job(tmp_path / "run", tmp_path / "data", zero, ranks).config
     found = dry_run(config, ranks)
     held = run_ranks(state_of, ranks, run=str(tmp_path / "run"), data=str(tmp_path / "data"))
     assert sum(elements for elements, _ in held) == found["model"]["parameters"] == found["model"]["trained"]
     together = sum(size for _, size in held)
     assert together == found["disk"]["checkpoint"]
     mine = found["memory"]["master weights"] + found["memory"]["optimizer state"]
-    assert mine == pytest.approx(together / ranks, abs=2)
-    # Shards are of whole rows: with few of them some ranks hold a little more than their share.
-    assert max(size for _, size in held) < 1.2 * mine
+    # Of the rank that holds most: the others may have the padding at a bucket's end.
+    assert max(size for _, size in held) <= mine < 1.02 * max(size for _, size in held)
 
 
 def test_a_checkpoint_has_the_size_that_was_foretold(tmp_path: Path) -> None:

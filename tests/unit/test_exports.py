@@ -1,14 +1,18 @@
 """Exports to a URL: file by file, what makes it a model last, and no half of one."""
 
 import errno
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from phalanx import patience, recipe
+from phalanx import patience, recipe, storage
+from phalanx.data.cache import prune
 from phalanx.errors import ConfigError, StorageError
-from phalanx.records import Url
+from phalanx.records import Placement, Url
 from phalanx.train import exports
+from tests.helpers import run_ranks
 from tests.stores import Faults
 
 FILES = ("model-1.safetensors", "model-2.safetensors")
@@ -44,6 +48,27 @@ def test_what_makes_it_a_model_comes_last(faults: Faults, tmp_path: Path, monkey
     with pytest.raises(ConfigError, match="is not empty"):
         write(Url(f"faulty://{there}", 20), tmp_path / "cache", seen)
     assert exports.LAST[0] == "config.json"
+
+
+def killed_within_an_export(placement: Placement, url: str, cache: str) -> None:
+    config = recipe.check({"model": {"preset": "llama-3.2-1b"}, "data": {"cache": cache}}, "here")
+    with exports.target(Url(url, 20), config) as (local, _):
+        assert isinstance(local, Path)
+        local.mkdir()
+        (local / "model.safetensors").write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_export_left_is_swept_by_the_next_command(tmp_path: Path) -> None:
+    cache, url = tmp_path / "cache", Url(f"file://{tmp_path}/there", 20)
+    with pytest.raises(AssertionError, match="killed by SIGKILL"):
+        run_ranks(killed_within_an_export, 1, url=url.text, cache=str(cache))
+    assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".partial"]
+    with storage.locked(next(cache.glob("*.lock")), 1):  # as if it were still going on
+        prune(cache)
+        assert len(list(cache.iterdir())) == 2
+    prune(cache)  # as every preparation of data does, and every export
+    assert list(cache.iterdir()) == []
 
 
 def test_one_that_fails_is_taken_away(faults: Faults, tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 in which another value is seen to change what happens. A key without an entry in CASES fails.
 """
 
-import dataclasses
-import json
-import os
+import functools
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,187 +17,27 @@ from phalanx.config import leaves, spec_of
 from phalanx.data import prepare, reading
 from phalanx.errors import PhalanxError
 from phalanx.models.spec import PRESETS
-from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
+from phalanx.records import Kind, Placement, RunPaths, read_lines
 from tests.helpers import run_ranks
+from tests.unit.field_runs import (
+    BASE,
+    CHAT,
+    CLASSIFY,
+    LORA,
+    MASKED,
+    PROMPTS,
+    ROPE,
+    SGD,
+    TAG,
+    TASK,
+    WSD,
+    YARN,
+    Seen,
+    configured,
+    observe,
+    write_text,
+)
 from tests.unit.test_prepare_sets import children
-
-Seen = dict[str, Any]
-BASE: dict[str, dict[str, Any]] = {
-    "model": {"hidden": 16, "layers": 1, "heads": 2, "intermediate": 32},
-    "data": {"source": "SOURCE", "tokenizer_vocab": 300, "seq_len": 8, "held_out": 0.3, "cache": "CACHE"},
-    "train": {"steps": 3, "global_batch": 4, "micro_batch": 2, "dtype": "fp64", "compile": False, "eval_sequences": 4},
-    "optim": {"lr": 1e-2, "decay_steps": 6},
-    "checkpoint": {"every": 0},
-    "report": {"tensorboard": False},
-}
-LORA = {"model": {"from_hf": "FOLDER/exported", "lora": {"rank": 2}}}
-PROMPTS = {"data.format": "prompt", "data.prompt_key": "title", "data.completion_key": "text", "data.seq_len": 44}
-CHAT = {"data.source": "FOLDER/talks.jsonl", "data.format": "chat", "data.chat_template": "chatml", "data.seq_len": 64}
-SGD = {"optim.rule": "sgd", "optim.lr": 0.5}
-WSD = {"optim.schedule": "wsd"}
-ROPE = {"model.rope_scaling": {"original_max_seq_len": 64}}  # so short that even a tiny head has waves to stretch
-YARN = {"model.rope_scaling": {"original_max_seq_len": 64, "rule": "yarn"}}
-MASKED = {"model.architecture": "bert", "data.seq_len": 16, "data.source": "FOLDER/labelled.jsonl"}
-MASKED |= {"data.text_key": "title"}  # of long words
-TAG = MASKED | {"task.kind": "tag"}
-CLASSIFY = TAG | {"task.kind": "classify"}
-OWN_TASK = """
-import torch
-from torch import nn
-from phalanx.models.model import Model
-from phalanx.tasks.own import OwnTask
-from phalanx.tasks.task import Batch
-
-
-class Net(Model):
-    def __init__(self, width):
-        super().__init__()
-        self.one, self.two = nn.Linear(2, width), nn.Linear(width, 1)
-
-    def forward(self, x):
-        return self.two(self.one(x).tanh())
-
-
-class Task(OwnTask):
-    def __init__(self, width=3):
-        self.width = width
-
-    def model(self):
-        return Net(self.width)
-
-    def train(self):
-        return [torch.tensor([i / 9, 1.0]) for i in range(9)]
-
-    def collate(self, samples):
-        return Batch({"x": torch.stack(samples)}, len(samples))
-
-    def loss_sum(self, model, batch, draws):
-        return (model(batch.inputs["x"]) - TARGET).square().sum()
-"""
-TASK: dict[str, Any] = {"model": {}, "data": {}, "task.code": "FOLDER/task.py"}
-OWN = """
-from phalanx.models import llama
-
-
-class Attention(llama.Attention):
-    def forward(self, x, cos, sin, *rest):
-        return super().forward(x, cos * 0 + 1, sin * 0, *rest)
-
-
-class Block(llama.Block):
-    def __init__(self, spec, layer):
-        super().__init__(spec, layer)
-        self.attention = Attention(spec, layer)
-
-
-class Model(llama.Llama):
-    block = Block
-"""
-
-
-# ---------------------------------------------------------------------------------------------- inside a rank's process
-
-
-def configured(changes: dict[str, Any], folder: Path) -> recipe.Config:
-    tree = recipe.apply_overrides(BASE, [])
-    for section, values in tree.items():
-        tree[section] = dict(values)
-    for key, value in changes.items():
-        *parents, leaf = key.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
-    text = json.dumps(tree).replace("SOURCE", str(folder / "text.jsonl")).replace("CACHE", str(folder / "cache"))
-    made = recipe.check(json.loads(text.replace("FOLDER", str(folder))), "the test's recipe")
-    return recipe.resolve(made, device="cpu", world=1)[0]
-
-
-def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path) -> Seen:
-    """One run as `phalanx train` makes it, in this process, and everything that can be seen of it afterwards."""
-    from phalanx import launch
-    from phalanx.checkpoint.read import Checkpoint, find, step_folder
-    from phalanx.train import folder as run_folder
-    from phalanx.train.resolve import resolve_with_files, token_folders
-    from phalanx.train.subject import spec_if_any
-    from phalanx.train.trainer import Run
-
-    run.mkdir()
-    paths = RunPaths(run)
-    answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
-    config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
-    run_folder.write_start(paths, config, answer["tokenizer"])
-    job = Run(config, spec_if_any(config, paths), paths, *token_folders(answer))
-    # As on a machine so full that a rank gets one thread: threads that spin are slow where cores are busy.
-    code = launch.worker(job, dataclasses.replace(placement, local_world=1 << 20))
-    steps, events = read_steps(paths.metrics), list(read_lines(paths.events))
-    newest = Checkpoint(step_folder(paths.checkpoints, find(paths.checkpoints)[0]))
-    return {
-        "code": code,
-        "config": config.model_dump(mode="json"),
-        "parameters": answer["parameters"],
-        "spec": {"max_seq_len": job.spec.max_seq_len, "vocab_size": job.spec.vocab_size} if job.spec else {},
-        "train_tokens": [folder for folder, _ in answer["train"]],
-        **{
-            name: [step[name] for step in steps] for name in ("loss", "grad_norm", "lr", "tokens", "step", "loss_scale")
-        },
-        "evaluated": [(e["step"], e["tokens"], e["loss"]) for e in events if e["kind"] == Kind.EVALUATED],
-        "checkpoints": find(paths.checkpoints),
-        "saved": [e["step"] for e in events if e["kind"] == Kind.CHECKPOINT_SAVED],
-        "stored": next(iter(newest.parameters.values()))[1],
-        "tensorboard": paths.tensorboard.exists(),
-        "wandb": sorted(path.name[:11] for path in (paths.root / "wandb").glob("offline-run-*")),
-        "inside": sorted(path.name for path in paths.inside.iterdir()) if paths.inside.exists() else [],
-        "tokenizer_bytes": (paths.tokenizer / "tokenizer.json").stat().st_size if paths.tokenizer.exists() else 0,
-    }
-
-
-def look(placement: Placement, changes: dict[str, Any], folder: Path) -> Seen:
-    """Build the parts of a run and take one step with them by hand."""
-    from phalanx.comm.mesh import join
-    from phalanx.parallel.materialize import materialise
-    from phalanx.train.build import build
-    from phalanx.train.resolve import resolve_with_files, token_folders
-    from phalanx.train.step import run_micro_batches
-    from phalanx.train.subject import spec_from_run
-
-    answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
-    config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
-    with join(placement, config.comm.timeout_s) as mesh:
-        parts = build(config, spec_from_run(config), mesh, *token_folders(answer))
-        materialise(parts.model, parts.engine, parts.starting_weights)
-        block = dict(parts.model.units())["layers.0"]
-        seen = {"engine": type(parts.engine).__name__, "compiled": "dynamo" in str(vars(block.forward))}
-        if seen["compiled"]:
-            return seen  # compiling takes far longer than everything else here
-        norms: list[int] = []
-        block.attention_norm.register_forward_hook(lambda *_: norms.append(1))
-        batches = [parts.task.collate(samples) for samples in parts.train.batches(0, parts.sharing.division)]
-        parts.engine.begin_step(1, sum(batch.weight for batch in batches))
-        run_micro_batches(parts.engine, parts.model, parts.task, batches, seed=0, step=1, nominal_weight=1)
-        parts.engine.finish_step(1e-3, None)
-        return seen | {"micro_batches": len(batches), "forward_calls": len(norms)}
-
-
-def observe(placement: Placement, folder: str, cases: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Seen]:
-    """Each (name, walk or look, changes), one after the other; a case that fails leaves its error in its place."""
-    import torch
-
-    from phalanx.train.export import export_run
-
-    torch.set_num_threads(1)
-    os.environ["WANDB_MODE"] = "offline"
-    root, found = Path(folder), {}
-    for number, (name, how, changes) in enumerate(cases):
-        try:
-            run = root / f"run-{number}"
-            found[name] = walk(placement, changes, root, run) if how == "walk" else look(placement, changes, root)
-        except Exception as error:
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
-        if name in ("base", "lora"):
-            export_run(RunPaths(run), root / ("exported" if name == "base" else "adapter"), None)
-    return found
-
 
 # ----------------------------------------------------------------------------------------------------- what is compared
 
@@ -397,6 +235,108 @@ def divided(placement: Placement) -> dict[str, list[Any]]:
     return found
 
 
+def _zero(base: Seen, seen: Seen) -> None:
+    """Parameters are kept between steps, or not."""
+    assert [by_rank["in_memory"] for by_rank in sharded_as("parallel.zero", 1)] == [8 * WEIGHTS] * 2
+    assert [by_rank["in_memory"] for by_rank in sharded_as("parallel.zero", 3)] == [0, 0]
+
+
+def _reduce(base: Seen, seen: Seen) -> None:
+    """Of two micro-batches either is sent, half of it by each rank, or their sum."""
+    once, twice = (sharded_as("parallel.reduce", way)[0]["sent"] for way in ("per_step", "per_micro_batch"))
+    assert twice - once == 8 * WEIGHTS // 2
+
+
+def _shard_degree(base: Seen, seen: Seen) -> None:
+    assert [by_rank["state"] for by_rank in sharded_as("parallel.shard_degree", 1)] == [3 * WEIGHTS, 3 * WEIGHTS]
+
+
+def _state(base: Seen, seen: Seen) -> None:
+    even, uneven = (sharded_as("balance.state", state) for state in ("even", [3, 1]))
+    assert [by_rank["state"] for by_rank in even] == [3 * WEIGHTS // 2, 3 * WEIGHTS // 2]
+    assert [by_rank["state"] for by_rank in uneven] == [9 * WEIGHTS // 4, 3 * WEIGHTS // 4]
+
+
+def _slots(base: Seen, seen: Seen) -> None:
+    one, two = (sharded_as("optim.slots", slots)[0]["state"] for slots in (1, 2))
+    assert two == 2 * one > 0
+
+
+WEIGHTS = 2 * 32 * 32  # of the network below; AdamW keeps three numbers of each
+SHARDED: dict[str, tuple[Any, ...]] = {
+    "parallel.zero": (1, 3),
+    "parallel.reduce": ("per_step", "per_micro_batch"),
+    "parallel.shard_degree": (1,),
+    "balance.state": ("even", [3, 1]),
+    "optim.slots": (1, 2),
+}
+
+
+def sharded_as(key: str, value: Any) -> list[Seen]:
+    """What each of two ranks has seen of the sharded engine under that value."""
+    return [by_key[f"{key}={value}"] for by_key in _sharded_runs()]
+
+
+@functools.cache
+def _sharded_runs() -> list[dict[str, Seen]]:
+    return run_ranks(sharded, 2, timeout_s=60)
+
+
+def sharded(placement: Placement) -> dict[str, Seen]:
+    """One step of two micro-batches for each value: elements of state that were allocated, bytes of parameters between
+    steps, bytes handed to collectives."""
+    import torch
+    from torch import nn
+
+    from phalanx.comm.mesh import join
+    from phalanx.optim.choose import make_rule
+    from phalanx.optim.engine import Precision
+    from phalanx.train.engines import make_engine
+
+    found = {}
+    with join(placement, 30) as mesh:
+        for key, value in [(key, value) for key, values in SHARDED.items() for value in values]:
+            section, _, name = key.partition(".")
+            tree = {**BASE, "parallel": {"data": "sharded"}}
+            asked = recipe.check(tree | {section: tree.get(section, {}) | {name: value}}, "the test's recipe")
+            net = nn.Sequential(*(nn.Linear(32, 32, bias=False, dtype=torch.float64) for _ in range(2)))
+            allocated: list[int] = []
+
+            def allocate(
+                name: str, kind: str, elements: int, dtype: Any, device: Any, allocated: list[int] = allocated
+            ) -> Any:
+                allocated.append(elements)
+                return torch.zeros(elements, dtype=dtype, device=device)
+
+            optim = asked.optim.model_copy(update={"weight_decay": 0.1})
+            precision = Precision(torch.float64, torch.float64)
+            engine = make_engine(asked)(
+                net,
+                list(net.named_children()),
+                mesh=mesh,
+                rule=make_rule(optim),
+                nominal_weight=1,
+                precision=precision,
+                allocate=allocate,
+            )
+            engine.initialise(lambda shard: shard.tensor.fill_(0.1))
+            list(engine.pieces())  # waits until all has come
+            mesh.traffic.take(), engine.traffic.take()
+            engine.begin_step(1, 1, 1e-3, None)
+            for last in (False, True):
+                with engine.micro_batch(last):
+                    net(torch.ones(1, 32, dtype=torch.float64)).sum().backward()
+            engine.finish_step()
+            list(engine.pieces())
+            found[f"{key}={value}"] = {
+                "in_memory": sum(parameter.untyped_storage().nbytes() for parameter in net.parameters()),
+                "sent": mesh.traffic.take().payload_bytes + engine.traffic.take().payload_bytes,
+                "state": sum(allocated),
+            }
+            engine.close()
+    return found
+
+
 def _hardware(base: Seen, seen: Seen) -> None:
     """What the file says holds, and nothing is measured."""
     assert run_ranks(speeds_of_file, 2, timeout_s=60) == [[1.0, 3.0]] * 2
@@ -576,7 +516,12 @@ CASES: dict[str, Case] = {
     ),
     "optim.min_lr_ratio": Case({"optim.min_lr_ratio": 1.0}, rates(lambda lr: [1e-2] * 3)),
     "parallel.data": Case({"parallel.data": "fsdp2"}, equal("engine", "Fsdp2", "Single"), how="look", beside="looked"),
+    "parallel.zero": Case({}, _zero),
+    "parallel.reduce": Case({}, _reduce),
+    "parallel.shard_degree": Case({}, _shard_degree),
     "balance.work": Case({}, _work),
+    "balance.state": Case({}, _state),
+    "optim.slots": Case({}, _slots),
     "balance.hardware": Case({}, _hardware),
     "memory.activations": Case(
         {"memory.activations": "full"}, equal("forward_calls", 4, 2), how="look", beside="looked"
@@ -612,31 +557,6 @@ def _warmup(seen: Seen) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- tests
-
-
-def write_text(folder: Path) -> None:
-    for name, word in (("text", "hello"), ("other", "goodbye")):
-        lines = [{"text": f"document {i} says {word} {'again ' * (i % 5 + 5)}", "title": f"{i} * {i} = {i * i}, {word}!"
-                  * 3} for i in range(60)]  # fmt: skip
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "own.py").write_text(OWN)
-    (folder / "task.py").write_text(OWN_TASK.replace("TARGET", "1.0"))
-    (folder / "other_task.py").write_text(OWN_TASK.replace("TARGET", "2.0"))
-    labelled = []
-    for i in range(60):
-        words, numbers = [f"hello{i}", "again", str(i)], [str((i + 1) * 104729**2), "good", f"bye{i * 7919**2}"]
-        one = {"tokens": words, "others": numbers, "ner_tags": ["B-W", "O", "O"], "tags": ["O", "B-W", "O"]}
-        texts = {"text": " ".join(words), "title": " ".join(numbers)}
-        labelled.append(one | texts | {"label": i % 2, "other": i % 3 % 2})
-    (folder / "labelled.jsonl").write_text("".join(json.dumps(line) + "\n" for line in labelled))
-    talks = []
-    for i in range(60):
-        ask, answer = {"role": "user", "content": f"{i} * {i}?"}, {"role": "assistant", "content": f"{i * i}, said {i}"}
-        talks.append({"messages": [ask, answer], "short": [ask, answer | {"content": "no"}]})
-    (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
-    (folder / "own.jinja").write_text(
-        "{% for m in messages %}{{ m.role + ': ' }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    )
 
 
 @pytest.fixture(scope="module")

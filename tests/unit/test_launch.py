@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch import _outcome
+from phalanx.ending import outcome
 from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps, write_event
 from tests.helpers import ROOT, wait_until
 
@@ -124,4 +124,4 @@ def test_what_was_saved_has_not_failed(
         write_event(paths.events, kind, 1)
     for kind in written:
         write_event(paths.events, kind, 2)
-    assert _outcome(paths, code, 2) == expected
+    assert outcome(paths, code, 2) == expected

@@ -38,6 +38,7 @@ from phalanx.models.spec import (
 from phalanx.optim.engine import Precision
 from phalanx.optim.update import AdamW
 from phalanx.parallel import activations
+from phalanx.train import adapters
 from phalanx.train.probe import state_items
 
 SPEC = ModelSpec(vocab_size=31, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate=24, max_seq_len=64)
@@ -319,5 +320,12 @@ def test_a_recipe_with_adapters() -> None:
     open_yet, _ = recipe.resolve(recipe.check({"model": {"from_hf": "hf", "lora": {"adapter": "a"}}}, "it"),
                                  device="cpu", world=1)  # fmt: skip
     assert open_yet.model.lora == LoraSection(adapter="a")
+    own = {"from_hf": "hf", "code": "own.py", "lora": {}}
+    of_own, _ = recipe.resolve(recipe.check({"model": own}, "it"), device="cpu", world=1)
+    assert of_own.model.lora == LoraSection(rank=16, alpha=32.0, targets="auto"), "those that the class has"
+    for block, targets in ((_Narrow, ["q", "k", "v", "o", "up", "down"]), (Block, list(LORA_TARGETS))):
+        model_class = type("Model", (Llama,), {"block": block})
+        found = adapters.resolve(of_own, replace(SPEC, lora=None), model_class)
+        assert found == [("model.lora.targets", targets, "the model's own")]
     with pytest.raises(ConfigError, match=r"only drawn are worth no adapter; set model.from_hf"):
         recipe.check({"model": {"preset": "llama-3-8b", "lora": {}}}, "it")

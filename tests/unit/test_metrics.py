@@ -9,7 +9,9 @@ import torch
 from phalanx.balance import Speed, in_parts
 from phalanx.comm.mesh import Mesh, join
 from phalanx.records import Placement
-from phalanx.train.metrics import HostCopy, Recorder
+from phalanx.accelerator import HostCopy
+from phalanx.optim.engine import Queued
+from phalanx.train.metrics import Recorder
 from phalanx.train.metrics import Speed as Flops
 from phalanx.train.sharing import Sharing
 
@@ -20,15 +22,15 @@ def alone(mesh: Mesh) -> Sharing:
     return Sharing("auto", 8, [Speed(1.0)], mesh)
 
 
-def results(loss: float, norm: float = 1.0, skip: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.tensor(loss), torch.tensor(norm), torch.tensor(skip)
+def results(loss: float, weight: int, norm: float = 1.0, skip: float = 0.0) -> tuple[torch.Tensor, Queued]:
+    return torch.tensor(loss), Queued(torch.tensor(norm), torch.tensor(skip), weight)
 
 
 def test_a_record_is_handed_out_once_and_late() -> None:
     with join(ALONE, 10) as mesh:
         recorder = Recorder(mesh, Flops(600, 400, None), 2, total_tokens=1000, positions=16, sharing=alone(mesh))
         assert recorder.flush() is None
-        recorder.measured(7, results(30.0, 2.5), 10, 1e-3, 0.25)
+        recorder.measured(7, *results(30.0, 10, 2.5), 1e-3, 0.25)
         record = recorder.flush()
         assert record is not None
         assert recorder.flush() is None
@@ -44,7 +46,7 @@ def test_a_record_is_handed_out_once_and_late() -> None:
 def test_what_is_no_number_is_none(loss: float, weight: int) -> None:
     with join(ALONE, 10) as mesh:
         recorder = Recorder(mesh, Flops(6, 6, None), attempt=1, total_tokens=0, positions=10, sharing=alone(mesh))
-        recorder.measured(1, results(loss, math.nan, 1.0), weight, 1e-3, 0.0)
+        recorder.measured(1, *results(loss, weight, math.nan, 1.0), 1e-3, 0.0)
         record = recorder.flush()
     assert record is not None
     assert (record.loss, record.grad_norm, record.skipped) == (None, None, True)
@@ -55,7 +57,7 @@ def test_time_between_steps_is_left_out_when_the_clock_is_started_again() -> Non
         recorder = Recorder(mesh, Flops(6, 6, None), attempt=1, total_tokens=0, positions=10, sharing=alone(mesh))
         torch.ones(1 << 22).sort()
         recorder.restart_clock()
-        recorder.measured(1, results(1.0), 1, 1e-3, 0.0)
+        recorder.measured(1, *results(1.0, 1), 1e-3, 0.0)
         record = recorder.flush()
     assert record is not None
     assert record.step_s < 0.05

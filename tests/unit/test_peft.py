@@ -150,13 +150,13 @@ def test_peft_loads_what_we_save(base: Path, tmp_path: Path, targets: tuple[str,
         for name, parameter in model.named_parameters():
             if name.endswith("lora_b"):
                 parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
-        save_adapter(tmp_path, lora, 2, model.get_parameter, torch.float64, hf_name, str(base))
+        save_adapter(tmp_path, lora, 2, model.get_parameter, torch.float64, hf_name, str(base), "known")
         loaded = peft.PeftModel.from_pretrained(theirs(base), str(tmp_path), autocast_adapter_dtype=False)
         torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS), rtol=1e-10, atol=1e-10)
         found = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path), dtype=torch.float64)  # finds its base
         torch.testing.assert_close(found(TOKENS).logits, model(TOKENS), rtol=1e-5, atol=1e-5)
     again = Adapter(tmp_path, 2, hf_name)
-    assert again.lora == lora
+    assert (again.lora, again.base) == (lora, "known")
     assert all(torch.equal(again.read(name, 0, parameter.numel()), parameter.flatten())
                for name, parameter in model.named_parameters() if is_adapter(name))  # fmt: skip
 
@@ -284,7 +284,8 @@ def test_tensors_are_saved_in_the_dtype_that_is_asked_for(tmp_path: Path) -> Non
     def tensor_of(name: str) -> Tensor:
         return torch.full((2, 3) if name.endswith("a") else (3, 2), 1 / 3, dtype=torch.float64)
 
-    save_adapter(tmp_path, LoraSpec(rank=2, alpha=1.5, targets=("q",)), 1, tensor_of, torch.bfloat16, hf_name, "org/id")
+    lora = LoraSpec(rank=2, alpha=1.5, targets=("q",))
+    save_adapter(tmp_path, lora, 1, tensor_of, torch.bfloat16, hf_name, "org/id", None)
     assert {tensor.dtype for tensor in load_file(tmp_path / WEIGHTS).values()} == {torch.bfloat16}
     config = json.loads((tmp_path / CONFIG).read_text())
     assert (config["lora_alpha"], config["target_modules"], config["base_model_name_or_path"]) == (

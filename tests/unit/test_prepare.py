@@ -220,7 +220,8 @@ def test_two_processes_at_once_do_no_harm(tmp_path: Path) -> None:
     outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len({lines[-1] for lines in outputs}) == 1
-    assert sorted(len(lines) > 1 for lines in outputs) == [False, False, True]  # one of them worked
+    for phase in ("tokenizer", "tokens", "files"):  # one of them did it, which need not be the same each time
+        assert sum(any(line.startswith(f"{phase} ") for line in lines) for lines in outputs) == 1
     assert same_files(Path(outputs[0][-1]), folder_of(run([source], tmp_path / "alone")))
 
 

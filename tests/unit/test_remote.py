@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import patience
+from phalanx import patience, storage
 from phalanx.checkpoint.read import MANIFEST, Checkpoint, examine, find, newest_valid, step_folder
+from phalanx.checkpoint.remote import Remote
 from phalanx.errors import RunError, StorageError
 from phalanx.records import Url
 from tests.helpers import wait_until
@@ -28,7 +29,14 @@ def local(url: Url) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    """Of all files, without the words that writers draw."""
+    found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(re.sub(r"-[0-9a-f]{8}(?=\.safetensors)", "", name) for name in found)
+
+
+def file_of(step: Path, attempt: int = 1) -> Path:
+    (found,) = step.glob(f"rank-00000.attempt-{attempt}-*.safetensors")
+    return found
 
 
 @pytest.mark.parametrize("store", ["faulty", "s3"])
@@ -53,8 +61,10 @@ def test_what_is_in_a_store_is_what_is_in_a_folder(folder: Url, tmp_path: Path) 
     save_alone(folder, 5)
     twin, there = tmp_path / "twin" / "step-00000005", local(folder) / "step-00000005"
     assert names(there) == [MANIFEST, "rank-00000.attempt-1.safetensors"]
-    assert (there / names(there)[1]).read_bytes() == (twin / "rank-00000.safetensors").read_bytes()
-    manifests = [re.sub(r"\.attempt-1|[0-9a-f]{64}", "", (one / MANIFEST).read_text()) for one in (there, twin)]
+    assert file_of(there).read_bytes() == (twin / "rank-00000.safetensors").read_bytes()
+    manifests = [
+        re.sub(r"\.attempt-1-[0-9a-f]{8}|[0-9a-f]{64}", "", (one / MANIFEST).read_text()) for one in (there, twin)
+    ]
     assert manifests[0] == manifests[1]
     shutil.copytree(there, tmp_path / "copy")
     assert_holds(Checkpoint(tmp_path / "copy"), state())
@@ -122,12 +132,24 @@ def test_a_stalled_store_stalls_nobody(faults: Faults, folder: Url) -> None:
     assert_holds(Checkpoint(step_folder(folder, 2)), state(2))
 
 
+def test_two_machines_that_count_the_same_attempt_write_different_files(folder: Url) -> None:
+    """One slept while the other took the run over: what it still writes is not what the other's manifest names."""
+    ours, theirs = Remote(folder), Remote(folder)
+    assert ours.file(2, 3, 0) != theirs.file(2, 3, 0)
+    assert ours.file(2, 3, 0) == ours.file(2, 3, 0)
+    save_alone(folder, 2, attempt=3)
+    kept = file_of(local(folder) / "step-00000002", attempt=3).read_bytes()
+    storage.write_bytes(theirs.file(2, 3, 0).text, b"late", timeout_s=20)
+    assert kept in [path.read_bytes() for path in (local(folder) / "step-00000002").glob("rank-*")]
+    assert_holds(Checkpoint(step_folder(folder, 2)), state())
+
+
 def test_retention_and_replacement(folder: Url) -> None:
     for step in (1, 2, 3):
         save_alone(folder, step, keep=2)
     assert find(folder) == [3, 2]
     assert not names(local(folder) / "step-00000001")
-    flip(local(folder) / "step-00000003" / "rank-00000.attempt-1.safetensors", -1)
+    flip(file_of(local(folder) / "step-00000003"), -1)
     events = save_alone(folder, 3, seed=4, attempt=2, keep=2)
     assert "CRC-32" in events[0][1]["replaced"]
     assert names(local(folder) / "step-00000003") == [MANIFEST, "rank-00000.attempt-2.safetensors"]
@@ -140,7 +162,7 @@ def test_retention_and_replacement(folder: Url) -> None:
 def test_a_damaged_checkpoint_is_passed_over(folder: Url, damage: str) -> None:
     for step in (1, 2):
         save_alone(folder, step, seed=step)
-    path = local(folder) / "step-00000002" / "rank-00000.attempt-1.safetensors"
+    path = file_of(local(folder) / "step-00000002")
     if damage == "flip":
         flip(path, -1)
     elif damage == "cut":

@@ -76,6 +76,19 @@ def test_every_kind_of_file_gives_the_same_documents(
         assert [record.where for record in found] == [f"{path}, {unit} {i}" for i in range(1, len(TEXTS) + 1)]
 
 
+def test_a_key_that_only_another_row_has_is_not_there(tmp_path: Path) -> None:
+    """Parquet gives all rows the keys of any, with nulls where JSON has nothing; a template would write them."""
+    calls = [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}, {"function": {"name": "now"}}]
+    talks = [
+        {"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "tool_calls": [call]}]}
+        for number, call in enumerate(calls)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    parquet.write_table(pa.Table.from_pylist(talks), tmp_path / "a.parquet")
+    found = [[record.fields for record in read([str(tmp_path / name)], CHAT)] for name in ("a.parquet", "a.jsonl")]
+    assert found[0] == found[1] == talks
+
+
 def test_whole_files_are_grouped_and_may_be_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "CHUNK_BYTES", 10)
     for i in range(5):

@@ -1,0 +1,179 @@
+"""What a group of the backend is made of: its connections, and the thread that does its collectives in their order."""
+
+import datetime
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx import accelerator
+from phalanx.comm.guarded import Guarded
+from phalanx.comm.hierarchical import Moving, PeerError, Program, TwoLevel
+from phalanx.comm.topology import Topology
+
+AT_ONCE = 4  # collectives of a group under way: the next begins while the end of the last is awaited
+
+
+class Call(dist.Work):
+    """A collective that is queued, under way or done."""
+
+    def __init__(self, make: Callable[[], Program], result: Any, group: Guarded) -> None:
+        super().__init__()
+        self.make, self._result, self._group = make, result, group
+        self.moving: Moving | None = None
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def end(self, error: BaseException | None) -> None:
+        """Let those go on who wait."""
+        self._error = error
+        self._over.set()
+        if error is None:
+            self._future.set_result(self._result)
+        else:
+            self._future.set_exception(error)
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Return when the result is there. After `timeout`, where it is not zero, the group ends, as gloo's does."""
+        if not self._over.wait(timeout.total_seconds() or None):
+            raise self._group.fail(RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s for a collective"))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+    def is_success(self) -> bool:
+        return self._over.is_set() and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        return self._result
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        return self._future
+
+
+class Letter(dist.Work):
+    """A message of the user's own, to a rank or from one."""
+
+    def __init__(self, work: dist.Work, peer: int | None, group: Guarded, then: Callable[[], object]) -> None:
+        super().__init__()
+        self._work, self._peer, self._group, self._then = work, peer, group, then
+        self._done = False
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        if not self._done:
+            try:
+                self._work.wait(timeout) if timeout else self._work.wait()
+            except RuntimeError as error:
+                raise self._group.fail(error, self._peer) from None
+            self._then()
+            self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    source_rank = _source_rank
+
+
+class Line:
+    """What a group is made of: its connections, and the thread that does its collectives, one after the other."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, host: str) -> None:
+        self.host, self.rank, self.world, self.timeout = host, rank, world, timeout
+        self.native_calls = 0
+        self._store = dist.PrefixStore("devices", store)
+        hosts = dist.PrefixStore("hosts", store)
+        hosts.set(str(rank), host)
+        self.topology = Topology.of([hosts.get(str(other)).decode() for other in range(world)])
+        self.guarded = Guarded(store, rank, world, timeout)
+        self.two_level = TwoLevel(self.guarded.group, self.topology)
+        self._native: dist.ProcessGroup | None = None
+        self._own: dict[frozenset[int], bool] = {}  # whether these ranks have each a device of their own
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._closed = False
+        self._worker = threading.Thread(target=self._work, name="phalanx-collectives", daemon=True)
+        self._worker.start()
+
+    def call(self, make: Callable[[], Program], result: Any) -> Call:
+        """Queue a collective."""
+        if self.guarded.failed is not None:
+            raise self.guarded.failed
+        if self._closed:
+            raise RuntimeError("this process group was destroyed; make another one")
+        call = Call(make, result, self.guarded)
+        self._calls.put(call)
+        return call
+
+    def native(self, device: torch.device, peers: Iterable[int]) -> dist.ProcessGroup | None:
+        """The group of the accelerator's own collectives; None where these ranks have not each a device of their own,
+        and where their kind of device has no such group.
+
+        The first call waits for that of the others: they tell each other which devices they have.
+        """
+        if device.type == "cpu":
+            return None
+        ranks = frozenset(peers) | {self.rank}
+        if ranks not in self._own:
+            self._store.set(str(self.rank), f"{device.type} {accelerator.identity(device)}")
+            found = [self._store.get(str(rank)).decode() for rank in sorted(ranks)]
+            self._own[ranks] = len({each.split()[0] for each in found}) == 1 and len(set(found)) == len(found)
+            if self._own[ranks] and self._native is None:
+                self._native = accelerator.native_group(device, self._store, self.rank, self.world, self.timeout)
+        return self._native if self._own[ranks] else None
+
+    def close(self) -> None:
+        """Leave the group, after what is under way if that ends soon."""
+        self._closed = True
+        self._calls.put(None)
+        self._worker.join(1.0 if self.guarded.failed is None else 0.0)
+        self.guarded.close()
+        if self._native is not None:
+            self._native.shutdown() if self.guarded.failed is None else self._native.abort()
+
+    def _work(self) -> None:
+        begun: deque[Call] = deque()
+        leaving = False
+        # In inference mode, so that tensors of users who are in it can be written.
+        with torch.inference_mode():
+            while begun or not leaving:
+                if not leaving and len(begun) < AT_ONCE and (not begun or not self._calls.empty()):
+                    call = self._calls.get()
+                    leaving = call is None
+                    if call is not None:
+                        begun.append(call)
+                        self._try(begun, self._begin)
+                elif begun:
+                    self._try(begun, self._step)
+                while begun and begun[0].moving is not None and begun[0].moving.done:
+                    begun.popleft().end(None)
+
+    def _begin(self, begun: deque[Call]) -> None:
+        begun[-1].moving = self.two_level.begin(begun[-1].make())
+
+    def _step(self, _: deque[Call]) -> None:
+        self.two_level.step()
+
+    def _try(self, begun: deque[Call], act: Callable[[deque[Call]], None]) -> None:
+        try:
+            act(begun)
+        except Exception as error:
+            raised = self.guarded.fail(error, error.peer if isinstance(error, PeerError) else None)
+            while begun:
+                begun.popleft().end(raised)

@@ -1,0 +1,58 @@
+"""This machine's devices as a launcher sees them: a child process, which may touch them, finds them for the ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.cluster import agent
+from phalanx.cluster.fork import fork_call
+from phalanx.cluster.placement import device_of
+from phalanx.report.terminal import open_terminal
+
+# What a worker needs, imported once in the parent that forks the workers. Importing torch alone is not enough: the
+# first optimizer step would import torch._dynamo in each worker.
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "phalanx.train.trainer",
+    "phalanx.train.resolve",
+)
+DEVICES_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of this machine, as a child process that may touch it found it."""
+
+    name: str  # "cpu", or an accelerator with its index
+    model: str  # what its maker calls it
+    bf16: bool  # whether it computes in that type
+
+
+def warmed(on_cpu: bool) -> tuple[dict[str, Device], list[str]]:
+    """Import what workers need. Returns this machine's devices by name, and names of accelerators that may be used."""
+    terminal = open_terminal()
+    if terminal.is_terminal:
+        terminal.print("[dim]importing torch[/dim]", end="\r")
+    agent.preload(PRELOAD)
+    found = {row[0]: Device(*row) for row in fork_call(_devices, timeout_s=DEVICES_TIMEOUT_S)}
+    return found, [name for name in found if name != "cpu" and not on_cpu]
+
+
+def devices_of_ranks(found: Mapping[str, Device], accelerators: Sequence[str], ranks: int | None) -> list[Device]:
+    """The device of each local rank. Raises ConfigError when there are more ranks than accelerators."""
+    world = ranks or len(accelerators) or 1
+    return [found[device_of(accelerators, rank, world)] for rank in range(world)]
+
+
+def _devices() -> list[tuple[str, str, bool]]:
+    from phalanx import accelerator
+
+    names = ["cpu", *accelerator.found()]
+    return [(name, accelerator.model_of(name), accelerator.supports_bf16(name)) for name in names]
+
+
+def models(devices: Sequence[Device]) -> list[str]:
+    """What their makers call them, each once."""
+    return sorted({device.model for device in devices})

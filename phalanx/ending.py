@@ -1,0 +1,69 @@
+"""What a launcher says and writes of a run beside its ranks: its agent's events, how it ended, the report."""
+
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.records import ExitCode, Kind, RunPaths, Url, read_lines, write_event
+from phalanx.report.terminal import open_terminal
+
+
+def note(paths: RunPaths, console: Any, kind: str, details: dict[str, Any]) -> None:
+    """Write an event of the agent's. A full disk must not end a run that can go on: then it is only shown."""
+    try:
+        write_event(paths.events, kind, **details)
+    except OSError as error:
+        console.on_event({"kind": kind, **details})
+        console.say(f"{paths.events} could not take this: {error.strerror}", kind=Kind.WARNING)
+
+
+def committed(paths: RunPaths) -> int:
+    """The step of the newest checkpoint; 0 where there is none. A store is not asked: that would start threads."""
+    from phalanx.checkpoint.read import find
+
+    if isinstance(paths.checkpoints, Url):
+        saved = (event for event in read_lines(paths.events) if event.get("kind") == Kind.CHECKPOINT_SAVED)
+        return max((event["step"] for event in saved if type(event.get("step")) is int), default=0)
+    return max(find(paths.checkpoints), default=0)
+
+
+def outcome(paths: RunPaths, code: int, first_attempt: int) -> tuple[int, bool]:
+    """The exit code of a start whose agent ended with `code`, and whether it had been asked to stop.
+
+    What was saved has not failed: ranks that are killed (a second Ctrl-C) while they leave have done their work.
+    """
+    kinds = [
+        event.get("kind")
+        for event in read_lines(paths.events)
+        if type(event.get("attempt")) is int and event["attempt"] >= first_attempt
+    ]
+    asked = Kind.SIGNALLED in kinds
+    if code == ExitCode.FAILED and asked and Kind.FINISHED in kinds:
+        return ExitCode.DONE, asked
+    if code == ExitCode.FAILED and asked and Kind.STOPPED in kinds:
+        return ExitCode.STOPPED, asked
+    return code, asked
+
+
+def close(paths: RunPaths, code: int, asked: bool = False) -> None:
+    """Write the report and say where everything is; a report that fails must not hide how the run ended."""
+    from phalanx.report import html
+    from phalanx.report.console import summary
+
+    terminal = open_terminal()
+    try:
+        html.write(paths)
+    except (PhalanxError, OSError) as error:
+        terminal.print(f"no report was written: {error}", style="yellow")
+    if code in (ExitCode.DONE, ExitCode.STOPPED):
+        terminal.print(summary(paths))
+    elif asked:
+        step = committed(paths)
+        on = f"goes on from the checkpoint of step {step}" if step else "begins again, as there is no checkpoint"
+        terminal.print(
+            f"asked to stop, the run ended before it had saved (exit code {code}); the same command {on}",
+            style="yellow",
+        )
+    else:
+        terminal.print(
+            f"the run failed (exit code {code}); the ranks' own words are in {paths.root / 'logs'}", style="red"
+        )

@@ -1,0 +1,97 @@
+"""What the lane does with parts of buckets: sum them to their owners, or gather them from there, two at a time."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from phalanx.comm import collectives
+from phalanx.comm.collectives import Traffic
+from phalanx.comm.transfers import Arriving, Transfers
+from phalanx.optim.held import Gradient, Held, Pool
+from phalanx.optim.lane import Mark
+from phalanx.optim.layout import Part
+from phalanx.optim.timetable import Timetable
+
+
+class Carrier:
+    """Transfers in the order of the calls; all calls come from the lane."""
+
+    def __init__(
+        self,
+        moves: Transfers,
+        replicas: dist.ProcessGroup | None,
+        traffic: Traffic,
+        timetable: Timetable,
+        pool: Pool | None,
+    ) -> None:
+        """`replicas`: the ranks that own the same of another copy of the state, over which sums go on."""
+        self._moves, self._replicas, self._traffic = moves, replicas, traffic
+        self._timetable, self._pool = timetable, pool
+        self._under_way: tuple[Arriving, Callable[[], None]] | None = None
+
+    def reduce(self, held: Held, gradient: Gradient, number: int, then: Callable[[], None]) -> None:
+        """Wait for a gradient and begin to sum part `number` of it; `then`, when the sum is there."""
+        self.wait(gradient.ready)
+        buffer, into, summed = held.reducing(gradient, number)
+
+        def arrived() -> None:
+            if self._replicas is not None and into.numel():
+                collectives.all_reduce(into, self._replicas, self._traffic).wait()
+            summed()
+            then()
+
+        part = held.bucket.parts[number]
+        start = functools.partial(self._moves.reduce_scatter, buffer, part.cuts, into)
+        self._begin(part, buffer.element_size(), start, arrived)
+
+    def gather(self, helds: Sequence[Held], number: int, then: Callable[[], None]) -> None:
+        """Begin to gather part `number` of some buckets; `then`, when the last has arrived."""
+        for held in helds[:-1]:
+            self._gather(held, number, lambda: None)
+        if helds:
+            self._gather(helds[-1], number, then)
+        else:
+            then()
+
+    def _gather(self, held: Held, number: int, then: Callable[[], None]) -> None:
+        tensor, arrived = held.gathering(number)
+
+        def both() -> None:
+            arrived()
+            then()
+
+        part = held.bucket.parts[number]
+        start = functools.partial(self._moves.all_gather, tensor, part.cuts)
+        self._begin(part, tensor.element_size(), start, both)
+
+    def _begin(self, part: Part, item_bytes: int, start: Callable[[], Arriving], then: Callable[[], None]) -> None:
+        """Start a transfer, then finish the one before: so the link is busy between the two."""
+        if not part.elements:
+            self.settle()
+            then()
+            return
+        begun, moving = time.perf_counter(), start()
+        self.settle()
+
+        def ended() -> None:
+            self._timetable.moved(part.carried * item_bytes, begun)
+            then()
+
+        self._under_way = (moving, ended)
+
+    def settle(self) -> None:
+        """Finish what is under way."""
+        if self._under_way is not None:
+            (moving, then), self._under_way = self._under_way, None
+            moving.wait()
+            then()
+
+    def wait(self, mark: Mark) -> None:
+        """Wait for the main thread; it must not wait for the lane meanwhile."""
+        if not mark.reached:
+            self.settle()
+            with contextlib.nullcontext() if self._pool is None else self._pool.starving(mark):
+                mark.wait()

@@ -1,0 +1,65 @@
+"""Bytes that the sharded engine holds on a rank besides activations: a formula that tests compare with what is held."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from phalanx.optim.engine import Precision
+from phalanx.optim.held import IN_FLIGHT
+from phalanx.optim.layout import Bucket
+from phalanx.optim.order import PREFETCH, Sharding
+from phalanx.optim.update import Rule
+
+
+def held_bytes(
+    buckets: Sequence[Bucket],
+    rank: int,
+    sharding: Sharding,
+    precision: Precision,
+    rule: Rule,
+    accumulates: bool = False,
+) -> dict[str, int]:
+    """Bytes by what they hold; `accumulates`: a step has several micro-batches.
+
+    With E elements in all buckets, own of them the rank's, and bytes c of the type computed in and m of the master's:
+    zero 1 holds E c of parameters and E m of gradients, zero 2 own m of gradients and a few buckets' on their way, zero
+    3 besides that of parameters only two units and the model's own. Masters are own m, and what the rule keeps of own,
+    once for each slot; but where c = m, there is one slot and parameters are kept, masters are the parameters.
+    """
+    compute, shared, master = (kind.itemsize for kind in (precision.compute, precision.shared, precision.master))
+    trained = [bucket for bucket in buckets if bucket.trained]
+    frozen = [bucket for bucket in buckets if not bucket.trained]
+    own = sum(bucket.share(rank) for bucket in trained)
+    released = sharding.zero == 3
+    if released:
+        by_unit: Counter[str] = Counter()
+        for bucket in buckets:
+            by_unit[bucket.unit] += bucket.elements * compute
+        root = by_unit.pop("", 0)
+        parameters = root + sum(sorted(by_unit.values(), reverse=True)[: PREFETCH + 1])
+        parameters += sum(bucket.share(rank) for bucket in frozen) * shared
+    else:
+        parameters = sum(bucket.elements for bucket in buckets) * compute
+    everything = sum(bucket.elements for bucket in trained)
+    if sharding.zero == 1 and sharding.reduce == "per_step":
+        sums = everything * master
+    elif sharding.reduce == "per_step" and accumulates:
+        sums = (own + everything) * master
+    else:
+        sizes = Counter(bucket.elements for bucket in trained)
+        sums = (own + sum(size * min(count, IN_FLIGHT) for size, count in sizes.items())) * master
+    masters_apart = released or sharding.slots > 1 or compute != master
+    kept = 0.0
+    for bucket in trained:
+        for fragment in bucket.fragments(rank):
+            whole = fragment.parameter
+            kept += rule.state_bytes(whole.shape, master) * (fragment.stop - fragment.start) / whole.elements
+    items = {
+        "weights in use": parameters,
+        "gradients": sums,
+        "master weights": own * master * sharding.slots if masters_apart else 0,
+        "optimizer state": int(kept) * sharding.slots,
+    }
+    if shared != compute:
+        gathered = buckets if released else trained
+        items["weights on their way"] = 2 * max((bucket.elements for bucket in gathered), default=0) * shared
+    return items

@@ -1,0 +1,85 @@
+"""What is sharded, and the order in which a rank's lane moves it; the same on all ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.optim.overlap import Work, plan
+from phalanx.optim.prefetch import plan_zero3
+from phalanx.optim.timeline import Op
+
+PREFETCH = 1  # units that are gathered ahead of the one that computes, where parameters are released
+PARTS = 4  # operations that a bucket's transfer is cut into, so that an urgent one waits for a part at the most
+PART_BYTES = 2**18  # a shorter part would be latency more than transfer
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is sharded, and when it travels.
+
+    `weights`: how much of each bucket each rank owns (None: all the same). `reduce`: per_step sums the micro-batches'
+    gradients on each rank first; per_micro_batch sends them each time. `slots`: 2 keeps the state of the step before,
+    so that a unit may be updated before the whole gradient is known, and put back if that was wrong. `parts`: how many
+    operations a transfer is cut into at the most. `degree`: over so many neighbouring ranks a copy of the state is
+    sharded, and `weights` are theirs (None: over all ranks).
+    """
+
+    zero: int = 1
+    reduce: str = "per_step"
+    weights: tuple[float, ...] | None = None
+    slots: int = 1
+    parts: int = PARTS
+    degree: int | None = None
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The orders for one set of measured times. Operations name units by number."""
+
+    early: tuple[Op, ...]
+    late: tuple[Op, ...]
+    reduces: tuple[Op, ...]  # of a micro-batch whose step goes on
+    forward: tuple[Op, ...]  # of a forward pass alone, where parameters are released
+
+    def of(self, early: bool) -> tuple[Op, ...]:
+        """The order of a step's last micro-batch."""
+        return self.early if early else self.late
+
+
+def orders(work: Work, sharding: Sharding, has_root: bool) -> Orders:
+    """The orders for `work`, whose first unit is the model itself if it `has_root`: that stays whole for a pass."""
+    if sharding.zero == 3:
+        return _released(work, has_root)
+    alone = replace(work, micro_batches=1)
+    late = plan(replace(alone, early=False))
+    early = plan(replace(alone, early=True)) if sharding.slots > 1 else late
+    return Orders(early, late, tuple(op for op in late if op.kind == "reduce"), ())
+
+
+def _released(work: Work, has_root: bool) -> Orders:
+    first = int(has_root)
+    root_gathers = tuple(Op("gather", 0, part) for part in range(work.parts * first))
+    root_reduces = tuple(Op("reduce", 0, part) for part in range(work.parts * first))
+    units = range(first, work.buckets)
+    inner: tuple[Op, ...] = ()
+    if units:
+        inner_work = Work(
+            forward_s=work.forward_s[first:],
+            backward_s=work.backward_s[first:],
+            reduce_s=work.reduce_s[first:],
+            gather_s=work.gather_s[first:],
+            update_s=work.update_s[first:],
+            reduce="per_micro_batch",
+            parts=work.parts,
+            agree_s=work.agree_s,
+        )
+        inner = tuple(replace(op, bucket=op.bucket + first) for op in plan_zero3(inner_work, PREFETCH))
+    whole = (*root_gathers, *inner, *root_reduces)
+    forward = (*root_gathers, *(Op("gather", unit, part) for unit in units for part in range(work.parts)))
+    return Orders(whole, whole, (), forward)
+
+
+def guess(elements: Sequence[int], parts: int) -> Work:
+    """Times as long as nothing was measured: in proportion to elements, communication as long as computation."""
+    sizes = [float(max(1, each)) for each in elements]
+    compute, moved = tuple(sizes), tuple(1.5 * size for size in sizes)
+    return Work(compute, tuple(2 * size for size in sizes), moved, moved, tuple(0.0 for _ in sizes), parts=parts)

@@ -1,0 +1,493 @@
+"""The sharded engine: each rank keeps and updates a range of every bucket, while gradients and parameters travel.
+
+A unit's parameters are views of flat buffers. When its gradients are complete, they are summed to their owners
+(reduce-scatter) while the backward pass goes on; each rank updates its ranges; parameters are gathered while the next
+forward pass goes on, which waits for each unit as it comes to it. All of this is done by one lane (lane.py) in an order
+that is the same on every rank, whatever order things become ready in (overlap.py makes it). Sources: ZeRO (Rajbhandari
+et al. 2020) for what is sharded, Megatron-LLaMA's OverlappedDistributedOptimizer for hiding both directions; ranges of
+unequal length are ours.
+
+With `zero` 1 gradients stay whole on every rank; with 2 their buffers are given back as soon as they are summed; with 3
+parameters are whole only while they are used, and gathered for the forward and again for the backward pass.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.comm import collectives
+from phalanx.comm.collectives import Pending, Traffic
+from phalanx.comm.mesh import Mesh
+from phalanx.comm.transfers import transfers
+from phalanx.errors import ConfigError
+from phalanx.optim import gradients, layout
+from phalanx.optim.carrier import Carrier
+from phalanx.optim.engine import Allocator, Outcome, Piece, Precision, Shard
+from phalanx.optim.held import Gradient, Held, Pool, place
+from phalanx.optim.lane import Lane, Mark
+from phalanx.optim.order import PART_BYTES, PREFETCH, Sharding
+from phalanx.optim.passes import Marks, Passes
+from phalanx.optim.timeline import Op
+from phalanx.optim.timetable import Timetable
+from phalanx.optim.units import Unit, describe
+from phalanx.optim.update import Change, Read, Rule, Slot, load, pieces, zeros
+
+EVEN = Sharding()
+NEAR_CLIPPING = 0.8  # of the limit: a norm that was below is taken to stay below it in the next step
+
+
+@dataclass
+class _Step:
+    """What is known of the step that the lane works on."""
+
+    number: int
+    lr: float
+    clip: float | None
+    weight: gradients.TotalWeight
+    early: bool  # a unit is updated as soon as it is reduced, by a divisor that is likely
+    agreed: Mark
+    used_here: list[set[str]] = field(default_factory=list)  # parameters that have a gradient on this rank
+    change: Change | None = None  # what updates go by
+    updated: set[int] = field(default_factory=set)  # units
+    gathered: set[int] = field(default_factory=set)  # units, wholly or in part
+    early_fresh: list[Mark] = field(default_factory=list)  # to be set when the ranks have agreed
+    norm: float = 0.0
+    skipped: float = 0.0
+    loss_scale: float | None = None  # of its losses
+    makes_order: bool = False  # the link is another than the order was made for
+
+
+class Sharded:
+    """Master parameters and what the rule keeps of them exist only for the own ranges, in fp32 (or fp64)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[tuple[str, nn.Module]],
+        *,
+        mesh: Mesh,
+        rule: Rule,
+        nominal_weight: int,
+        precision: Precision,
+        loss_scale: gradients.LossScale | None = None,
+        allocate: Allocator = zeros,
+        sharding: Sharding = EVEN,
+    ) -> None:
+        """`model` is on meta, or holds values; it takes memory in `initialise`.
+
+        Raises ConfigError for shards that there cannot be.
+        """
+        self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
+        self.step, self.loss_scale, self.sharding = 0, loss_scale, sharding
+        self._precision, self._allocate = precision, allocate
+        self._degree = degree = sharding.degree or mesh.world
+        weights = sharding.weights or (1.0,) * degree
+        if mesh.world % degree:
+            raise ConfigError(
+                f"a copy of the state cannot be sharded over {degree} ranks each, since there are {mesh.world}; choose "
+                "a shard_degree that divides their number"
+            )
+        if len(weights) != degree:
+            raise ConfigError(f"shards for {len(weights)} ranks do not fit {degree}; give each rank a number")
+        parameters = describe(model, units, rule)
+        self._shapes = {parameter.name: parameter.shape for parameter in parameters}
+        self._trained = [parameter.name for parameter in parameters if parameter.trained]
+        # Where the host moves them, buckets travel in parts, so that an urgent one waits for a part at the most.
+        self._parts = sharding.parts if degree > 1 and mesh.device.type == "cpu" else 1
+        least = PART_BYTES // precision.shared.itemsize
+        self.buckets = layout.lay_out(parameters, weights, self._parts, least)
+        owned = (each for bucket in self.buckets for each in bucket.fragments(mesh.rank % degree))
+        self._no_decay = frozenset(each.key for each in owned if len(each.parameter.shape) < 2)
+        self._modules = dict(units)
+        self._released = sharding.zero == 3
+        self.traffic = Traffic()  # the lane's: nobody but the lane is held up by it
+        self._lane = Lane(mesh.device)
+        self._rank, self._copies = mesh.rank % degree, mesh.world // degree
+        neighbours, self._replicas = mesh.split(degree)
+        first = mesh.rank - self._rank
+        nodes = mesh.topology.part(range(first, first + degree))
+        self._moves = transfers(neighbours, self.traffic, mesh.device, nodes)
+        self._whole: deque[tuple[Unit, Mark]] = deque()  # units that are gathered, and when they may be released
+        self._root: tuple[Unit, Mark] | None = None  # the model's own parameters, likewise, for a whole pass
+        self._complete: Pending | None = None  # all ranks have finished the step before
+        self._last_norm: float | None = None  # of a step that was taken
+        self._used = set(self._trained)  # by the last step, on any rank
+        self._current = 0  # slot of the newest state
+
+    @property
+    def trainable(self) -> dict[str, tuple[int, ...]]:
+        return {name: self._shapes[name] for name in self._trained}
+
+    # --------------------------------------------------------------------------------------------------- taking memory
+
+    def initialise(self, fill: Callable[[Shard], None]) -> None:
+        parameters = dict(self.model.named_parameters())
+        whole = self.sharding.zero == 1 and self.sharding.reduce == "per_step"
+        self._pool = pool = None if whole else Pool()
+        helds = [
+            Held(bucket, self._rank, self.mesh.device, self._precision, self._lane, pool, self._released)
+            for bucket in self.buckets
+        ]
+        replaced: dict[int, nn.Parameter] = {}
+        for held in helds:
+            held.take([parameters[member.parameter.name] for member in held.bucket.members], replaced)
+        place(self.model, replaced, self.mesh.device)
+        self._trained_held = [held for held in helds if held.bucket.trained]
+        self._slots: list[Slot] = [self._make_slot() for _ in range(self.sharding.slots)]
+        for held in helds:
+            self._fill(held, fill)
+        names = list(dict.fromkeys(held.bucket.unit for held in helds))
+        self._units = [
+            Unit(number, name, self._modules.get(name, self.model), [h for h in helds if h.bucket.unit == name])
+            for number, name in enumerate(names)
+        ]
+        self._timetable = Timetable(self._units, self.mesh, self.sharding, self._parts, self._precision, self.traffic)
+        self._carrier = Carrier(self._moves, self._replicas, self.traffic, self._timetable, pool)
+        self._passes = Passes(
+            self.model, self._units, self._lane, self.mesh.traffic, self._released, self._put_evaluation,
+            self._timetable.laps,
+        )  # fmt: skip
+        for held in self._trained_held:
+            held.watch(self._passes.fold)
+        if self._released:
+            for held in helds:
+                held.release()
+        else:
+            self._bring_masters()
+
+    def _fill(self, held: Held, fill: Callable[[Shard], None]) -> None:
+        if held.bucket.trained or self._released:
+            for fragment in held.fragments:
+                name, shape = fragment.parameter.name, fragment.parameter.shape
+                into = self._slots[0][fragment.key]["param"] if held.bucket.trained else held.own(fragment)
+                fill(Shard(name, fragment.start, fragment.stop, shape, into, trainable=held.bucket.trained))
+        else:
+            for member, values in held.members():
+                fill(Shard(member.parameter.name, 0, values.numel(), member.parameter.shape, values, trainable=False))
+
+    def _make_slot(self) -> Slot:
+        """State of all own ranges. Where the model computes in the masters' type, and there is one slot in plain
+        memory, the model's own range is the master itself."""
+        same_type = self._precision.compute == self._precision.master
+        itself = same_type and self.sharding.slots == 1 and self._allocate is zeros and not self._released
+        slot: Slot = {}
+        for held in self._trained_held:
+            for fragment in held.fragments:
+                key, shape, count = fragment.key, fragment.parameter.shape, fragment.stop - fragment.start
+                size = (count, self._precision.master, self.mesh.device)
+                made = self.rule.make(key, shape, *size, self._allocate)
+                slot[key] = {"param": held.own(fragment) if itself else self._allocate(key, "param", *size)} | made
+        return slot
+
+    # ------------------------------------------------------------------------------------------------- the main thread
+
+    def begin_step(self, step: int, weight: int, lr: float, clip: float | None) -> None:
+        assert step == self.step + 1, (step, self.step)
+        self._lane.check()
+        total = gradients.TotalWeight(weight, self.mesh.control, self.mesh.traffic)
+        known = self._last_norm is not None and clip is not None and self._last_norm < NEAR_CLIPPING * clip
+        early = self.sharding.slots > 1 and not self._released and (clip is None or known)
+        self._now = _Step(step, lr, clip, total, early, Mark(self._lane))
+        for held in self._trained_held:
+            held.begin_step()
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        reduces = last or self.sharding.reduce == "per_micro_batch"
+        for held in self._trained_held:
+            held.begin_micro_batch(reduces)
+        self._passes.begin(last)
+        if last:
+            self._now.used_here = [held.used for held in self._trained_held]
+        if reduces or self._released:
+            self._put_script(reduces, last)
+        try:
+            yield
+        except BaseException as error:
+            self._lane.fail(error)
+            raise
+        if reduces:
+            if self._pool is None:  # there the lane may still read what a unit that is not used now had before
+                self._passes.catch_up()
+            for held in reversed(self._trained_held):
+                held.complete()  # what no gradient has come for
+        self._passes.end(last)
+
+    def _put_script(self, reduces: bool, last: bool) -> None:
+        """Tell the lane what to do in this micro-batch, and behind the last one."""
+        now, passes = self._now, self._passes
+        sent = {id(held): held.gradient for held in self._trained_held}
+        known = self._timetable.of(now.number)
+        order = known.of(now.early) if last or self._released else known.reduces
+        reduces_left = sum(op.kind == "reduce" for op in order)
+        for op in order:
+            unit = self._units[op.bucket]
+            if self._released and op.kind != "reduce":
+                self._put(self._gather_released, unit, op, passes.marks)
+            elif op.kind != "reduce":
+                self._put(self._gather_updated, now, unit, op.part, passes.next_fresh[op.bucket])
+            elif reduces:
+                for held in unit.trained:
+                    self._put(self._reduce, now, unit, held, sent[id(held)], op.part, last)
+            reduces_left -= op.kind == "reduce"
+            if not reduces_left and op.kind == "reduce" and last:
+                self._put(self._agree, now)
+        if self._released:
+            self._put(self._release_all)
+        if last:
+            self._put(self._end, now, self._timetable.expect(now.number, self._lane))
+
+    def _put(self, work: Callable[..., None], *args: object) -> None:
+        self._lane.put(lambda: work(*args))
+
+    def _put_evaluation(self, marks: Marks) -> None:
+        """A forward pass alone begins: have the lane gather what is released between uses."""
+        for op in self._timetable.of(self.step + 1).forward:
+            self._put(self._gather_released, self._units[op.bucket], op, marks)
+        self._put(self._release_all)
+
+    def grads_ready(self, unit: str) -> None:
+        for held in self._trained_held:
+            if held.bucket.unit == (unit if unit in self._modules else ""):
+                held.fold_all()
+
+    def finish_step(self) -> Outcome:
+        taken = self.traffic.take()
+        self.mesh.traffic.calls += taken.calls
+        self.mesh.traffic.payload_bytes += taken.payload_bytes
+        return _Outcome(self._now, self.mesh.traffic)
+
+    def notices(self) -> list[tuple[str, dict[str, Any]]]:
+        return self._timetable.notices()
+
+    def commit(self, step: int) -> None:
+        self.step = step
+
+    def close(self) -> None:
+        self._lane.close()
+
+    # -------------------------------------------------------------------------------------------------------- the lane
+
+    def _reduce(self, now: _Step, unit: Unit, held: Held, gradient: Gradient, part: int, last: bool) -> None:
+        def then() -> None:
+            if last and now.early and part == self._parts - 1 and held is unit.trained[-1]:
+                self._update(now, unit, self._likely(now))
+
+        self._carrier.reduce(held, gradient, part, then)
+
+    def _likely(self, now: _Step) -> Change:
+        """What the ranks will agree on unless this step is clipped or skipped."""
+        if now.change is None:
+            self._await_others()
+            total = now.weight.get()
+            divisor = gradients.unclipped(self._zero(), self.nominal_weight, total, self.loss_scale)
+            now.change = Change(now.number, now.lr, self._no_decay, divisor, torch.zeros_like(divisor).float())
+        return now.change
+
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), dtype=self._precision.master, device=self.mesh.device)
+
+    def _await_others(self) -> None:
+        """No update begins before all ranks are through with the step before."""
+        if self._complete is not None:
+            self._complete.wait()
+            self._complete = None
+
+    def _agree(self, now: _Step) -> None:
+        """The norm of the whole gradient, and which parameters have one: the same on all ranks from here on."""
+        self._carrier.settle()
+        self._await_others()
+        zero = self._zero()
+        squares = gradients.sum_of_squares(
+            [part for held in self._trained_held for part in held.reduced], zero.dtype, zero.device
+        )
+        names = [name for held in self._trained_held for name in held.names]
+        here = set().union(*now.used_here)
+        rates = self._timetable.rates()
+        told = [squares.item() / self._copies, *rates, *(float(name in here) for name in names)]
+        table = torch.tensor(told, dtype=torch.float64)
+        collectives.all_reduce(table, self.mesh.agreement, self.traffic).wait()
+        rates, counts = table[1 : 1 + len(rates)].tolist(), table[1 + len(rates) :].tolist()
+        used = {name for name, count in zip(names, counts, strict=True) if count}
+        now.makes_order = self._timetable.told(rates)
+        now.loss_scale = self.loss_scale.factor.item() if self.loss_scale is not None else None
+        norm, divisor, skip = gradients.fold(
+            table[0].to(zero), nominal_weight=self.nominal_weight, total_weight=now.weight.get(), clip=now.clip,
+            scale=self.loss_scale,
+        )  # fmt: skip
+        # The lane, and nobody else, waits for the device here.
+        now.norm, now.skipped = norm.item(), skip.item()
+        likely = now.change is None or (
+            not now.skipped and torch.equal(divisor, now.change.divisor) and used == self._used
+        )
+        now.change = Change(now.number, now.lr, self._no_decay, divisor, skip)
+        self._used, self._last_norm = used, None if now.skipped else now.norm
+        now.agreed.set()
+        if not likely:
+            self._do_again(now)
+        for fresh in now.early_fresh:
+            fresh.set()
+
+    def _do_again(self, now: _Step) -> None:
+        """What was updated early was updated wrongly: once more, from the state that was kept."""
+        now.updated = set()
+        for number in sorted(now.gathered):
+            for part in range(self._parts):
+                self._gather_updated(now, self._units[number], part, None)
+        self._carrier.settle()
+
+    def _update(self, now: _Step, unit: Unit, change: Change) -> None:
+        source, target = self._slots[self._current], self._slots[(self._current + 1) % len(self._slots)]
+        for held in unit.trained:
+            keys = [fragment.key for fragment in held.fragments]
+            grads = {f.key: held.gradient_of(f) for f in held.fragments if f.parameter.name in self._used}
+            if now.early:  # they may be needed again
+                grads = {key: grad.clone() for key, grad in grads.items()}
+            self.rule.apply({key: source[key] for key in keys}, {key: target[key] for key in keys}, grads, change)
+            if not self._released:
+                held.round([target[key]["param"] for key in keys])
+        now.updated.add(unit.number)
+
+    def _gather_updated(self, now: _Step, unit: Unit, part: int, fresh: Mark | None) -> None:
+        """`fresh` is set when the last part has arrived, and the ranks have agreed."""
+        if unit.number not in now.updated:
+            self._carrier.settle()  # which may update it
+        if unit.number not in now.updated:
+            assert now.change is not None
+            self._update(now, unit, now.change)
+        now.gathered.add(unit.number)
+
+        def then() -> None:
+            if fresh is not None and part == self._parts - 1:
+                if now.agreed.reached:
+                    fresh.set()
+                else:
+                    now.early_fresh.append(fresh)
+
+        self._carrier.gather(unit.trained, part, then)
+
+    def _end(self, now: _Step, ended: Mark) -> None:
+        if self._released:
+            assert now.change is not None
+            for unit in self._units:
+                self._update(now, unit, now.change)
+        self._carrier.settle()
+        self._current = (self._current + 1) % len(self._slots)
+        # Whoever updates in the next step knows by this that all ranks are through with this one.
+        self._complete = collectives.all_reduce(torch.ones((), dtype=torch.int32), self.mesh.agreement, self.traffic)
+        if now.makes_order:
+            self._timetable.make(now.number + 2)
+        ended.set()
+
+    # ------------------------------------------------------------------------------ the lane, where units are released
+
+    def _gather_released(self, unit: Unit, op: Op, marks: Marks) -> None:
+        """Gather a part of a unit for the pass that `op` is of; before its first, release what is not needed."""
+        again = op.kind == "regather"
+        if op.part == 0:
+            while len(self._whole) > PREFETCH:
+                self._release(*self._whole.popleft())
+            self._restore(unit)
+            used = (marks.used_again if again else marks.used)[unit.number]
+            if unit.module is self.model:
+                self._root = unit, marks.used_again[unit.number] if marks.training else used
+            else:
+                self._whole.append((unit, used))
+        mark = (marks.regathered if again else marks.gathered)[unit.number]
+        self._carrier.gather(unit.helds, op.part, lambda: mark.set() if op.part == self._parts - 1 else None)
+
+    def _restore(self, unit: Unit) -> None:
+        slot = self._slots[self._current]
+        for held in unit.helds:
+            held.restore()
+            if held.bucket.trained:
+                held.round([slot[fragment.key]["param"] for fragment in held.fragments])
+
+    def _release(self, unit: Unit, used: Mark) -> None:
+        self._carrier.wait(used)
+        for held in unit.helds:
+            held.release()
+
+    def _release_all(self) -> None:
+        self._carrier.settle()  # the last to be gathered may still arrive, where nothing has used it
+        while self._whole:
+            self._release(*self._whole.popleft())
+        if self._root is not None:
+            self._release(*self._root)
+            self._root = None
+
+    # ------------------------------------------------------------------------------------------------------------ state
+
+    def _bring_masters(self) -> None:
+        """Bring the masters, and whatever else ranks own of the parameters, into the model."""
+
+        def bring(unit: Unit) -> None:
+            if self._released:
+                self._restore(unit)
+            else:
+                slot = self._slots[self._current]
+                for held in unit.trained:
+                    held.round([slot[fragment.key]["param"] for fragment in held.fragments])
+            for part in range(self._parts):
+                fresh = self._passes.fresh[unit.number]
+                self._carrier.gather(unit.helds if self._released else unit.trained, part, fresh.set)
+
+        self._lane.follow()
+        for unit in self._units:
+            self._put(bring, unit)
+        self._put(self._carrier.settle)
+        self._lane.drain()
+
+    @contextlib.contextmanager
+    def full_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
+        self._lane.drain()
+        if self._released:
+            self._bring_masters()
+            self._passes.whole = True
+        try:
+            yield {name: parameter.data for name, parameter in self.model.named_parameters()}
+        finally:
+            if self._released:
+                self._passes.whole = False
+                for unit in self._units:
+                    for held in unit.helds:
+                        held.release()
+
+    def _kept(self) -> Iterator[tuple[str, dict[str, torch.Tensor], int]]:
+        """Name, state and first element of each fragment of this rank."""
+        self._lane.drain()
+        slot = self._slots[self._current]
+        for held in self._trained_held:
+            for fragment in held.fragments:
+                yield fragment.parameter.name, slot[fragment.key], fragment.start
+
+    def pieces(self) -> Iterator[Piece]:
+        if self.mesh.rank >= self._degree:
+            return  # another rank holds the same
+        for name, state, start in self._kept():
+            yield from pieces(self.rule, name, state, start)
+
+    def load(self, read: Read) -> None:
+        for name, state, start in self._kept():
+            load(self.rule, name, state, start, read)
+        if not self._released:
+            self._bring_masters()
+
+
+class _Outcome:
+    """What came of a step, as soon as the lane knows."""
+
+    def __init__(self, step: _Step, traffic: Traffic) -> None:
+        self._step, self._traffic = step, traffic
+        self.weight = step.weight.get()
+        self.loss_scale: float | None = None
+
+    def get(self) -> tuple[float, float]:
+        self._step.agreed.wait(self._traffic)
+        self.loss_scale = self._step.loss_scale
+        return self._step.norm, self._step.skipped

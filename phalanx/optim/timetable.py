@@ -1,0 +1,91 @@
+"""The orders of transfers by step: guessed at first, then made of what all ranks have measured.
+
+Every rank makes them itself, of numbers that a sum or a maximum over the ranks gave to all of them alike. An order
+holds from the second step on after that in which it was made, since another rank may have begun the next one by then.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.collectives import Traffic, all_reduce
+from phalanx.comm.mesh import Mesh
+from phalanx.optim.engine import Precision
+from phalanx.optim.lane import Lane, Mark
+from phalanx.optim.order import Orders, Sharding, guess, orders
+from phalanx.optim.pacing import Laps, Pacing
+from phalanx.optim.units import Unit
+from phalanx.records import Kind
+
+
+class Timetable:
+    """Which orders hold for which step; `laps` clocks the host's passes."""
+
+    def __init__(
+        self, units: Sequence[Unit], mesh: Mesh, sharding: Sharding, parts: int, precision: Precision, traffic: Traffic
+    ) -> None:
+        self._units, self._mesh, self._sharding, self._parts = list(units), mesh, sharding, parts
+        self._precision, self._traffic = precision, traffic
+        self._has_root = bool(units) and not units[0].name
+        self.laps = Laps(len(self._units), mesh.traffic)
+        # An accelerator's passes end later than the host's calls, and alone there is nothing to move.
+        self._pacing = Pacing() if mesh.world > 1 and mesh.device.type == "cpu" else None
+        # By the first step that they hold for.
+        self._orders = {1: orders(guess([unit.elements for unit in units], parts), sharding, self._has_root)}
+        self._ended: dict[int, Mark] = {}
+        self._notices: list[tuple[str, dict[str, Any]]] = []
+
+    # ------------------------------------------------------------------------------------------------- the main thread
+
+    def of(self, step: int) -> Orders:
+        """The orders of a step. Waits until the lane is through with the second step before, as it is as a rule."""
+        if (before := self._ended.pop(step - 2, None)) is not None:
+            before.wait(self._mesh.traffic)
+        return self._orders[max(first for first in self._orders if first <= step)]
+
+    def expect(self, step: int, lane: Lane) -> Mark:
+        """To be set when the lane is through with a step, and has made what orders that step calls for."""
+        self._ended[step] = Mark(lane)
+        return self._ended[step]
+
+    def notices(self) -> list[tuple[str, dict[str, Any]]]:
+        """Events of orders that were made since the last call."""
+        notices, self._notices = self._notices, []
+        return notices
+
+    # -------------------------------------------------------------------------------------------------------- the lane
+
+    def moved(self, size: int, begun: float) -> None:
+        """A transfer has ended; as for `Pacing.moved`."""
+        if self._pacing is not None:
+            self._pacing.moved(size, begun)
+
+    def rates(self) -> list[float]:
+        """A rank's part of the table of all ranks' rates in this step, which adds up to it."""
+        mine = [0.0] * self._mesh.world
+        mine[self._mesh.rank] = self._pacing.rate() if self._pacing is not None else 0.0
+        return mine
+
+    def told(self, rates: Sequence[float]) -> bool:
+        """Take in that table; whether other orders are due."""
+        return self._pacing is not None and self._pacing.told(rates)
+
+    def make(self, step: int) -> None:
+        """Make the orders that hold from `step` on, of what the slowest rank takes. Collective."""
+        assert self._pacing is not None
+        passes = torch.tensor(self.laps.table(), dtype=torch.float64)
+        all_reduce(passes, self._mesh.agreement, self._traffic, dist.ReduceOp.MAX).wait()
+        wide, shared = self._precision.master.itemsize, self._precision.shared.itemsize
+        sent = []
+        for unit in self._units:
+            gathered = unit.helds if self._sharding.zero == 3 else unit.trained
+            reduced = sum(held.bucket.carried for held in unit.trained)
+            sent.append((wide * reduced, shared * sum(held.bucket.carried for held in gathered)))
+        work, rate = self._pacing.work(passes.tolist(), sent, self._parts)
+        last = max(self._orders)  # holds until then
+        self._orders = {last: self._orders[last], step: orders(work, self._sharding, self._has_root)}
+        moves_s = sum(work.reduce_s) + sum(work.gather_s)
+        told = {"step": step, "bytes_per_s": rate, "compute_s": work.compute_s, "transfers_s": moves_s}
+        self._notices.append((Kind.ORDERED, told))

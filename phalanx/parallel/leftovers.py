@@ -1,0 +1,44 @@
+"""What a process that was killed while it compiled has left in torch's cache of compiled code.
+
+torch takes a library that exists for one that is whole. A linker that was killed leaves an empty or torn one, which
+every later start would load and die of ("file too short"). While it builds one, torch keeps a folder beside it and
+holds a lock; a folder that stays without anybody holding the lock tells of a build that never ended.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+BUILDING = "_CxxBuild"  # how the names of those folders end
+HEADERS = "precompiled_headers"  # the folder in the cache that has locks of its own
+RESULTS = (".so", ".o", ".gch")
+
+
+def sweep_caches() -> None:
+    """Sweep where torch compiles for this process: the cache, and the place of headers, which cannot be moved."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    for cache in {cache_dir(), default_cache_dir()}:
+        sweep(Path(cache))
+
+
+def sweep(cache: Path) -> list[str]:
+    """Remove from torch's cache what builds that were killed have left; returns the names. Any number of processes may
+    do so, also while others compile."""
+    removed = []
+    for folder in sorted(cache.glob(f"*/*{BUILDING}")):
+        name = folder.name.removesuffix(BUILDING)
+        locks = folder.parent / "locks" if folder.parent.name == HEADERS else cache / "locks"
+        lock = locks / f"{name.partition('.')[0]}.lock"
+        # Somebody is building it, or cannot be asked: then it stays, at worst as it was.
+        with contextlib.suppress(OSError), open(lock, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not folder.is_dir() or not os.path.samestat(os.fstat(file.fileno()), os.stat(lock)):
+                continue
+            for suffix in RESULTS:
+                (folder.parent / f"{name}{suffix}").unlink(missing_ok=True)
+            shutil.rmtree(folder)
+            removed.append(name)
+    return removed

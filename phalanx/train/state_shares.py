@@ -1,0 +1,42 @@
+"""Which part of the optimizer's state each rank holds: equal parts, and less where memory is short."""
+
+from typing import TYPE_CHECKING
+
+from phalanx import accelerator, balance
+from phalanx.comm.mesh import Mesh
+from phalanx.optim.choose import make_rule
+from phalanx.optim.layout import lay_out
+from phalanx.optim.memory import held_bytes
+from phalanx.optim.units import describe
+from phalanx.parallel.apply import own_units, precision_of
+from phalanx.train.engines import sharding_of
+from phalanx.train.subject import Subject
+
+if TYPE_CHECKING:
+    from phalanx.config import Config
+
+FOR_STATE = 0.6  # of the free memory, with whole parameters and gradients: the rest is for activations
+IN_SHARES = ("master weights", "optimizer state")
+
+
+def state_weights(config: "Config", subject: Subject, mesh: Mesh, local_world: int) -> tuple[float, ...] | None:
+    """How much of the state each rank holds, in order of rank, among those that hold a copy together; None: the same.
+
+    Collective, and the same on all ranks. Raises ConfigError where all of them together have no room for it.
+    """
+    if config.parallel.data != "sharded" or config.balance.state == "even":
+        return None
+    sharding = sharding_of(config)
+    if sharding.weights is not None:
+        return sharding.weights
+    free = float(accelerator.memory_free(mesh.device, local_world))
+    degree = sharding.degree or mesh.world
+    model, rule = subject.model(), make_rule(config.optim)
+    buckets = lay_out(describe(model, own_units(model), rule), (1.0,) * degree)
+    items = held_bytes(buckets, 0, sharding, precision_of(config.train.dtype, mesh), rule, accumulates=True)
+    own = sum(items[name] for name in IN_SHARES)
+    # Ranks may compute in unlike types: each says for itself what is left.
+    left = mesh.gather(free * FOR_STATE - (sum(items.values()) - own))
+    (needed,) = mesh.max([float(degree * own)])
+    shares = balance.state_shares([min(left[place::degree]) for place in range(degree)], needed)
+    return None if len(set(shares)) == 1 else shares

@@ -1,0 +1,44 @@
+"""What a process that was killed while it compiled has left does not stop those that come after it."""
+
+import os
+from pathlib import Path
+
+from phalanx.parallel import leftovers
+from phalanx.records import Placement
+from phalanx.storage import locked
+from tests.helpers import run_ranks
+
+
+def torch_calls_them(placement: Placement, cache: str) -> list[str]:
+    """How torch names a library, the folder it keeps while it builds one, and where its locks are."""
+    from torch._inductor.codecache import get_lock_dir
+    from torch._inductor.cpp_builder import _BUILD_TEMP_DIR, CppBuilder, CppOptions
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    builder = CppBuilder("key.main", [f"{cache}/ab/key.main.cpp"], CppOptions(), f"{cache}/ab")
+    return [builder.get_target_file_path(), f"{builder._output_dir}/{builder._name}_{_BUILD_TEMP_DIR}", get_lock_dir()]
+
+
+def test_a_library_that_a_killed_linker_left_is_removed(tmp_path: Path) -> None:
+    library, building, locks = (Path(name) for name in run_ranks(torch_calls_them, 1, cache=str(tmp_path))[0])
+    assert locks == tmp_path / "locks"
+    building.mkdir(parents=True)
+    library.touch()
+    whole = library.with_name("another.main.so")
+    whole.touch()
+    assert leftovers.sweep(tmp_path) == ["key.main"]
+    assert list(library.parent.iterdir()) == [whole]
+
+
+def test_what_somebody_is_building_stays(tmp_path: Path) -> None:
+    for folder in ("ab", leftovers.HEADERS):
+        (tmp_path / folder / f"key.x{leftovers.BUILDING}").mkdir(parents=True)
+        (tmp_path / folder / "key.x.so").touch()
+    for locks in (tmp_path / "locks", tmp_path / leftovers.HEADERS / "locks"):
+        locks.mkdir()
+    with locked(tmp_path / "locks" / "key.lock", 1):
+        assert leftovers.sweep(tmp_path) == ["key.x"]
+        assert (tmp_path / "ab" / "key.x.so").exists()
+        assert not (tmp_path / leftovers.HEADERS / "key.x.so").exists()
+    assert leftovers.sweep(tmp_path) == ["key.x"]
+    assert not (tmp_path / "ab" / "key.x.so").exists()

@@ -1,0 +1,408 @@
+"""The sharded engine around its steps: what it releases, what may be read, and what it answers to mistakes."""
+
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.comm.mesh import join
+from phalanx.optim.held import IN_FLIGHT
+from phalanx.optim.order import PREFETCH, Sharding
+from phalanx.records import Placement
+from tests.dist.engine_cases import WIDTH, Driven, Mix, Net, batches, mix
+from tests.helpers import run_ranks
+
+PATIENCE_S = 2.0
+
+
+def five_units(own: bool = True) -> Net:
+    torch.manual_seed(0)
+    return Net([Mix([[4, 9], [3]]) for _ in range(5)], own)
+
+
+def whole_units(driven: Driven) -> int:
+    """Units, but for the model's own parameters, that have memory for all of their parameters."""
+    units = [unit for unit in driven.engine._units if unit.module is not driven.model]
+    return sum(all(held.values.untyped_storage().nbytes() for held in unit.helds) for unit in units)
+
+
+# ------------------------------------------------------------------------------------------------ what is given back
+
+
+def releases(placement: Placement, own: bool) -> list[int]:
+    with join(placement, 20) as mesh:
+        model = five_units(own)
+        driven = Driven(mesh, model, model.units(), Sharding(3, weights=(2.0, 1.0)))
+        at_rest = [whole_units(driven)]
+        seen: list[int] = []
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda *_: seen.append(whole_units(driven)))
+            block.register_full_backward_pre_hook(lambda *_: seen.append(whole_units(driven)))
+        for _ in range(2):
+            driven.walk(1, lambda step, rank: batches(step, rank, 1 + step % 2))
+            driven.engine._lane.drain()
+            at_rest.append(whole_units(driven))
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH, dtype=torch.float64))
+        driven.engine._lane.drain()
+        at_rest.append(whole_units(driven))
+        assert driven.apart() < 1e-9
+        at_rest.append(whole_units(driven))
+        assert len(seen) == 5 * (2 * 3 + 1)
+        return [min(seen), max(seen), *at_rest]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_units_are_whole_only_around_their_use(own: bool) -> None:
+    for least, most, *at_rest in run_ranks(releases, 2, own=own):
+        assert 1 <= least <= most <= PREFETCH + 2
+        assert at_rest == [0] * 5
+
+
+def buffers(placement: Placement, reduce: str) -> list[int]:
+    """Gradient buffers that are taken after a step, and that there are."""
+    with join(placement, 20) as mesh:
+        model = five_units(own=False)
+        driven = Driven(mesh, model, model.units(), Sharding(2, reduce))
+        driven.walk(3, lambda step, rank: batches(step, rank, 2))
+        assert driven.apart() < 1e-9
+        pool: Any = driven.engine._pool
+        return [sum(pool._taken.values()), sum(len(free) for free in pool._free.values())]
+
+
+def test_gradient_buffers_are_given_back() -> None:
+    assert [taken for taken, _ in run_ranks(buffers, 2, reduce="per_step")] == [0, 0]
+    for taken, there in run_ranks(buffers, 2, reduce="per_micro_batch"):
+        assert taken == 0
+        assert there <= IN_FLIGHT
+
+
+def bytes_moved(placement: Placement) -> list[list[int]]:
+    """Counted and expected bytes of three steps, by sharding."""
+    found = []
+    with join(placement, 20) as mesh:
+        for sharding, reduces, gathers in (
+            (Sharding(1), 1, 1),
+            (Sharding(1, weights=(3.0, 0.0, 1.0)), 1, 1),
+            (Sharding(2, "per_micro_batch", (3.0, 0.0, 1.0)), 2, 1),
+            (Sharding(1, "per_step", (3.0, 0.0, 1.0), slots=2), 1, 1),
+            (Sharding(3, "per_step", (3.0, 0.0, 1.0)), 1, None),
+        ):
+            model = five_units()
+            driven = Driven(mesh, model, model.units(), sharding)
+            engine = driven.engine
+            moved = Moved(engine)
+            driven.walk(3, lambda step, rank: batches(step, rank, 2), twin=False)
+            engine._lane.drain()
+            elsewhere = [8 * (bucket.elements - bucket.share(mesh.rank)) for bucket in engine.buckets]
+            # Released: what is the model's own, and the last unit, is gathered once in a micro-batch, all else twice.
+            twice = 2 * sum(elsewhere) - elsewhere[0] - elsewhere[-1]
+            expected = 3 * (reduces * sum(elsewhere) + (gathers * sum(elsewhere) if gathers else 2 * twice))
+            found.append([moved.payload_bytes, expected])
+            engine.close()
+    return found
+
+
+class Moved:
+    """Bytes that transfers of an engine count from here on; what the ranks agree on is counted beside them."""
+
+    def __init__(self, engine: Any) -> None:
+        self.payload_bytes, self._moving = 0, False
+        for name in ("reduce_scatter", "all_gather"):
+            self._watch(engine._moves, name)
+        count = engine.traffic.count
+
+        def counting(payload_bytes: int) -> None:
+            self.payload_bytes += payload_bytes * self._moving
+            count(payload_bytes)
+
+        engine.traffic.count = counting
+
+    def _watch(self, moves: Any, name: str) -> None:
+        begin = getattr(moves, name)
+
+        def beginning(*args: Any) -> Any:
+            self._moving = True
+            moving = begin(*args)
+            self._moving = False
+            return moving
+
+        setattr(moves, name, beginning)
+
+
+def test_what_is_sent_is_what_is_not_one_s_own() -> None:
+    for found in run_ranks(bytes_moved, 3):
+        assert [counted for counted, _ in found] == [expected for _, expected in found]
+
+
+# --------------------------------------------------------------------------------------------------------- whole passes
+
+
+def looked_at(placement: Placement, zero: int) -> list[bool]:
+    """Forward passes between steps and inside `full_parameters`, and what can be read there."""
+    same = []
+    with join(placement, 20) as mesh:
+        model = five_units()
+        driven = Driven(mesh, model, model.units(), Sharding(zero, weights=(0.0, 2.0, 1.0)))
+        rows = torch.ones(2, WIDTH, dtype=torch.float64)
+        for _ in range(3):
+            driven.walk(1)
+            wanted = driven.twin.model(rows).detach()
+            with torch.no_grad():
+                same += [torch.allclose(model(rows), wanted, rtol=0, atol=1e-9) for _ in range(2)]
+            with driven.engine.full_parameters() as whole:
+                with torch.no_grad():
+                    same.append(torch.allclose(model(rows), wanted, rtol=0, atol=1e-9))
+                same += [torch.allclose(whole[name], value, rtol=0, atol=1e-9)
+                         for name, value in driven.twin.model.named_parameters()]  # fmt: skip
+        same.append(driven.apart() < 1e-9)
+        driven.engine.close()
+    return same
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_evaluating_between_steps_and_reading_whole_parameters(zero: int) -> None:
+    for same in run_ranks(looked_at, 3, zero=zero):
+        assert all(same), same
+
+
+# ------------------------------------------------------------------------------------------------------------- misuse
+
+
+class Out(Exception):
+    """Of a unit."""
+
+
+def answer(placement: Placement, mistake: str, zero: int) -> list[str]:
+    """What a mistake is answered by, and then a call that waits for all that was begun."""
+    with join(placement, 20) as mesh:
+        model = MISTAKEN.get(mistake, five_units)()
+        driven = Driven(mesh, model, model.units(), Sharding(zero))
+        if mistake not in MISTAKEN or "fails" in mistake:
+            driven.walk(1, twin=False)
+        engine, (batch,) = driven.engine, batches(2, 0)
+        engine.begin_step(engine.step + 1, batch.weight, 1e-2, None)
+
+        def blunder() -> None:
+            if mistake == "no micro-batch":
+                batch.loss_sum(model).backward()
+            elif mistake == "backward after it":
+                with engine.micro_batch(last=True):
+                    loss = batch.loss_sum(model)
+                loss.backward()
+            elif mistake == "backward in the next":
+                with engine.micro_batch(last=False):
+                    loss = batch.loss_sum(model)
+                with engine.micro_batch(last=True):
+                    loss.backward()
+            elif mistake == "a second backward":
+                with engine.micro_batch(last=True):
+                    loss = batch.loss_sum(model)
+                    loss.backward(retain_graph=True)
+                    loss.backward()
+            else:
+                with engine.micro_batch(last=True):
+                    batch.loss_sum(model).backward()
+
+        said = []
+        for call in (blunder, engine._lane.drain):
+            try:
+                call()
+                said.append("nothing")
+            except (RuntimeError, Out) as error:
+                said.append(str(error))
+        return said
+
+
+class OutOfOrder(Net):
+    def forward(self, hidden: torch.Tensor, *extra: bool) -> torch.Tensor:
+        for block in reversed(self.blocks):
+            hidden = block(hidden)
+        return hidden
+
+
+class Twice(Net):
+    def forward(self, hidden: torch.Tensor, *extra: bool) -> torch.Tensor:
+        return super().forward(super().forward(hidden))
+
+
+class Parts(Net):
+    """Calls what is in a unit instead of the unit."""
+
+    def forward(self, hidden: torch.Tensor, *extra: bool) -> torch.Tensor:
+        for weight in self.blocks[0].parameters():
+            hidden = mix(hidden, weight)
+        return hidden @ self.own
+
+
+class Holder:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+class Hiding(Mix):
+    def forward(self, hidden: Any) -> Any:
+        return Holder(super().forward(hidden))
+
+
+class Hides(Net):
+    def forward(self, hidden: torch.Tensor, *extra: bool) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](hidden).hidden)
+
+
+class Failing(Mix):
+    calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise Out("this unit fails")
+        return super().forward(hidden)
+
+
+class FailsLate(Mix):
+    calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(hidden)
+        self.calls += 1
+        if self.calls == 2 and hidden.requires_grad:
+            hidden.register_hook(self.fail)
+        return hidden
+
+    def fail(self, grad: torch.Tensor) -> None:
+        raise Out("its backward pass fails")
+
+
+MISTAKEN: dict[str, Any] = {
+    "out of order": lambda: OutOfOrder([Mix([[3, 4]]) for _ in range(3)]),
+    "twice": lambda: Twice([Mix([[3, 4]]) for _ in range(3)]),
+    "a part of a unit": lambda: Parts([Mix([[3, 4]]) for _ in range(3)]),
+    "hidden": lambda: Hides([Hiding([[3, 4]]), Mix([[3, 4]])]),
+    "fails": lambda: Net([Mix([[3, 4]]), Failing([[2]]), Mix([[3, 4]])]),
+    "fails late": lambda: Net([Mix([[3, 4]]), FailsLate([[2]]), Mix([[3, 4]])]),
+}
+
+LOST = "outside engine.micro_batch"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "zero", "answered"),
+    [
+        ("no micro-batch", 1, LOST),
+        ("no micro-batch", 2, LOST),
+        ("no micro-batch", 3, LOST),
+        ("backward after it", 1, LOST),
+        ("backward after it", 3, LOST),
+        ("backward in the next", 3, LOST),
+        ("a second backward", 1, "call backward\\(\\) once"),
+        ("a second backward", 2, "call backward\\(\\) once"),
+        ("a second backward", 3, "call backward\\(\\) once"),
+        ("out of order", 3, "blocks.2 was used when it was the turn of blocks.0"),
+        ("twice", 3, "blocks.0 was used when it was the turn of none"),
+        ("a part of a unit", 1, "call the unit itself"),
+        ("hidden", 3, "returned a Holder"),
+        ("fails", 1, "this unit fails"),
+        ("fails", 3, "this unit fails"),
+        ("fails late", 2, "its backward pass fails"),
+        ("fails late", 3, "its backward pass fails"),
+    ],
+)
+def test_a_mistake_is_answered_by_a_sentence_and_nothing_hangs(mistake: str, zero: int, answered: str) -> None:
+    ((said, then),) = run_ranks(answer, 1, timeout_s=8, mistake=mistake, zero=zero)
+    assert pytest.raises(AssertionError, match=answered).matches(AssertionError(said)), said
+    assert then in (said, "nothing")
+
+
+# -------------------------------------------------------------------------------------------------------- a rank fails
+
+
+def lost(placement: Placement, mistake: str, zero: int) -> list[Any]:
+    """Rank 1 fails, or is held up, in its second step: how each rank's loop ends, and what it holds to be the cause."""
+    with join(placement, PATIENCE_S) as mesh:
+        model = MISTAKEN[mistake]() if placement.rank == 1 else MISTAKEN["sound"]()
+        driven = Driven(mesh, model, model.units(), Sharding(zero))
+        try:
+            driven.walk(6, twin=False)
+            ended = "walked on"
+        except Out as error:
+            ended = str(error)
+        except RuntimeError as error:
+            ended = str(mesh.blame(error))
+        driven.engine.close()
+    return [ended, [each.name for each in threading.enumerate() if not each.daemon]]
+
+
+class HeldUp(Failing):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.calls == 1:
+            time.sleep(PATIENCE_S + 5)  # until after the others have said who is late
+        self.calls += 1
+        return Mix.forward(self, hidden)
+
+
+MISTAKEN["sound"] = lambda: Net([Mix([[3, 4]]), Mix([[2]]), Mix([[3, 4]])])
+MISTAKEN["held up"] = lambda: Net([Mix([[3, 4]]), HeldUp([[2]]), Mix([[3, 4]])])
+
+
+@pytest.mark.parametrize(
+    ("mistake", "zero", "said"),
+    [
+        ("fails", 1, "this unit fails"),
+        ("fails late", 3, "its backward pass fails"),
+        ("held up", 3, ""),
+    ],
+)
+def test_the_others_end_when_a_rank_does(mistake: str, zero: int, said: str) -> None:
+    found = run_ranks(lost, 4, timeout_s=30, mistake=mistake, zero=zero)
+    for ended, threads in found:
+        assert ended != "walked on"
+        assert threads == ["MainThread"], "nothing keeps the process alive"
+    if said:
+        assert found[1][0] == said
+    else:  # the store, which knows who is late, is rank 0's: the others may come when it is gone
+        assert re.match(r"ranks? [\d, ]*\b1\b[\d, ]* of 4 did not take part", found[0][0]), found
+
+
+# ---------------------------------------------------------------------------------------------- a lane that lags behind
+
+
+def lagging(placement: Placement, zero: int) -> float:
+    """A unit that is used in every other step, and that the lane is late to update."""
+    with join(placement, 20) as mesh:
+        torch.manual_seed(0)
+        model = Skipping([Mix([[4, 9]]), Mix([[4, 9]]), Mix([[3, 5]])])
+        driven = Driven(mesh, model, model.units(), Sharding(zero))
+        engine: Any = driven.engine
+        update = engine._update
+
+        def late(now: Any, unit: Any, change: Any) -> None:
+            if unit.name == "blocks.2":
+                time.sleep(0.05)
+            update(now, unit, change)
+
+        engine._update = late
+        driven.walk(4, with_last)
+        return driven.apart()
+
+
+class Skipping(Net):
+    def forward(self, hidden: torch.Tensor, *extra: bool) -> torch.Tensor:
+        for block in self.blocks if extra[0] else self.blocks[:2]:
+            hidden = block(hidden @ self.own)
+        return hidden
+
+
+def with_last(step: int, rank: int) -> list[Any]:
+    found = batches(step, rank)
+    for batch in found:
+        batch.extra = (step % 2 == 1,)
+    return found
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_lane_that_lags_behind_is_waited_for(zero: int) -> None:
+    assert max(run_ranks(lagging, 2, zero=zero)) < 1e-9

@@ -1,0 +1,212 @@
+"""The tiny runs in which `test_fields` sees what a key of the configuration does: their data, what is seen of them."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from phalanx import recipe
+from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
+
+Seen = dict[str, Any]
+BASE: dict[str, dict[str, Any]] = {
+    "model": {"hidden": 16, "layers": 1, "heads": 2, "intermediate": 32},
+    "data": {"source": "SOURCE", "tokenizer_vocab": 300, "seq_len": 8, "held_out": 0.3, "cache": "CACHE"},
+    "train": {"steps": 3, "global_batch": 4, "micro_batch": 2, "dtype": "fp64", "compile": False, "eval_sequences": 4},
+    "optim": {"lr": 1e-2, "decay_steps": 6},
+    "checkpoint": {"every": 0},
+    "report": {"tensorboard": False},
+}
+LORA = {"model": {"from_hf": "FOLDER/exported", "lora": {"rank": 2}}}
+PROMPTS = {"data.format": "prompt", "data.prompt_key": "title", "data.completion_key": "text", "data.seq_len": 44}
+CHAT = {"data.source": "FOLDER/talks.jsonl", "data.format": "chat", "data.chat_template": "chatml", "data.seq_len": 64}
+SGD = {"optim.rule": "sgd", "optim.lr": 0.5}
+WSD = {"optim.schedule": "wsd"}
+ROPE = {"model.rope_scaling": {"original_max_seq_len": 64}}  # so short that even a tiny head has waves to stretch
+YARN = {"model.rope_scaling": {"original_max_seq_len": 64, "rule": "yarn"}}
+MASKED = {"model.architecture": "bert", "data.seq_len": 16, "data.source": "FOLDER/labelled.jsonl"}
+MASKED |= {"data.text_key": "title"}  # of long words
+TAG = MASKED | {"task.kind": "tag"}
+CLASSIFY = TAG | {"task.kind": "classify"}
+OWN_TASK = """
+import torch
+from torch import nn
+from phalanx.models.model import Model
+from phalanx.tasks.own import OwnTask
+from phalanx.tasks.task import Batch
+
+
+class Net(Model):
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.two = nn.Linear(2, width), nn.Linear(width, 1)
+
+    def forward(self, x):
+        return self.two(self.one(x).tanh())
+
+
+class Task(OwnTask):
+    def __init__(self, width=3):
+        self.width = width
+
+    def model(self):
+        return Net(self.width)
+
+    def train(self):
+        return [torch.tensor([i / 9, 1.0]) for i in range(9)]
+
+    def collate(self, samples):
+        return Batch({"x": torch.stack(samples)}, len(samples))
+
+    def loss_sum(self, model, batch, draws):
+        return (model(batch.inputs["x"]) - TARGET).square().sum()
+"""
+TASK: dict[str, Any] = {"model": {}, "data": {}, "task.code": "FOLDER/task.py"}
+OWN = """
+from phalanx.models import llama
+
+
+class Attention(llama.Attention):
+    def forward(self, x, cos, sin, *rest):
+        return super().forward(x, cos * 0 + 1, sin * 0, *rest)
+
+
+class Block(llama.Block):
+    def __init__(self, spec, layer):
+        super().__init__(spec, layer)
+        self.attention = Attention(spec, layer)
+
+
+class Model(llama.Llama):
+    block = Block
+"""
+
+
+# ---------------------------------------------------------------------------------------------- inside a rank's process
+
+
+def configured(changes: dict[str, Any], folder: Path) -> recipe.Config:
+    tree = recipe.apply_overrides(BASE, [])
+    for section, values in tree.items():
+        tree[section] = dict(values)
+    for key, value in changes.items():
+        *parents, leaf = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    text = json.dumps(tree).replace("SOURCE", str(folder / "text.jsonl")).replace("CACHE", str(folder / "cache"))
+    made = recipe.check(json.loads(text.replace("FOLDER", str(folder))), "the test's recipe")
+    return recipe.resolve(made, device="cpu", world=1)[0]
+
+
+def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path) -> Seen:
+    """One run as `phalanx train` makes it, in this process, and everything that can be seen of it afterwards."""
+    from phalanx import launch
+    from phalanx.checkpoint.read import Checkpoint, find, step_folder
+    from phalanx.train import folder as run_folder
+    from phalanx.train.resolve import resolve_with_files, token_folders
+    from phalanx.train.subject import spec_if_any
+    from phalanx.train.trainer import Run
+
+    run.mkdir()
+    paths = RunPaths(run)
+    answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
+    config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
+    run_folder.write_start(paths, config, answer["tokenizer"])
+    job = Run(config, spec_if_any(config, paths), paths, *token_folders(answer))
+    # As on a machine so full that a rank gets one thread: threads that spin are slow where cores are busy.
+    code = launch.worker(job, dataclasses.replace(placement, threads=1))
+    steps, events = read_steps(paths.metrics), list(read_lines(paths.events))
+    newest = Checkpoint(step_folder(paths.checkpoints, find(paths.checkpoints)[0]))
+    return {
+        "code": code,
+        "config": config.model_dump(mode="json"),
+        "parameters": answer["parameters"],
+        "spec": {"max_seq_len": job.spec.max_seq_len, "vocab_size": job.spec.vocab_size} if job.spec else {},
+        "train_tokens": [folder for folder, _ in answer["train"]],
+        **{
+            name: [step[name] for step in steps] for name in ("loss", "grad_norm", "lr", "tokens", "step", "loss_scale")
+        },
+        "evaluated": [(e["step"], e["tokens"], e["loss"]) for e in events if e["kind"] == Kind.EVALUATED],
+        "checkpoints": find(paths.checkpoints),
+        "saved": [e["step"] for e in events if e["kind"] == Kind.CHECKPOINT_SAVED],
+        "stored": next(iter(newest.parameters.values()))[1],
+        "tensorboard": paths.tensorboard.exists(),
+        "wandb": sorted(path.name[:11] for path in (paths.root / "wandb").glob("offline-run-*")),
+        "inside": sorted(path.name for path in paths.inside.iterdir()) if paths.inside.exists() else [],
+        "tokenizer_bytes": (paths.tokenizer / "tokenizer.json").stat().st_size if paths.tokenizer.exists() else 0,
+    }
+
+
+def look(placement: Placement, changes: dict[str, Any], folder: Path) -> Seen:
+    """Build the parts of a run and take one step with them by hand."""
+    from phalanx.comm.mesh import join
+    from phalanx.parallel.materialize import materialise
+    from phalanx.train.build import build
+    from phalanx.train.resolve import resolve_with_files, token_folders
+    from phalanx.train.step import run_micro_batches
+    from phalanx.train.subject import spec_from_run
+
+    answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
+    config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
+    with join(placement, config.comm.timeout_s) as mesh:
+        parts = build(config, spec_from_run(config), mesh, *token_folders(answer))
+        materialise(parts.model, parts.engine, parts.starting_weights)
+        block = dict(parts.model.units())["layers.0"]
+        seen = {"engine": type(parts.engine).__name__, "compiled": "dynamo" in str(vars(block.forward))}
+        if seen["compiled"]:
+            return seen  # compiling takes far longer than everything else here
+        norms: list[int] = []
+        block.attention_norm.register_forward_hook(lambda *_: norms.append(1))
+        batches = [parts.task.collate(samples) for samples in parts.train.batches(0, parts.sharing.division)]
+        parts.engine.begin_step(1, sum(batch.weight for batch in batches), 1e-3, None)
+        run_micro_batches(parts.engine, parts.model, parts.task, batches, seed=0, step=1, nominal_weight=1)
+        parts.engine.finish_step()
+        return seen | {"micro_batches": len(batches), "forward_calls": len(norms)}
+
+
+def observe(placement: Placement, folder: str, cases: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Seen]:
+    """Each (name, walk or look, changes), one after the other; a case that fails leaves its error in its place."""
+    import torch
+
+    from phalanx.train.export import export_run
+
+    torch.set_num_threads(1)
+    os.environ["WANDB_MODE"] = "offline"
+    root, found = Path(folder), {}
+    for number, (name, how, changes) in enumerate(cases):
+        try:
+            run = root / f"run-{number}"
+            found[name] = walk(placement, changes, root, run) if how == "walk" else look(placement, changes, root)
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+        if name in ("base", "lora"):
+            export_run(RunPaths(run), root / ("exported" if name == "base" else "adapter"), None)
+    return found
+
+
+def write_text(folder: Path) -> None:
+    for name, word in (("text", "hello"), ("other", "goodbye")):
+        lines = [{"text": f"document {i} says {word} {'again ' * (i % 5 + 5)}", "title": f"{i} * {i} = {i * i}, {word}!"
+                  * 3} for i in range(60)]  # fmt: skip
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "own.py").write_text(OWN)
+    (folder / "task.py").write_text(OWN_TASK.replace("TARGET", "1.0"))
+    (folder / "other_task.py").write_text(OWN_TASK.replace("TARGET", "2.0"))
+    labelled = []
+    for i in range(60):
+        words, numbers = [f"hello{i}", "again", str(i)], [str((i + 1) * 104729**2), "good", f"bye{i * 7919**2}"]
+        one = {"tokens": words, "others": numbers, "ner_tags": ["B-W", "O", "O"], "tags": ["O", "B-W", "O"]}
+        texts = {"text": " ".join(words), "title": " ".join(numbers)}
+        labelled.append(one | texts | {"label": i % 2, "other": i % 3 % 2})
+    (folder / "labelled.jsonl").write_text("".join(json.dumps(line) + "\n" for line in labelled))
+    talks = []
+    for i in range(60):
+        ask, answer = {"role": "user", "content": f"{i} * {i}?"}, {"role": "assistant", "content": f"{i * i}, said {i}"}
+        talks.append({"messages": [ask, answer], "short": [ask, answer | {"content": "no"}]})
+    (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    (folder / "own.jinja").write_text(
+        "{% for m in messages %}{{ m.role + ': ' }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
