@@ -77,6 +77,10 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, records.event, mirrored)
         subject = subject_of(config, job.spec, job.paths)
         weights = state_weights(config, subject, mesh, placement.local_world)
+        if weights is not None and config.balance.state == "auto":
+            shares = [round(weight, 4) for weight in weights]
+            why = "equal parts do not fit beside parameters and activations everywhere"
+            records.event(Kind.RESOLVED, {"key": "balance.state", "value": shares, "reason": why})
         speeds, link = know(config, subject, placement, mesh, job.paths, records, weights)
         known = (job.paths, speeds, link, weights)
         parts = build(config, job.spec, mesh, job.train_tokens, job.held_out_tokens, *known)

@@ -11,8 +11,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.comm.collectives import Traffic
 from phalanx.comm.hierarchical import PeerError, TwoLevel, even
+from phalanx.comm.mesh import _backend, join
 from phalanx.comm.topology import Topology
+from phalanx.comm.transfers import transfers
 from phalanx.records import Placement
 from tests.helpers import process_group, run_ranks
 
@@ -31,6 +34,42 @@ def test_every_node_has_one_relay_for_every_owner(hosts: list[str]) -> None:
 def test_the_form_follows_from_the_hosts() -> None:
     forms = {hosts: Topology.of(hosts).form for hosts in ("a", "aaa", "abc", "aab", "abab")}
     assert forms == {"a": "alone", "aaa": "direct", "abc": "ring", "aab": "two-level", "abab": "two-level"}
+
+
+def test_a_part_of_the_ranks_has_a_topology_of_its_own() -> None:
+    whole = Topology.of("abcab")
+    assert whole.part([0, 3]) == Topology.of("aa")
+    assert whole.part([4, 2, 1]) == Topology.of("bcb")
+
+
+def test_which_groups_the_devices_of_all_ranks_allow() -> None:
+    native = "cpu:gloo,gpu:native"
+    assert _backend([f"{native}\t1\there", f"{native}\t2\there"]) == native
+    assert _backend([f"{native}\t1\there", f"{native}\t1\there"]) == "gloo"  # they share a device
+    assert _backend([f"{native}\t1\there", "gloo\t\tthere"]) == "gloo"
+    assert _backend(["gloo\t\there", "gloo\t\there"]) == "gloo"
+
+
+def chosen(placement: Placement) -> list[Any]:
+    """What moves the shards of a group, by where its ranks are; and what it counts."""
+    cpu, forms = torch.device("cpu"), []
+    with join(placement, 30) as mesh:
+        assert mesh.topology.form == "direct"
+        for topology in (None, mesh.topology, Topology.of("abc"), Topology.of("aba")):
+            traffic = Traffic()
+            moves, tensor = transfers(mesh.transfers, traffic, cpu, topology), torch.ones(12)
+            moves.reduce_scatter(tensor.clone(), [0, 2, 2, 12], tensor[: [2, 0, 10][mesh.rank]].clone()).wait()
+            moves.all_gather(tensor, [0, 2, 2, 12]).wait()
+            taken = traffic.take()
+            forms.append([type(moves).__name__, taken.calls, taken.payload_bytes])
+            assert taken.wait_s > 0
+    return forms
+
+
+def test_the_engine_moves_its_shards_in_two_levels_where_there_are_two() -> None:
+    for rank, forms in enumerate(run_ranks(chosen, 3)):
+        counted = [2, 2 * 4 * [10, 12, 2][rank]]
+        assert forms == [[name, *counted] for name in ("Ring", "Ring", "Ring", "TwoLevel")]
 
 
 def drawn(placement: Placement, hosts: str) -> None:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from phalanx import accelerator
+from phalanx.accelerator import HostCopy
 from phalanx.models import layers
 from phalanx.models.attention import attention, has_kernel
 from phalanx.records import Placement, RunPaths, read_steps
 from phalanx.train import trainer
 from phalanx.train.clock import Events, UnitClock
-from phalanx.accelerator import HostCopy
 from tests.helpers import run_ranks
 from tests.numerics import runs
 

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
+from phalanx.accelerator import HostCopy
 from phalanx.balance import Speed, in_parts
 from phalanx.comm.mesh import Mesh, join
-from phalanx.records import Placement
-from phalanx.accelerator import HostCopy
 from phalanx.optim.engine import Queued
+from phalanx.records import Placement
 from phalanx.train.metrics import Recorder
 from phalanx.train.metrics import Speed as Flops
 from phalanx.train.sharing import Sharing
