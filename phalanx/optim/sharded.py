@@ -49,8 +49,8 @@ class _Step:
     lr: float
     clip: float | None
     weight: gradients.TotalWeight
-    early: bool  # a unit is updated as soon as it is reduced, by a divisor that is likely
     agreed: Mark
+    early: bool = False  # a unit is updated as soon as it is reduced, by a divisor that is likely
     used_here: list[set[str]] = field(default_factory=list)  # parameters that have a gradient on this rank
     change: Change | None = None  # what updates go by
     updated: set[int] = field(default_factory=set)  # units
@@ -78,10 +78,7 @@ class Sharded:
         allocate: Allocator = zeros,
         sharding: Sharding = EVEN,
     ) -> None:
-        """`model` is on meta, or holds values; it takes memory in `initialise`.
-
-        Raises ConfigError for shards that there cannot be.
-        """
+        """`model` is on meta, or holds values. Raises ConfigError for shards that there cannot be."""
         self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
         self.step, self.loss_scale, self.sharding = 0, loss_scale, sharding
         self._precision, self._allocate = precision, allocate
@@ -118,6 +115,7 @@ class Sharded:
         self._last_norm: float | None = None  # of a step that was taken
         self._used = set(self._trained)  # by the last step, on any rank
         self._current = 0  # slot of the newest state
+        self._before: Mark | None = None  # the ranks have agreed on the step before
 
     @property
     def trainable(self) -> dict[str, tuple[int, ...]]:
@@ -190,9 +188,7 @@ class Sharded:
         assert step == self.step + 1, (step, self.step)
         self._lane.check()
         total = gradients.TotalWeight(weight, self.mesh.control, self.mesh.traffic)
-        known = self._last_norm is not None and clip is not None and self._last_norm < NEAR_CLIPPING * clip
-        early = self.sharding.slots > 1 and not self._released and (clip is None or known)
-        self._now = _Step(step, lr, clip, total, early, Mark(self._lane))
+        self._now = _Step(step, lr, clip, total, Mark(self._lane))
         for held in self._trained_held:
             held.begin_step()
 
@@ -204,6 +200,7 @@ class Sharded:
         self._passes.begin(last)
         if last:
             self._now.used_here = [held.used for held in self._trained_held]
+            self._now.early = self._may_be_early(self._now.clip)
         if reduces or self._released:
             self._put_script(reduces, last)
         try:
@@ -217,6 +214,14 @@ class Sharded:
             for held in reversed(self._trained_held):
                 held.complete()  # what no gradient has come for
         self._passes.end(last)
+
+    def _may_be_early(self, clip: float | None) -> bool:
+        """Whether units are updated as soon as they are reduced; the same on all ranks, as the norm before is."""
+        if self.sharding.slots == 1 or self._released:
+            return False
+        if self._before is not None:
+            self._before.wait(self.mesh.traffic)  # the lane writes the norm; nothing is computed before that anyway
+        return clip is None or (self._last_norm is not None and self._last_norm < NEAR_CLIPPING * clip)
 
     def _put_script(self, reduces: bool, last: bool) -> None:
         """Tell the lane what to do in this micro-batch, and behind the last one."""
@@ -260,6 +265,7 @@ class Sharded:
         taken = self.traffic.take()
         self.mesh.traffic.calls += taken.calls
         self.mesh.traffic.payload_bytes += taken.payload_bytes
+        self._before = self._now.agreed
         return _Outcome(self._now, self.mesh.traffic)
 
     def notices(self) -> list[tuple[str, dict[str, Any]]]:

@@ -1,10 +1,15 @@
 """The sharded engine walks the curve of one process, however its state is cut and whenever its gradients travel."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phalanx.optim import gradients
+from phalanx.records import Placement
+from tests.helpers import run_ranks
+from tests.numerics import runs
 from tests.numerics.runs import Outcome, walk
 from tests.numerics.test_ranks import assert_same
 
@@ -44,3 +49,24 @@ def test_copies_of_the_state(
 ) -> None:
     changes: dict[str, Any] = {"parallel__zero": zero, "balance__state": state, "train__micro_batch": 1}
     assert_same(walk(ranks, tmp_path, tokens, parallel__shard_degree=2, **changes), alone)
+
+
+def with_a_slow_lane(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:
+    """A run in which rank 0 learns late what the ranks have agreed on."""
+    fold = gradients.fold
+
+    def slowly(*arguments: Any, **settings: Any) -> Any:
+        time.sleep(0.05 if placement.rank == 0 else 0.0)
+        return fold(*arguments, **settings)
+
+    gradients.fold = slowly
+    return runs.train(placement, run, data, changes)
+
+
+def test_a_lane_that_lags_behind_takes_the_same_way(tokens: Path, tmp_path: Path) -> None:
+    # Whether a step may be updated early depends on the norm of the one before, which the lanes write.
+    changes = {"optim.slots": 2, "optim.clip_norm": 100.0, "train.steps": 6}
+    arguments = {"run": str(tmp_path / "two"), "data": str(tokens), "changes": changes}
+    assert run_ranks(with_a_slow_lane, 2, timeout_s=120, **arguments) == [0, 0]
+    one = walk(1, tmp_path / "one", tokens, optim__clip_norm=100.0, train__steps=6)
+    assert_same(runs.outcome(tmp_path / "two"), one)
