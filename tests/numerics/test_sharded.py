@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx.optim import gradients
+from phalanx.optim.sharded import Sharded
 from phalanx.records import Placement
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -52,14 +53,18 @@ def test_copies_of_the_state(
 
 
 def with_a_slow_lane(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:
-    """A run in which rank 0 learns late what the ranks have agreed on."""
-    fold = gradients.fold
+    """A run in which rank 0's lane learns late what the ranks have agreed on, and rank 1 begins its steps late."""
+    fold, begin = gradients.fold, Sharded.begin_step
+
+    def late(engine: Sharded, *arguments: Any) -> None:
+        time.sleep(0.03 if placement.rank == 1 else 0.0)
+        begin(engine, *arguments)
 
     def slowly(*arguments: Any, **settings: Any) -> Any:
-        time.sleep(0.05 if placement.rank == 0 else 0.0)
+        time.sleep(0.1 if placement.rank == 0 else 0.0)
         return fold(*arguments, **settings)
 
-    gradients.fold = slowly
+    gradients.fold, Sharded.begin_step = slowly, late  # type: ignore[method-assign]
     return runs.train(placement, run, data, changes)
 
 
