@@ -54,6 +54,11 @@ def problems(config: Config) -> list[str]:
 def _sharding_problems(config: Config) -> list[str]:
     """What is asked of the sharded engine, where its twin was chosen. One rank alone has nothing to shard, and a recipe
     for many should run there."""
+    if config.parallel.zero == 3 and config.optim.slots == 2:
+        return [
+            "optim.slots 2 has no effect with parallel.zero 3, whose parameters are gathered anew for each pass; set "
+            "optim.slots=1, or parallel.zero=2"
+        ]
     if config.parallel.data != "fsdp2":
         return []
     asked = {

@@ -249,8 +249,10 @@ def everywhere(first: FirstNode) -> Nodes:
 
 
 def config_for_all(wanted: Config, prepared: Prepared) -> str:
-    """The resolved configuration as YAML, but for a micro-batch that was `auto`: each node's devices have their own."""
-    own = {"train.micro_batch": "auto"} if wanted.train.micro_batch == "auto" else {}
+    """The resolved configuration as YAML, but for what was `auto` and follows from memory: each node looks at its own,
+    and the ranks agree."""
+    of_memory = ("train.micro_batch", "parallel.zero", "parallel.reduce")
+    own = {key: "auto" for key in of_memory if recipe.get(wanted, key) == "auto"}
     return recipe.to_yaml(recipe.update(prepared.config, own))
 
 

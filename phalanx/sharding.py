@@ -154,6 +154,8 @@ def _sharding(
             raise ConfigError(
                 f"{name} is {value!r}, which is none of {', '.join(map(str, allowed))}; choose one of these"
             )
+    if zero == 3 and slots == 2:
+        raise ConfigError("slots=2 has no effect with zero=3, whose parameters are gathered anew; leave it out")
     if shard_degree is not None and shard_degree < 1:
         raise ConfigError(
             f"shard_degree is {shard_degree}, which is no number of ranks; give a divisor of theirs, or None"

@@ -109,8 +109,10 @@ def _measured(
     died: list[str] = []
 
     def note(kind: str, details: dict[str, Any]) -> None:
-        if kind == Kind.WORKER_DIED:
+        if kind in (Kind.WORKER_DIED, Kind.NODE_LOST):
             died.append(words.sentence({"kind": kind, **details}))
+        elif kind == Kind.WARNING and not as_json:
+            terminal.print(words.sentence({"kind": kind, **details}))
 
     if everywhere is not None:
         everywhere.first.notice = note

@@ -20,7 +20,7 @@ from phalanx.cluster.causes import End
 from phalanx.cluster.relay import Relay, beside_the_store, hand_over
 from phalanx.cluster.wire import Channel, Message, Proof
 from phalanx.errors import CollectiveError, ConfigError, RunError
-from phalanx.records import ExitCode, Kind, StoreAddress
+from phalanx.records import ExitCode, Kind, StoreAddress, shown
 
 MOST_STRANGERS = 64  # connections that have not proved themselves; others wait before they are taken
 PRESSED_S = 1.0  # what the oldest of them gets to prove itself while others wait
@@ -240,9 +240,9 @@ class FirstNode:
                 return f"{name} is {theirs} on {who} and {version} on node 0; install the same version on all nodes"
         different = [key for key in sorted({*recipe, *first["recipe"]}) if recipe.get(key) != first["recipe"].get(key)]
         if different:
-            shown = "; ".join(f"{key} is {recipe.get(key)!r} on {who} and {first['recipe'].get(key)!r} on node 0"
-                              for key in different[:3])  # fmt: skip
-            return f"{shown}; start all nodes with the same recipe and the same keys"
+            both = [(key, _told(recipe.get(key)), _told(first["recipe"].get(key))) for key in different[:3]]
+            said = "; ".join(f"{key} is {theirs!r} on {who} and {here!r} on node 0" for key, theirs, here in both)
+            return f"{said}; start all nodes with the same recipe and the same keys"
         if len(kinds) > 1:
             return (
                 f"{who} trains on {kind_of(devices[0])} and node 0 on {kind_of(first['devices'][0])}, between which "
@@ -421,6 +421,15 @@ def _taken(holder: Message, claimant: Message) -> str:
         f"process {claimant['pid']} on {claimant['host']} says it is node {holder['node']}, which process "
         f"{holder['pid']} on {holder['host']} is already; give each node a --node-rank of its own"
     )
+
+
+def _told(value: Any) -> Any:
+    """A value of a recipe as others may read it: without what is secret in a URL."""
+    if isinstance(value, dict):
+        return {key: _told(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_told(each) for each in value]
+    return shown(value) if isinstance(value, str) else value
 
 
 def _end(tree: Message, host: str) -> End:

@@ -196,6 +196,11 @@ def _written(folder: Path) -> Any:
     """What the address file holds; None where there is none or it cannot be read."""
     try:
         return json.loads((folder / ADDRESS_FILE).read_bytes())
+    except PermissionError:
+        raise RunError(
+            f"{folder / ADDRESS_FILE} may not be read, so another user's job has met there; start all nodes as one "
+            "user, and give each job a folder of its own"
+        ) from None
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -236,7 +241,7 @@ def publish(folder: Path, address: Address) -> bool:
 
 def withdraw(folder: Path, address: Address, made: bool) -> None:
     """Take the address file away, unless it is another's by now, and the folder where it was `made` for this."""
-    with contextlib.suppress(OSError):  # it is gone, or the folder is: nothing stays behind either way
+    with contextlib.suppress(OSError, RunError):  # it is gone, or the folder is, or it is another's by now
         if read_address(folder) == address:
             (folder / ADDRESS_FILE).unlink()
         if made:

@@ -87,6 +87,15 @@ def _create(where: Any, options: Options | None) -> "Group":
     return Group(where.store, where.group_rank, where.group_size, where.timeout, host or this_host())
 
 
+OLDER = {  # what torch called them before 2.13
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
+
 def _or_native(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     """A collective of tensors on an accelerator goes to its own group, where there is one."""
 
@@ -97,7 +106,9 @@ def _or_native(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
         if native is None:
             return method(group, *args, **options)
         group._line.native_calls += 1
-        work: dist.Work = getattr(native, method.__name__)(*args, **options)
+        name = method.__name__
+        begin = getattr(native, name, None) or getattr(native, OLDER[name])
+        work: dist.Work = begin(*args, **options)
         return work
 
     return call

@@ -36,6 +36,12 @@ class Traffic:
             self.calls += 1
             self.payload_bytes += payload_bytes
 
+    def add(self, other: "Traffic") -> None:
+        """Count what another has counted, but for its waits."""
+        with self._lock:
+            self.calls += other.calls
+            self.payload_bytes += other.payload_bytes
+
     def waited(self, seconds: float) -> None:
         """Take note that the host was held up."""
         with self._lock:

@@ -27,16 +27,13 @@ class Call(dist.Work):
         self.moving: Moving | None = None
         self._over = threading.Event()
         self._error: BaseException | None = None
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future: torch.futures.Future[Any] | None = None
+        self._asking = threading.Lock()
 
     def end(self, error: BaseException | None) -> None:
         """Let those go on who wait."""
         self._error = error
         self._over.set()
-        if error is None:
-            self._future.set_result(self._result)
-        else:
-            self._future.set_exception(error)
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """Return when the result is there. After `timeout`, where it is not zero, the group ends, as gloo's does."""
@@ -62,7 +59,19 @@ class Call(dist.Work):
         return self._result
 
     def get_future(self) -> "torch.futures.Future[Any]":
-        return self._future
+        with self._asking:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                # What hangs on a future runs where that is set, and may wait for another collective of the group.
+                threading.Thread(target=self._resolve, args=(self._future,), name="phalanx-future", daemon=True).start()
+            return self._future
+
+    def _resolve(self, future: "torch.futures.Future[Any]") -> None:
+        self._over.wait()
+        if self._error is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(self._error)
 
 
 class Letter(dist.Work):

@@ -41,6 +41,8 @@ class Mesh:
     store: dist.Store
     timeout_s: float
     topology: Topology  # which ranks share a node
+    on_host: bool  # every rank's device is a CPU
+    made: list[dist.ProcessGroup] = field(default_factory=list)  # by `split`
     bookkeeping: Traffic = field(default_factory=Traffic)  # a few numbers a step, which are no part of its traffic
 
     def sum(self, values: list[float]) -> list[float]:
@@ -78,6 +80,7 @@ class Mesh:
             group = dist.new_group(ranks, backend=backend, timeout=wait)
             if self.rank in ranks:
                 mine[ranks in copies] = group
+                self.made.append(group)
         return mine[False], mine[True]
 
     def blame(self, error: RuntimeError) -> RuntimeError | CollectiveError:
@@ -148,7 +151,7 @@ def beside(device: torch.device, timeout_s: float) -> Iterator[Mesh]:
     try:
         yield mesh
     finally:
-        for group in (mesh.control, mesh.checkpoint, mesh.transfers, mesh.agreement):
+        for group in (*mesh.made, mesh.control, mesh.checkpoint, mesh.transfers, mesh.agreement):
             dist.destroy_process_group(group)
 
 
@@ -168,6 +171,7 @@ def _mesh(device: torch.device, offers: list[str], store: dist.Store, timeout_s:
         store=store,
         timeout_s=timeout_s,
         topology=Topology.of([offer.split("\t")[2] for offer in offers]),
+        on_host=all(offer.split("\t")[0] == "gloo" for offer in offers),
     )
 
 
@@ -179,7 +183,7 @@ def alone(mesh: Mesh) -> Iterator[Mesh]:
     try:
         yield replace(
             mesh, rank=0, world=1, control=group, checkpoint=group, transfers=group, agreement=group, traffic=Traffic(),
-            topology=Topology.of(["here"]),
+            topology=Topology.of(["here"]), on_host=mesh.device.type == "cpu", made=[],
         )  # fmt: skip
     finally:
         dist.destroy_process_group(group)

@@ -9,6 +9,8 @@ import numpy as np
 
 from phalanx.errors import DataError
 
+MOST_DIMS = 4
+
 
 class Images:
     """A map-style data set of (image uint8 (H, W), label); `what` names it in errors. Raises DataError."""
@@ -43,10 +45,10 @@ def read_idx(folder: Path, name: str) -> np.ndarray:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         zeros, kind, dims = struct.unpack_from(">HBB", raw)
-        shape = struct.unpack_from(f">{dims}I", raw, 4)
+        shape = struct.unpack_from(f">{dims}I", raw, 4) if dims <= MOST_DIMS else ()
     except (OSError, EOFError, zlib.error, struct.error) as error:
         raise DataError(f"{path} is damaged ({error}); fetch the file again") from error
-    if (zeros, kind) != (0, 8):
+    if (zeros, kind) != (0, 8) or not 0 < dims <= MOST_DIMS or not all(shape):
         raise DataError(f"{path} is no IDX file of bytes (it begins with {raw[:4].hex()}); fetch the file again")
     if len(raw) != 4 + 4 * dims + np.prod(shape, dtype=object):
         raise DataError(f"{path} has {len(raw)} bytes, but its header promises {shape}; fetch the file again")

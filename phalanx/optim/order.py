@@ -52,7 +52,17 @@ def orders(work: Work, sharding: Sharding, has_root: bool) -> Orders:
     alone = replace(work, micro_batches=1)
     late = plan(replace(alone, early=False))
     early = plan(replace(alone, early=True)) if sharding.slots > 1 else late
+    _check(early)
+    _check(late)
     return Orders(early, late, tuple(op for op in late if op.kind == "reduce"), ())
+
+
+def _check(order: Sequence[Op]) -> None:
+    """By the last part of a transfer its end is known, so parts must come in turn."""
+    seen: dict[tuple[str, int], int] = {}
+    for op in order:
+        assert seen.get((op.kind, op.bucket), -1) < op.part, op
+        seen[op.kind, op.bucket] = op.part
 
 
 def _released(work: Work, has_root: bool) -> Orders:

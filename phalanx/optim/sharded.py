@@ -95,7 +95,7 @@ class Sharded:
         self._shapes = {parameter.name: parameter.shape for parameter in parameters}
         self._trained = [parameter.name for parameter in parameters if parameter.trained]
         # Where the host moves them, buckets travel in parts, so that an urgent one waits for a part at the most.
-        self._parts = sharding.parts if degree > 1 and mesh.device.type == "cpu" else 1
+        self._parts = sharding.parts if degree > 1 and mesh.on_host else 1
         least = PART_BYTES // precision.shared.itemsize
         self.buckets = layout.lay_out(parameters, weights, self._parts, least)
         owned = (each for bucket in self.buckets for each in bucket.fragments(mesh.rank % degree))
@@ -127,18 +127,20 @@ class Sharded:
         parameters = dict(self.model.named_parameters())
         whole = self.sharding.zero == 1 and self.sharding.reduce == "per_step"
         self._pool = pool = None if whole else Pool()
-        helds = [
-            Held(bucket, self._rank, self.mesh.device, self._precision, self._lane, pool, self._released)
-            for bucket in self.buckets
-        ]
+        helds: list[Held] = []
         replaced: dict[int, nn.Parameter] = {}
-        for held in helds:
-            held.take([parameters[member.parameter.name] for member in held.bucket.members], replaced)
+        self._slots: list[Slot] = [{} for _ in range(self.sharding.slots)]
+        for bucket in self.buckets:  # one after the other: what is released between uses was never there all at once
+            held = Held(bucket, self._rank, self.mesh.device, self._precision, self._lane, pool, self._released)
+            held.take([parameters[member.parameter.name] for member in bucket.members], replaced)
+            for slot in self._slots if bucket.trained else ():
+                slot.update(self._state_of(held))
+            self._fill(held, fill)
+            if self._released:
+                held.release()
+            helds.append(held)
         place(self.model, replaced, self.mesh.device)
         self._trained_held = [held for held in helds if held.bucket.trained]
-        self._slots: list[Slot] = [self._make_slot() for _ in range(self.sharding.slots)]
-        for held in helds:
-            self._fill(held, fill)
         names = list(dict.fromkeys(held.bucket.unit for held in helds))
         self._units = [
             Unit(number, name, self._modules.get(name, self.model), [h for h in helds if h.bucket.unit == name])
@@ -153,8 +155,7 @@ class Sharded:
         for held in self._trained_held:
             held.watch(self._passes.fold)
         if self._released:
-            for held in helds:
-                held.release()
+            self._lane.follow()
         else:
             self._bring_masters()
 
@@ -168,18 +169,17 @@ class Sharded:
             for member, values in held.members():
                 fill(Shard(member.parameter.name, 0, values.numel(), member.parameter.shape, values, trainable=False))
 
-    def _make_slot(self) -> Slot:
-        """State of all own ranges. Where the model computes in the masters' type, and there is one slot in plain
+    def _state_of(self, held: Held) -> Slot:
+        """State of a bucket's own range. Where the model computes in the masters' type, and there is one slot in plain
         memory, the model's own range is the master itself."""
         same_type = self._precision.compute == self._precision.master
         itself = same_type and self.sharding.slots == 1 and self._allocate is zeros and not self._released
         slot: Slot = {}
-        for held in self._trained_held:
-            for fragment in held.fragments:
-                key, shape, count = fragment.key, fragment.parameter.shape, fragment.stop - fragment.start
-                size = (count, self._precision.master, self.mesh.device)
-                made = self.rule.make(key, shape, *size, self._allocate)
-                slot[key] = {"param": held.own(fragment) if itself else self._allocate(key, "param", *size)} | made
+        for fragment in held.fragments:
+            key, shape, count = fragment.key, fragment.parameter.shape, fragment.stop - fragment.start
+            size = (count, self._precision.master, self.mesh.device)
+            made = self.rule.make(key, shape, *size, self._allocate)
+            slot[key] = {"param": held.own(fragment) if itself else self._allocate(key, "param", *size)} | made
         return slot
 
     # ------------------------------------------------------------------------------------------------- the main thread
@@ -187,8 +187,8 @@ class Sharded:
     def begin_step(self, step: int, weight: int, lr: float, clip: float | None) -> None:
         assert step == self.step + 1, (step, self.step)
         self._lane.check()
-        total = gradients.TotalWeight(weight, self.mesh.control, self.mesh.traffic)
-        self._now = _Step(step, lr, clip, total, Mark(self._lane))
+        weights = gradients.TotalWeight(weight, self.mesh.control, self.mesh.traffic)
+        self._now = _Step(step, lr, clip, weights, Mark(self._lane))
         for held in self._trained_held:
             held.begin_step()
 
@@ -262,9 +262,7 @@ class Sharded:
                 held.fold_all()
 
     def finish_step(self) -> Outcome:
-        taken = self.traffic.take()
-        self.mesh.traffic.calls += taken.calls
-        self.mesh.traffic.payload_bytes += taken.payload_bytes
+        self.mesh.traffic.add(self.traffic.take())
         self._before = self._now.agreed
         return _Outcome(self._now, self.mesh.traffic)
 
@@ -290,8 +288,7 @@ class Sharded:
         """What the ranks will agree on unless this step is clipped or skipped."""
         if now.change is None:
             self._await_others()
-            total = now.weight.get()
-            divisor = gradients.unclipped(self._zero(), self.nominal_weight, total, self.loss_scale)
+            divisor = gradients.unclipped(self._zero(), self.nominal_weight, now.weight.get(), self.loss_scale)
             now.change = Change(now.number, now.lr, self._no_decay, divisor, torch.zeros_like(divisor).float())
         return now.change
 
@@ -460,6 +457,7 @@ class Sharded:
         finally:
             if self._released:
                 self._passes.whole = False
+                self._lane.follow()  # whose memory it is, and who may use it again at once
                 for unit in self._units:
                     for held in unit.helds:
                         held.release()
@@ -473,6 +471,7 @@ class Sharded:
                 yield fragment.parameter.name, slot[fragment.key], fragment.start
 
     def pieces(self) -> Iterator[Piece]:
+        self._lane.drain()
         if self.mesh.rank >= self._degree:
             return  # another rank holds the same
         for name, state, start in self._kept():
@@ -481,7 +480,9 @@ class Sharded:
     def load(self, read: Read) -> None:
         for name, state, start in self._kept():
             load(self.rule, name, state, start, read)
-        if not self._released:
+        if self._released:
+            self._lane.follow()
+        else:
             self._bring_masters()
 
 

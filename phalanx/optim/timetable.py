@@ -4,6 +4,7 @@ Every rank makes them itself, of numbers that a sum or a maximum over the ranks 
 holds from the second step on after that in which it was made, since another rank may have begun the next one by then.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,11 +32,11 @@ class Timetable:
         self._has_root = bool(units) and not units[0].name
         self.laps = Laps(len(self._units), mesh.traffic)
         # An accelerator's passes end later than the host's calls, and alone there is nothing to move.
-        self._pacing = Pacing() if mesh.world > 1 and mesh.device.type == "cpu" else None
+        self._pacing = Pacing() if mesh.world > 1 and mesh.on_host else None
         # By the first step that they hold for.
         self._orders = {1: orders(guess([unit.elements for unit in units], parts), sharding, self._has_root)}
         self._ended: dict[int, Mark] = {}
-        self._notices: list[tuple[str, dict[str, Any]]] = []
+        self._notices: deque[tuple[str, dict[str, Any]]] = deque()  # the lane appends while others take
 
     # ------------------------------------------------------------------------------------------------- the main thread
 
@@ -43,7 +44,8 @@ class Timetable:
         """The orders of a step. Waits until the lane is through with the second step before, as it is as a rule."""
         if (before := self._ended.pop(step - 2, None)) is not None:
             before.wait(self._mesh.traffic)
-        return self._orders[max(first for first in self._orders if first <= step)]
+        known = [first for first in self._orders if first <= step]
+        return self._orders[max(known) if known else min(self._orders)]  # none: a user has gone back to an old step
 
     def expect(self, step: int, lane: Lane) -> Mark:
         """To be set when the lane is through with a step, and has made what orders that step calls for."""
@@ -52,8 +54,7 @@ class Timetable:
 
     def notices(self) -> list[tuple[str, dict[str, Any]]]:
         """Events of orders that were made since the last call."""
-        notices, self._notices = self._notices, []
-        return notices
+        return [self._notices.popleft() for _ in range(len(self._notices))]
 
     # -------------------------------------------------------------------------------------------------------- the lane
 

@@ -14,6 +14,7 @@ from pathlib import Path
 BUILDING = "_CxxBuild"  # how the names of those folders end
 HEADERS = "precompiled_headers"  # the folder in the cache that has locks of its own
 RESULTS = (".so", ".o", ".gch")
+OWN_LOCK = ("", "main", "h")  # other builds hold a lock of another name, and are left alone
 
 
 def sweep_caches() -> None:
@@ -30,6 +31,8 @@ def sweep(cache: Path) -> list[str]:
     removed = []
     for folder in sorted(cache.glob(f"*/*{BUILDING}")):
         name = folder.name.removesuffix(BUILDING)
+        if name.partition(".")[2] not in OWN_LOCK:
+            continue
         locks = folder.parent / "locks" if folder.parent.name == HEADERS else cache / "locks"
         lock = locks / f"{name.partition('.')[0]}.lock"
         # Somebody is building it, or cannot be asked: then it stays, at worst as it was.

@@ -3,6 +3,7 @@
 import functools
 from typing import TYPE_CHECKING
 
+from phalanx.comm.mesh import Mesh
 from phalanx.optim.fsdp2 import Fsdp2
 from phalanx.optim.order import Sharding
 from phalanx.optim.sharded import Sharded
@@ -25,6 +26,17 @@ def make_engine(config: "Config", weights: Weights = None) -> MakeEngine:
     return others[config.parallel.data]
 
 
+def agreed(config: "Config", mesh: Mesh) -> "Config":
+    """The configuration with what all ranks must do alike: of what each has resolved for its own memory, that which
+    shards most. Collective."""
+    if config.parallel.data != "sharded":
+        return config
+    mine = sharding_of(config)
+    zero, often = mesh.max([float(mine.zero), float(mine.reduce == "per_micro_batch")])
+    alike = {"zero": int(zero), "reduce": "per_micro_batch" if often else "per_step"}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=alike)})
+
+
 def sharding_of(config: "Config", weights: Weights = None) -> Sharding:
     """What the sharded engine is told; where nobody has looked at memories, as little is sharded as possible.
 
@@ -37,4 +49,6 @@ def sharding_of(config: "Config", weights: Weights = None) -> Sharding:
     state = config.balance.state
     weights = tuple(map(float, state)) if isinstance(state, list) else weights
     degree = None if config.parallel.shard_degree == "auto" else config.parallel.shard_degree
-    return Sharding(zero, reduce, weights, config.optim.slots, degree=degree)
+    # Parameters that are released are gathered anew anyway: there is nothing to do early.
+    slots = 1 if zero == 3 else config.optim.slots
+    return Sharding(zero, reduce, weights, slots, degree=degree)

@@ -26,7 +26,7 @@ from phalanx.errors import ConfigError, OutOfMemory
 from phalanx.hardware import Device, Hardware, Link
 from phalanx.models.spec import ModelSpec
 from phalanx.records import ExitCode, Kind, Placement, RunPaths
-from phalanx.train.engines import Weights
+from phalanx.train.engines import Weights, agreed
 from phalanx.train.probe import SIZES, USABLE, depths_of, found, remedy, state_bytes
 from phalanx.train.sharing import Sharing
 from phalanx.train.sinks import Records
@@ -213,6 +213,7 @@ def run(config: "Config", spec: ModelSpec | None, placement: Placement, file: Pa
     threads = accelerator.threads_of(placement.threads, placement.local_world)
     accelerator.use(torch.device(placement.device), threads)
     with join(placement, config.comm.timeout_s) as mesh:
+        config = agreed(config, mesh)
         subject = subject_of(config, spec)
         weights = state_weights(config, subject, mesh, placement.local_world)
         known = measured(config, subject, placement, mesh, MORE_PATIENCE_S, weights)

@@ -89,6 +89,9 @@ def largest_micro_batch(
             f"took more; set train.micro_batch yourself, or {remedy(subject)}"
         ) from None
     finding = found(config, subject, device, peaks, free, state=state_bytes(config, subject, device, world), most=most)
+    if finding.micro_batch < 1:  # with an equal part of the state; but others may hold it
+        least = _least_state_bytes(config, subject, device, world)
+        finding = found(config, subject, device, peaks, free, state=least, most=most)
     if finding.micro_batch < 1:
         raise ConfigError(
             f"the model does not fit: {finding.reason()}; shard it over more ranks, set memory.activations=full, "
@@ -133,7 +136,7 @@ def _sample_bytes(peaks: Mapping[int, int]) -> float:
 def check_state(config: Config, subject: Subject, device_name: str, *, world: int, local_world: int) -> None:
     """Raises ConfigError when parameters and optimizer state alone are more than the device could ever hold."""
     device = torch.device(device_name)
-    state = state_bytes(config, subject, device, world)
+    state = _least_state_bytes(config, subject, device, world)
     total = accelerator.memory_total(device, local_world)
     if state > total:
         raise ConfigError(
@@ -141,6 +144,18 @@ def check_state(config: Config, subject: Subject, device_name: str, *, world: in
             f"{world} rank{'s' if world > 1 else ''}, and a rank has {total / 2**30:.1f} GiB; "
             "use more ranks or a smaller model"
         )
+
+
+def _least_state_bytes(config: Config, subject: Subject, device: torch.device, world: int) -> int:
+    """What a rank holds at least: where the state may be cut unevenly, its whole part may be elsewhere."""
+    state = config.balance.state
+    if config.parallel.data != "sharded" or world == 1 or state == "even":
+        return state_bytes(config, subject, device, world)
+    if isinstance(state, list):
+        return state_bytes(config, subject, device, world, rank=state.index(min(state)))
+    together = sharding_of(config).degree or world
+    none_here = (0.0,) + (1.0,) * (together - 1) if together > 1 else None
+    return state_bytes(config, subject, device, world, none_here, rank=0)
 
 
 def state_bytes(

@@ -118,7 +118,9 @@ def _fitting(config: Config, subject: Subject, devices: Sequence[str], world: in
     if config.parallel.data == "sharded" and config.parallel.zero == "auto":
         zero = least_zero(config, subject, devices, world=world, local_world=local_world)
         chosen.append(("parallel.zero", zero, ZERO_WHY[zero]))
-        config = update(config, {"parallel.zero": zero})
+        if zero == 3 and config.optim.slots == 2:
+            chosen.append(("optim.slots", 1, "with parallel.zero 3 there is nothing to update early"))
+        config = update(config, {key: value for key, value, _ in chosen})
     if config.parallel.data == "sharded" and config.parallel.reduce == "auto":
         chosen.append(("parallel.reduce", sharding_of(config).reduce, f"parallel.zero is {config.parallel.zero}"))
         config = update(config, {chosen[-1][0]: chosen[-1][1]})

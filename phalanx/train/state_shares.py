@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from phalanx import accelerator, balance
 from phalanx.comm.mesh import Mesh
+from phalanx.errors import ConfigError
 from phalanx.optim.choose import make_rule
 from phalanx.optim.layout import lay_out
 from phalanx.optim.memory import held_bytes
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from phalanx.config import Config
 
 FOR_STATE = 0.6  # of the free memory, with whole parameters and gradients: the rest is for activations
+AT_MOST = 0.9  # where it does not fit otherwise
 IN_SHARES = ("master weights", "optimizer state")
 
 
@@ -36,7 +38,10 @@ def state_weights(config: "Config", subject: Subject, mesh: Mesh, local_world: i
     items = held_bytes(buckets, 0, sharding, precision_of(config.train.dtype, mesh), rule, accumulates=True)
     own = sum(items[name] for name in IN_SHARES)
     # Ranks may compute in unlike types: each says for itself what is left.
-    left = mesh.gather(free * FOR_STATE - (sum(items.values()) - own))
+    left, most = (mesh.gather(free * part - (sum(items.values()) - own)) for part in (FOR_STATE, AT_MOST))
     (needed,) = mesh.max([float(degree * own)])
-    shares = balance.state_shares([min(left[place::degree]) for place in range(degree)], needed)
+    try:
+        shares = balance.state_shares([min(left[place::degree]) for place in range(degree)], needed)
+    except ConfigError:
+        shares = balance.state_shares([min(most[place::degree]) for place in range(degree)], needed)
     return None if len(set(shares)) == 1 else shares

@@ -28,6 +28,7 @@ from phalanx.records import ExitCode, Kind, Placement, RunPaths, StepRecord
 from phalanx.tasks.task import Batch
 from phalanx.train.build import Parts, build
 from phalanx.train.clock import clock_of
+from phalanx.train.engines import agreed
 from phalanx.train.measure import know, remembering
 from phalanx.train.metrics import Recorder, speed_of
 from phalanx.train.profile import Inspection
@@ -71,6 +72,8 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
     with _asked_to_stop() as stop, join(placement, config.comm.timeout_s, storage_s) as mesh:
         if attempt is not None:
             placement = dataclasses.replace(placement, attempt=int(mesh.max([attempt])[0]))
+        job = dataclasses.replace(job, config=agreed(job.config, mesh))
+        config = job.config
         records = Records(job.paths, placement.attempt, sinks, active=mesh.rank == 0)
         group, keep = JsonGroup(mesh.checkpoint), config.checkpoint.keep
         mirrored = None if job.paths.url is None else functools.partial(mirror.before_commit, job.paths, {})

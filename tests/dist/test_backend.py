@@ -322,3 +322,21 @@ def test_a_script_of_anyone(tmp_path: Path) -> None:
     for rank in ranks:
         said, errors = rank.communicate(timeout=120)
         assert (rank.returncode, said) == (0, "1.0 cpu:phalanx\n"), errors
+
+
+def on_a_future(placement: Placement) -> list[float]:
+    """A collective that begins when another ends, and is waited for there, as torch's compressing hooks do."""
+    with process_group(placement, FAR_S, "phalanx", Options(host="one")):
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+
+        def again(future: Any) -> torch.Tensor:
+            (first,) = future.value() if isinstance(future.value(), list) else [future.value()]
+            dist.all_reduce(first, async_op=True).get_future().wait()
+            return first.mul_(2.0)
+
+        then: Any = work.get_future().then(again)
+        return list(then.wait().tolist())
+
+
+def test_what_hangs_on_a_future_may_wait_for_another_collective() -> None:
+    assert run_ranks(on_a_future, 2) == [[8.0] * 3] * 2

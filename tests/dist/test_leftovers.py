@@ -32,13 +32,21 @@ def test_a_library_that_a_killed_linker_left_is_removed(tmp_path: Path) -> None:
 
 def test_what_somebody_is_building_stays(tmp_path: Path) -> None:
     for folder in ("ab", leftovers.HEADERS):
-        (tmp_path / folder / f"key.x{leftovers.BUILDING}").mkdir(parents=True)
-        (tmp_path / folder / "key.x.so").touch()
+        (tmp_path / folder / f"key.main{leftovers.BUILDING}").mkdir(parents=True)
+        (tmp_path / folder / "key.main.so").touch()
     for locks in (tmp_path / "locks", tmp_path / leftovers.HEADERS / "locks"):
         locks.mkdir()
     with locked(tmp_path / "locks" / "key.lock", 1):
-        assert leftovers.sweep(tmp_path) == ["key.x"]
-        assert (tmp_path / "ab" / "key.x.so").exists()
-        assert not (tmp_path / leftovers.HEADERS / "key.x.so").exists()
-    assert leftovers.sweep(tmp_path) == ["key.x"]
-    assert not (tmp_path / "ab" / "key.x.so").exists()
+        assert leftovers.sweep(tmp_path) == ["key.main"]
+        assert (tmp_path / "ab" / "key.main.so").exists()
+        assert not (tmp_path / leftovers.HEADERS / "key.main.so").exists()
+    assert leftovers.sweep(tmp_path) == ["key.main"]
+    assert not (tmp_path / "ab" / "key.main.so").exists()
+
+
+def test_a_build_whose_lock_has_another_name_is_left_alone(tmp_path: Path) -> None:
+    # Such as what torch compiles once more, optimised, under the lock of the first.
+    (tmp_path / "ab" / f"key.optimized{leftovers.BUILDING}").mkdir(parents=True)
+    (tmp_path / "locks").mkdir()
+    assert leftovers.sweep(tmp_path) == []
+    assert (tmp_path / "ab" / f"key.optimized{leftovers.BUILDING}").exists()

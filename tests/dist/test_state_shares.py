@@ -1,5 +1,6 @@
-"""Which part of the state each rank holds where memories are unlike: less where there is little, and the same curve."""
+"""What ranks hold of the state, and when: less where there is little memory, never more than is said, alike on all."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from phalanx import accelerator
 from phalanx.comm.mesh import join
 from phalanx.errors import ConfigError
+from phalanx.optim.held import Held
 from phalanx.optim.sharded import Sharded
 from phalanx.records import Kind, Placement
 from phalanx.train import trainer
@@ -78,7 +80,7 @@ def test_ranks_with_little_memory_hold_less_of_the_state(tokens: Path) -> None:
     assert run_ranks(asked, 2, data=str(tokens), free=[ROOMY] * 2, changes={}) == [None] * 2
     even = {"balance.state": "even"}
     assert run_ranks(asked, 2, data=str(tokens), free=[ROOMY, tight], changes=even) == [None] * 2
-    (said, *_) = run_ranks(asked, 2, data=str(tokens), free=[tight] * 2, changes={})
+    (said, *_) = run_ranks(asked, 2, data=str(tokens), free=[whole] * 2, changes={})
     assert "the optimizer state needs" in said
 
 
@@ -90,3 +92,66 @@ def test_a_run_cuts_its_state_so_and_walks_the_same_curve(tokens: Path, tmp_path
     (said,) = [each for each in runs.events(tmp_path / "tight", Kind.RESOLVED) if each["key"] == "balance.state"]
     assert said["value"][1] < 0.2
     assert farthest(outcome(tmp_path / "tight").losses, walk(1, tmp_path / "one", tokens).losses) < 1e-9
+
+
+def unlike(placement: Placement, run: str, data: str, zeros: list[int]) -> int:
+    """A run of ranks that have each resolved parallel.zero for their own memory."""
+    described = runs.job(run, data, {"parallel.zero": zeros[placement.rank]}, placement.world)
+    return int(trainer.run(described, runs.on_one_thread(placement)))
+
+
+def test_ranks_that_were_resolved_apart_do_what_shards_most(tokens: Path, tmp_path: Path) -> None:
+    arguments = {"run": str(tmp_path / "unlike"), "data": str(tokens), "zeros": [1, 3]}
+    assert run_ranks(unlike, 2, timeout_s=120, **arguments) == [0, 0]
+    three = walk(2, tmp_path / "three", tokens, parallel__zero=3)
+    assert outcome(tmp_path / "unlike").losses == three.losses
+
+
+def starting(placement: Placement, run: str, data: str) -> list[int]:
+    """The most elements of whole parameters that are there at a time while a zero 3 engine takes memory, the elements
+    of the largest bucket, and those of all."""
+    helds: list[Held] = []
+    most, make, take = [0], Held.__init__, Held.take
+
+    def noting(held: Held, *arguments: Any) -> None:
+        make(held, *arguments)
+        helds.append(held)
+
+    def counting(held: Held, *arguments: Any) -> None:
+        take(held, *arguments)
+        most[0] = max(most[0], sum(each.values.untyped_storage().nbytes() for each in helds) // 8)
+
+    Held.__init__, Held.take = noting, counting  # type: ignore[method-assign]
+    described = runs.job(run, data, {"parallel.zero": 3}, placement.world)
+    with runs.loop_of(placement, described) as loop:
+        loop.restore()
+    sizes = [held.bucket.elements for held in helds]
+    return [most[0], max(sizes), sum(sizes)]
+
+
+def test_what_is_released_is_never_there_all_at_once(tokens: Path, tmp_path: Path) -> None:
+    for most, largest, everything in run_ranks(starting, 2, run=str(tmp_path), data=str(tokens)):
+        assert most == largest < everything
+
+
+def copies(placement: Placement, run: str, data: str) -> bool:
+    """Whether a rank of the second copy, too, is through with its last gathers when it has given its pieces."""
+    changes = {"parallel.shard_degree": 1, "train.steps": 2, "train.eval_sequences": 0}
+    described = runs.job(run, data, changes, placement.world)
+    with runs.loop_of(placement, described) as loop:
+        loop.restore()
+        engine: Any = loop.parts.engine
+        gather = engine._carrier.gather
+
+        def slowly(*arguments: Any) -> None:
+            time.sleep(0.05)
+            gather(*arguments)
+
+        engine._carrier.gather = slowly
+        loop.train_one(1)
+        assert list(engine.pieces()) == [] or placement.rank == 0
+        return all(mark.reached for mark in engine._passes.fresh)
+
+
+def test_every_copy_is_complete_when_its_pieces_are_asked_for(tokens: Path, tmp_path: Path) -> None:
+    assert run_ranks(copies, 2, run=str(tmp_path), data=str(tokens)) == [True, True]
