@@ -19,10 +19,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from phalanx.cluster.agent import preload
+
+if __name__ == "__main__":  # first of all: whoever forks ranks must have no thread of a numerical library
+    preload(("numpy", "torch", "torch._dynamo", "torch.distributed.fsdp"))
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import bounds, links
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
