@@ -20,6 +20,8 @@ from phalanx.optim.pacing import Laps, Pacing
 from phalanx.optim.units import Unit
 from phalanx.records import Kind
 
+WORTH_TELLING = 0.02  # of the time computed, in transfers
+
 
 class Timetable:
     """Which orders hold for which step; `laps` clocks the host's passes."""
@@ -89,4 +91,5 @@ class Timetable:
         self._orders = {last: self._orders[last], step: orders(work, self._sharding, self._has_root)}
         moves_s = sum(work.reduce_s) + sum(work.gather_s)
         told = {"step": step, "bytes_per_s": rate, "compute_s": work.compute_s, "transfers_s": moves_s}
-        self._notices.append((Kind.ORDERED, told))
+        if moves_s > WORTH_TELLING * work.compute_s:  # a link so fast is noise, whatever its rate
+            self._notices.append((Kind.ORDERED, told))
