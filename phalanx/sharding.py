@@ -98,7 +98,7 @@ def shard(
         shared = {"zero": zero, "reduce": sharding.reduce, "weights": sharding.weights, "shard_degree": shard_degree}
         own = {"slots": slots, "clip_norm": clip_norm, "units": [name for name, _ in parts]}
         asked = {**shared, **own, **settings}
-        _agree(JsonGroup(mesh.checkpoint), mesh.rank, asked, model)
+        _agree(JsonGroup(mesh.checkpoint), asked, model)
         begin_alike(model, mesh)
         engine = Sharded(model, parts, mesh=mesh, rule=update, nominal_weight=1, precision=precision, sharding=sharding)
         with torch.no_grad():
@@ -308,7 +308,7 @@ def check_device(device: torch.device, ours: torch.device) -> None:
         )
 
 
-def _agree(group: JsonGroup, rank: int, asked: Mapping[str, Any], model: nn.Module) -> None:
+def _agree(group: JsonGroup, asked: Mapping[str, Any], model: nn.Module) -> None:
     """Raise ConfigError on all ranks where one asks for something else than rank 0."""
     shapes = {name: [list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()}
     everyones = group.all_objects({"asked": asked, "parameters": shapes})
