@@ -59,6 +59,11 @@ def _sharding_problems(config: Config) -> list[str]:
             "optim.slots 2 has no effect with parallel.zero 3, whose parameters are gathered anew for each pass; set "
             "optim.slots=1, or parallel.zero=2"
         ]
+    if config.comm.compress != "none" and config.parallel.data in ("single", "fsdp2"):
+        return [
+            f"comm.compress {config.comm.compress} has no effect with parallel.data {config.parallel.data}; remove it, "
+            "or set parallel.data=sharded"
+        ]
     if config.parallel.data != "fsdp2":
         return []
     asked = {

@@ -250,6 +250,12 @@ class CommSection(Section):
     timeout_s: Annotated[float, Field(gt=0, le=604800), BeforeValidator(no_bool)] = knob(
         600.0, "seconds after which a collective that does not end is an error; a week at most"
     )
+    compress: Literal["none", "bf16", "int8"] = knob(
+        "none",
+        "how gradients that cross nodes, and all weights, are rounded, which makes them shorter and the curve another; "
+        "int8: blocks of 64 numbers with a scale; bf16: each by itself",
+        trajectory=True,
+    )
 
 
 class CheckpointSection(Section):

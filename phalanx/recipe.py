@@ -211,8 +211,9 @@ def resolve(
             if getattr(lora, name) == "auto":
                 chosen.append((f"model.lora.{name}", fitting, "no adapter was named"))
     if config.parallel.data == "auto":
-        value = "single" if world == 1 else "sharded"
-        chosen.append(("parallel.data", value, f"{world} rank{'s' if world > 1 else ''}"))
+        rounds, ranks = config.comm.compress != "none", f"{world} rank{'s' if world > 1 else ''}"
+        value = "single" if world == 1 and not rounds else "sharded"
+        chosen.append(("parallel.data", value, "comm.compress rounds weights" if rounds else ranks))
     if config.parallel.data == "single" and world > 1:
         raise ConfigError(f"parallel.data single trains on one rank, but there are {world}; set parallel.data=auto")
     degree = config.parallel.shard_degree

@@ -16,6 +16,7 @@ from torch import nn
 
 from phalanx import accelerator, rules
 from phalanx.cluster.placement import from_environment
+from phalanx.comm.codec import CODECS, PLAIN
 from phalanx.comm.mesh import Mesh, beside, join
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import ConfigError
@@ -49,6 +50,7 @@ def shard(
     weights: Sequence[float] | None = None,
     shard_degree: int | None = None,
     slots: int = 1,
+    compress: str = PLAIN,
     units: Sequence[str | nn.Module] | None = None,
     fill: Callable[[Shard], None] | None = None,
     timeout_s: float = 600.0,
@@ -75,6 +77,8 @@ def shard(
         shard_degree: Over so many neighbouring ranks a copy of all that is sharded; `weights` are theirs then. By
             default over all.
         slots: 2 keeps the state of the step before, so that updates may begin before all is reduced.
+        compress: "bf16" or "int8" rounds all weights that are computed with, and gradients that cross nodes, so that
+            they are sent in fewer bytes; the curve is then another one. "none" rounds nothing.
         units: Modules, or their names, that are moved as one, in the order of their use. By default the members of
             ModuleLists and what lies beside these.
         fill: Writes the starting values of a part of a parameter that is on meta.
@@ -87,7 +91,7 @@ def shard(
     update, settings = _rule(
         rule, lr, {key: value for key, value in chosen.items() if value is not None}, options or {}
     )
-    sharding = _sharding(zero, reduce, weights, shard_degree, slots)
+    sharding = _sharding(zero, reduce, weights, shard_degree, slots, compress)
     if clip_norm is not None and not clip_norm > 0:
         raise ConfigError(f"clip_norm is {clip_norm:g}, which would stop all training; give a norm above 0, or None")
     precision, device = check(model, fill)
@@ -96,7 +100,7 @@ def shard(
     try:
         mesh = left.enter_context(_meet(device, timeout_s))
         shared = {"zero": zero, "reduce": sharding.reduce, "weights": sharding.weights, "shard_degree": shard_degree}
-        own = {"slots": slots, "clip_norm": clip_norm, "units": [name for name, _ in parts]}
+        own = {"slots": slots, "compress": compress, "clip_norm": clip_norm, "units": [name for name, _ in parts]}
         asked = {**shared, **own, **settings}
         _agree(JsonGroup(mesh.checkpoint), asked, model)
         begin_alike(model, mesh)
@@ -143,12 +147,13 @@ def _as_argument(sentence: str) -> str:
 
 
 def _sharding(
-    zero: int, reduce: str, weights: Sequence[float] | None, shard_degree: int | None, slots: int
+    zero: int, reduce: str, weights: Sequence[float] | None, shard_degree: int | None, slots: int, compress: str
 ) -> Sharding:
     for name, value, allowed in (
         ("zero", zero, (1, 2, 3)),
         ("reduce", reduce, ("auto", "per_step", "per_micro_batch")),
         ("slots", slots, (1, 2)),
+        ("compress", compress, (PLAIN, *CODECS)),
     ):
         if value not in allowed:
             raise ConfigError(
@@ -163,7 +168,7 @@ def _sharding(
     if reduce == "auto":
         reduce = "per_step" if zero == 1 else "per_micro_batch"
     shares = None if weights is None else tuple(map(float, weights))
-    return Sharding(zero, reduce, shares, slots, degree=shard_degree)
+    return Sharding(zero, reduce, shares, slots, degree=shard_degree, compress=compress)
 
 
 def check(model: nn.Module, fill: Callable[[Shard], None] | None) -> tuple[Precision, torch.device]:

@@ -1,6 +1,7 @@
 """Fixtures of all tests."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,14 @@ def zygote() -> Iterator[None]:
     """The parent of the tests' ranks is started by the first `run_ranks` and ended here."""
     yield
     stop_zygote()
+
+
+@pytest.fixture
+def hang_ups_count() -> Iterator[None]:
+    """A hang-up ends what a test starts, even where the tests themselves were started by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="session")

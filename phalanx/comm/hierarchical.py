@@ -75,7 +75,7 @@ class PeerError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Way:
+class Way:
     """A piece on its way to a rank, or from one."""
 
     peer: int
@@ -89,24 +89,24 @@ class _Way:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     start: int  # elements of the tensor
     stop: int
     tag: int
 
 
 @dataclass(order=True)
-class _Event:
+class Event:
     """A piece that this rank waits for and does something with; in order of when it is likely to be there."""
 
     stage: int
     number: int
     owner: int
-    piece: _Piece = field(compare=False)
+    piece: Piece = field(compare=False)
     sources: tuple[int, ...] = field(compare=False)
     is_sum: bool = field(compare=False)  # else it is passed on as it is
-    result: _Piece | None = field(compare=False, default=None)  # a finished sum that goes to all: as what
-    works: list[_Way] = field(compare=False, default_factory=list)
+    result: Piece | None = field(compare=False, default=None)  # a finished sum that goes to all: as what
+    works: list[Way] = field(compare=False, default_factory=list)
     memory: list[torch.Tensor] = field(compare=False, default_factory=list)  # for the parts of a sum
 
 
@@ -120,32 +120,33 @@ class TwoLevel:
     def __init__(
         self, group: Peers, topology: Topology, piece_bytes: int = PIECE_BYTES, traffic: Traffic | None = None
     ) -> None:
-        self._group, self._topology, self._piece_bytes = group, topology, piece_bytes
+        self._group, self.topology, self._piece_bytes = group, topology, piece_bytes
         self.rank, self.world = group.rank(), group.size()
         assert self.world == len(topology.node_of), f"{len(topology.node_of)} hosts of {self.world} ranks"
         self.sent, self._traffic = Sent(), traffic or Traffic()
-        self._node = topology.node_of[self.rank]
-        self._beside = tuple(rank for rank in topology.nodes[self._node] if rank != self.rank)
+        self.node = topology.node_of[self.rank]
+        self.beside = tuple(rank for rank in topology.nodes[self.node] if rank != self.rank)
         self._tag = 0
-        self._spare: list[torch.Tensor] = []  # memory for parts of sums
+        self.spare: list[torch.Tensor] = []  # memory for parts of sums
         self._under_way: deque[Moving] = deque()
         self._broken: BaseException | None = None
 
     def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> "Moving":
         """Begin to sum `tensor`, flat, which is overwritten; `into` receives the range [cuts[rank], cuts[rank + 1])."""
-        return self._counted(self.reducing(tensor, cuts, into, torch.add), tensor, cuts, "reduce")
+        program = self.reducing(tensor, cuts, into, torch.add)
+        return self.counted(program, elsewhere_bytes(tensor, cuts, self.rank), "reduce")
 
     def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> "Moving":
         """Begin to fill `tensor`, flat, of which this rank has the range [cuts[rank], cuts[rank + 1])."""
-        return self._counted(self.gathering(tensor, cuts), tensor, cuts, "gather")
+        return self.counted(self.gathering(tensor, cuts), elsewhere_bytes(tensor, cuts, self.rank), "gather")
 
     def all_reduce(self, tensor: torch.Tensor) -> "Moving":
         """Begin to sum `tensor`, flat, in place."""
         return self.begin(self.all_reducing(tensor, torch.add))
 
-    def _counted(self, program: Program, tensor: torch.Tensor, cuts: Sequence[int], name: str) -> "Moving":
-        elsewhere = cuts[-1] - cuts[self.rank + 1] + cuts[self.rank]
-        self._traffic.count(elsewhere * tensor.element_size())
+    def counted(self, program: Program, payload_bytes: int, name: str) -> "Moving":
+        """Begin a program, and count it as a transfer of so many bytes."""
+        self._traffic.count(payload_bytes)
         start = time.perf_counter()
         with phase(name):
             moving = self.begin(program, name)
@@ -184,12 +185,12 @@ class TwoLevel:
 
     def gathering(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Program:
         """Fill the ranges of the other ranks; each rank has its own. A broadcast: one rank owns everything."""
-        blocks = self._blocks(tensor, cuts)
+        blocks = self.blocks(tensor, cuts)
         events, rest = self._gathered(tensor, blocks, 0)
         sent = self._hand_on(tensor, blocks[self.rank], self.rank)
         yield
         yield from self._handle(tensor, events, sent, [], torch.add, None)
-        yield from _waiting([*rest, *sent])
+        yield from finishing([*rest, *sent])
 
     def reducing(
         self,
@@ -202,37 +203,37 @@ class TwoLevel:
     ) -> Program:
         """Combine `tensor`, which is overwritten unless it is to `keep` its content, over the ranks; `into` receives
         the own range of the result. A reduction to one rank: it owns everything."""
-        blocks = self._blocks(tensor, cuts)
+        blocks = self.blocks(tensor, cuts)
         events = self._summed(blocks, [])
-        room = self._room(events, tensor.element_size())
-        waiting = self._expect(deque(events), room, tensor)
+        room = self.room(events, tensor.element_size())
+        waiting = self.expect(deque(events), room, tensor)
         sent = self._contribute(tensor, blocks)
         yield
         scratch = torch.empty_like(tensor) if keep else tensor
 
-        def place(event: _Event) -> torch.Tensor:
+        def place(event: Event) -> torch.Tensor:
             one, begin = (into, cuts[self.rank]) if event.owner == self.rank else (scratch, 0)
             return one[event.piece.start - begin : event.piece.stop - begin]
 
         yield from self._handle(tensor, events, sent, room, combine, finish, waiting, place)
-        self._spare.extend(room)
-        yield from _waiting(sent)
+        self.spare.extend(room)
+        yield from finishing(sent)
 
     def all_reducing(self, tensor: torch.Tensor, combine: Combine, finish: Finish = None) -> Program:
         """Combine `tensor` in place: each rank makes a range of the result, and sends its pieces to all when ready."""
         cuts = even(tensor.numel(), self.world)
-        blocks, results = self._blocks(tensor, cuts), self._blocks(tensor, cuts)
+        blocks, results = self.blocks(tensor, cuts), self.blocks(tensor, cuts)
         sums = self._summed(blocks, results[self.rank])
-        room = self._room(sums, tensor.element_size())
-        waiting = self._expect(deque(sums), room, tensor)
+        room = self.room(sums, tensor.element_size())
+        waiting = self.expect(deque(sums), room, tensor)
         sent = self._contribute(tensor, blocks)
         # What is gathered overwrites what was sent from there. It cannot come too early: it is a sum with this rank's
         # part in it, so that has left.
-        events, rest = self._gathered(tensor, results, len(self._topology.nodes) - 1)
+        events, rest = self._gathered(tensor, results, len(self.topology.nodes) - 1)
         yield
         yield from self._handle(tensor, sorted([*sums, *events]), sent, room, combine, finish, waiting)
-        self._spare.extend(room)
-        yield from _waiting([*rest, *sent])
+        self.spare.extend(room)
+        yield from finishing([*rest, *sent])
 
     def exchanging(self, outgoing: Sequence[torch.Tensor | None], arriving: Sequence[torch.Tensor | None]) -> Program:
         """Send a flat tensor to each rank and receive one from each, of sizes that the two sides agree on; None or an
@@ -241,78 +242,78 @@ class TwoLevel:
         # The directions take turns piece by piece, and each rank begins at another one: one direction after the other,
         # all ranks would send to the same rank at the same time.
         ahead = [(self.rank + away) % self.world for away in range(1, self.world)]
-        received = [self._receive(part, rank, tag) for rank, part in self._in_turn(ahead[::-1], arriving)]
-        sent = [self._send(part, rank, tag) for rank, part in self._in_turn(ahead, outgoing)]
+        received = [self.receive(part, rank, tag) for rank, part in self._in_turn(ahead[::-1], arriving)]
+        sent = [self.send(part, rank, tag) for rank, part in self._in_turn(ahead, outgoing)]
         mine, here = outgoing[self.rank], arriving[self.rank]
         if mine is not None and here is not None:
             here.copy_(mine)
         yield
-        yield from _waiting([*received, *sent])
+        yield from finishing([*received, *sent])
 
     # ---------------------------------------------------------------------------------------------------------- stages
 
     def _gathered(
-        self, tensor: torch.Tensor, blocks: Sequence[Sequence[_Piece]], first_stage: int
-    ) -> tuple[list[_Event], list[_Way]]:
+        self, tensor: torch.Tensor, blocks: Sequence[Sequence[Piece]], first_stage: int
+    ) -> tuple[list[Event], list[Way]]:
         """Post the receives of all that is gathered. Returns what this rank is to pass on, in order, and the rest."""
-        passed_on: list[_Event] = []
-        kept: list[_Event] = []
+        passed_on: list[Event] = []
+        kept: list[Event] = []
         for owner, pieces in enumerate(blocks):
             if owner == self.rank:
                 continue
-            relay = self._topology.relay(self._node, owner)
-            stage = first_stage + (self._node - self._topology.node_of[owner]) % len(self._topology.nodes)
-            source = self._topology.relay(self._node - 1, owner) if relay == self.rank else relay
-            events = [_Event(stage, number, owner, piece, (source,), False) for number, piece in enumerate(pieces)]
+            relay = self.topology.relay(self.node, owner)
+            stage = first_stage + (self.node - self.topology.node_of[owner]) % len(self.topology.nodes)
+            source = self.topology.relay(self.node - 1, owner) if relay == self.rank else relay
+            events = [Event(stage, number, owner, piece, (source,), False) for number, piece in enumerate(pieces)]
             (passed_on if relay == self.rank else kept).extend(events)
         for event in (*sorted(passed_on), *sorted(kept)):
             part = tensor[event.piece.start : event.piece.stop]
-            event.works.append(self._receive(part, event.sources[0], event.piece.tag))
+            event.works.append(self.receive(part, event.sources[0], event.piece.tag))
         return sorted(passed_on), [event.works[0] for event in sorted(kept)]
 
-    def _summed(self, blocks: Sequence[Sequence[_Piece]], results: Sequence[_Piece]) -> list[_Event]:
+    def _summed(self, blocks: Sequence[Sequence[Piece]], results: Sequence[Piece]) -> list[Event]:
         """The pieces to which this rank adds, as a relay or as the owner, in order."""
         events = []
         for owner, pieces in enumerate(blocks):
-            if self._topology.relay(self._node, owner) != self.rank:
+            if self.topology.relay(self.node, owner) != self.rank:
                 continue
             stage = self._stage(owner)
-            sources = self._beside + ((self._topology.relay(self._node - 1, owner),) if stage > 0 else ())
+            sources = self.beside + ((self.topology.relay(self.node - 1, owner),) if stage > 0 else ())
             if not sources and owner != self.rank:
                 continue  # what begins its way here is sent as it is
             for number, piece in enumerate(pieces):
                 result = results[number] if results and owner == self.rank else None
-                events.append(_Event(stage, number, owner, piece, sources, True, result))
+                events.append(Event(stage, number, owner, piece, sources, True, result))
         return sorted(events)
 
-    def _contribute(self, tensor: torch.Tensor, blocks: Sequence[Sequence[_Piece]]) -> list[_Way]:
+    def _contribute(self, tensor: torch.Tensor, blocks: Sequence[Sequence[Piece]]) -> list[Way]:
         """Send all that needs nothing of others: parts to the relays of this node; or to the next node, where no rank
         beside this one has a part."""
-        parts: list[tuple[int, int, int, int, _Piece]] = []
+        parts: list[tuple[int, int, int, int, Piece]] = []
         for owner, pieces in enumerate(blocks):
-            target, stage = self._topology.relay(self._node, owner), self._stage(owner)
+            target, stage = self.topology.relay(self.node, owner), self._stage(owner)
             if target == self.rank:
-                if self._beside or stage > 0 or owner == self.rank:
+                if self.beside or stage > 0 or owner == self.rank:
                     continue
-                target = self._topology.relay(self._node + 1, owner)
+                target = self.topology.relay(self.node + 1, owner)
             parts.extend((stage, number, owner, target, piece) for number, piece in enumerate(pieces))
         parts.sort(key=lambda part: part[:3])
-        return [self._send(tensor[piece.start : piece.stop], target, piece.tag) for *_, target, piece in parts]
+        return [self.send(tensor[piece.start : piece.stop], target, piece.tag) for *_, target, piece in parts]
 
     def _stage(self, owner: int) -> int:
         """How many nodes the sum of a range has passed when it comes to this one; it ends at its owner's."""
-        return (self._node - self._topology.node_of[owner] - 1) % len(self._topology.nodes)
+        return (self.node - self.topology.node_of[owner] - 1) % len(self.topology.nodes)
 
     def _handle(
         self,
         tensor: torch.Tensor,
-        events: Sequence[_Event],
-        sent: list[_Way],
+        events: Sequence[Event],
+        sent: list[Way],
         room: list[torch.Tensor],
         combine: Combine,
         finish: Finish,
-        waiting: "deque[_Event] | None" = None,
-        place: "Callable[[_Event], torch.Tensor] | None" = None,
+        waiting: "deque[Event] | None" = None,
+        place: "Callable[[Event], torch.Tensor] | None" = None,
     ) -> Program:
         """Wait for the events in order; add what arrives, in its place, and send on what is complete."""
         for event in events:
@@ -328,10 +329,10 @@ class TwoLevel:
             if not event.memory:
                 total.copy_(mine)  # there is no other rank
             for memory in event.memory:
-                combine(mine, _part(memory, piece, tensor), out=total)
+                combine(mine, part_of(memory, piece, tensor), out=total)
                 mine = total
             if event.owner != self.rank:
-                sent.append(self._send(mine, self._topology.relay(self._node + 1, event.owner), piece.tag))
+                sent.append(self.send(mine, self.topology.relay(self.node + 1, event.owner), piece.tag))
             else:
                 if finish is not None:
                     finish(total)
@@ -339,53 +340,54 @@ class TwoLevel:
                     sent.extend(self._hand_on(tensor, [event.result], self.rank))
             room.extend(event.memory)
             if waiting:
-                self._expect(waiting, room, tensor)
+                self.expect(waiting, room, tensor)
             yield
 
-    def _hand_on(self, tensor: torch.Tensor, pieces: Sequence[_Piece], owner: int) -> list[_Way]:
+    def _hand_on(self, tensor: torch.Tensor, pieces: Sequence[Piece], owner: int) -> list[Way]:
         """Send complete pieces to the next node, unless they come from there, and then to the ranks beside."""
-        onward = (self._node + 1) % len(self._topology.nodes)
-        targets = [] if onward == self._topology.node_of[owner] else [self._topology.relay(onward, owner)]
+        onward = (self.node + 1) % len(self.topology.nodes)
+        targets = [] if onward == self.topology.node_of[owner] else [self.topology.relay(onward, owner)]
         return [
-            self._send(tensor[piece.start : piece.stop], target, piece.tag)
-            for some in (targets, self._beside)
+            self.send(tensor[piece.start : piece.stop], target, piece.tag)
+            for some in (targets, self.beside)
             for piece in pieces
             for target in some
         ]
 
-    def _expect(self, waiting: "deque[_Event]", room: list[torch.Tensor], tensor: torch.Tensor) -> "deque[_Event]":
+    def expect(self, waiting: "deque[Event]", room: list[torch.Tensor], tensor: torch.Tensor) -> "deque[Event]":
         """Post the receives of the next sums for which there is memory; returns those that have to wait."""
         while waiting and len(waiting[0].sources) <= len(room):
             event = waiting.popleft()
             for source in event.sources:
                 event.memory.append(room.pop())
-                part = _part(event.memory[-1], event.piece, tensor)
-                event.works.append(self._receive(part, source, event.piece.tag))
+                part = part_of(event.memory[-1], event.piece, tensor)
+                event.works.append(self.receive(part, source, event.piece.tag))
         return waiting
 
     # ---------------------------------------------------------------------------------------------------------- pieces
 
-    def _blocks(self, tensor: torch.Tensor, cuts: Sequence[int]) -> list[list[_Piece]]:
-        """The pieces of every rank's range, each with a tag of its own, the same on all ranks."""
+    def blocks(self, tensor: torch.Tensor, cuts: Sequence[int], granule: int = 1) -> list[list[Piece]]:
+        """The pieces of every rank's range, each with a tag of its own, the same on all ranks; all but the last of a
+        range have a multiple of `granule` elements."""
         assert tensor.device.type == "cpu" and tensor.dim() == 1 and tensor.is_contiguous(), tuple(tensor.shape)
         assert len(cuts) == self.world + 1 and cuts[0] == 0 and cuts[-1] == tensor.numel(), (cuts, tensor.numel())
         longest = max(stop - start for start, stop in pairwise(cuts))
         item_bytes = tensor.element_size()
         piece_bytes = min(self._piece_bytes, max(LEAST_BYTES, longest * item_bytes // PIECES))
-        length = max(1, piece_bytes // item_bytes)
+        length = max(1, piece_bytes // item_bytes // granule) * granule
         blocks = []
         for start, stop in pairwise(cuts):
             starts = range(start, stop, length)
-            blocks.append([_Piece(at, min(at + length, stop), (self._tag + i) % TAGS) for i, at in enumerate(starts)])
+            blocks.append([Piece(at, min(at + length, stop), (self._tag + i) % TAGS) for i, at in enumerate(starts)])
             self._tag = (self._tag + len(starts)) % TAGS
         return blocks
 
-    def _room(self, events: Sequence[_Event], item_bytes: int) -> list[torch.Tensor]:
+    def room(self, events: Sequence[Event], item_bytes: int) -> list[torch.Tensor]:
         """Memory for the parts of the first sums; the later ones get it when these have been added."""
         each = max(self._piece_bytes, item_bytes)
         wanted = sum(len(event.sources) for event in events)
         count = min(wanted, max(WINDOW_BYTES // each, max((len(event.sources) for event in events), default=0)))
-        return [self._spare.pop() if self._spare else torch.empty(each, dtype=torch.uint8) for _ in range(count)]
+        return [self.spare.pop() if self.spare else torch.empty(each, dtype=torch.uint8) for _ in range(count)]
 
     def _in_turn(
         self, ranks: Sequence[int], tensors: Sequence[torch.Tensor | None]
@@ -394,12 +396,12 @@ class TwoLevel:
         for number in range(max((len(parts) for parts in cut.values()), default=0)):
             yield from ((rank, parts[number]) for rank, parts in cut.items() if number < len(parts))
 
-    def _send(self, part: torch.Tensor, target: int, tag: int) -> _Way:
+    def send(self, part: torch.Tensor, target: int, tag: int) -> Way:
         self.count(target, part.numel() * part.element_size())
-        return _Way(target, self._start(self._group.send, part, target, tag))
+        return Way(target, self._start(self._group.send, part, target, tag))
 
-    def _receive(self, part: torch.Tensor, source: int, tag: int) -> _Way:
-        return _Way(source, self._start(self._group.recv, part, source, tag))
+    def receive(self, part: torch.Tensor, source: int, tag: int) -> Way:
+        return Way(source, self._start(self._group.recv, part, source, tag))
 
     @staticmethod
     def _start(way: Callable[..., dist.Work], part: torch.Tensor, peer: int, tag: int) -> dist.Work:
@@ -414,7 +416,7 @@ class TwoLevel:
 
     def count(self, target: int, sent_bytes: int) -> None:
         """Take note of what is sent to a rank."""
-        if self._topology.node_of[target] == self._node:
+        if self.topology.node_of[target] == self.node:
             self.sent.within_bytes += sent_bytes
         else:
             self.sent.between_bytes += sent_bytes
@@ -436,13 +438,20 @@ class Moving:
         self._line.waited(time.perf_counter() - start)
 
 
-def _waiting(works: Iterable[_Way]) -> Program:
+def elsewhere_bytes(tensor: torch.Tensor, cuts: Sequence[int], rank: int) -> int:
+    """Of a tensor that is cut into ranges, the bytes that other ranks own."""
+    return (cuts[-1] - cuts[rank + 1] + cuts[rank]) * tensor.element_size()
+
+
+def finishing(works: Iterable[Way]) -> Program:
+    """Wait for one after the other."""
     for work in works:
         work.wait()
         yield
 
 
-def _part(memory: torch.Tensor, piece: _Piece, like: torch.Tensor) -> torch.Tensor:
+def part_of(memory: torch.Tensor, piece: Piece, like: torch.Tensor) -> torch.Tensor:
+    """As much of a piece of memory as a piece of `like` takes."""
     return memory[: (piece.stop - piece.start) * like.element_size()].view(like.dtype)
 
 

@@ -63,25 +63,28 @@ class Mesh:
         table[self.rank] = value
         return self.sum(table)
 
-    def split(self, degree: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    def split(self, degree: int, through_host: bool) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
         """Groups for hybrid sharding: that of this rank and its neighbours, `degree` of them, over which a copy of the
         state is sharded, and that of the ranks which hold the same shard of another copy (None: there is one copy).
 
-        Neighbours follow one another in order of rank, as the ranks of a node do. Collective.
+        Neighbours follow one another in order of rank, as the ranks of a node do. `through_host`: for tensors of the
+        host alone, wherever ranks compute. Collective.
         """
         assert self.world % degree == 0, (self.world, degree)
-        if degree == self.world:
-            return self.transfers, None
         backend, wait = dist.get_backend_config(self.transfers), datetime.timedelta(seconds=self.timeout_s)
+        if through_host and not self.on_host:
+            backend = "gloo"
+        elif degree == self.world:
+            return self.transfers, None
         neighbours = [list(range(first, first + degree)) for first in range(0, self.world, degree)]
-        copies = [list(range(place, self.world, degree)) for place in range(degree)]
-        mine = {}
+        copies = [list(range(place, self.world, degree)) for place in range(degree)] if degree < self.world else []
+        mine: dict[bool, dist.ProcessGroup] = {}
         for ranks in (*neighbours, *copies):  # every rank makes every group, in the same order
             group = dist.new_group(ranks, backend=backend, timeout=wait)
             if self.rank in ranks:
                 mine[ranks in copies] = group
                 self.made.append(group)
-        return mine[False], mine[True]
+        return mine[False], mine.get(True)
 
     def blame(self, error: RuntimeError) -> RuntimeError | CollectiveError:
         """What to raise for `error`: if a collective failed, an error that names the ranks that were not in it.

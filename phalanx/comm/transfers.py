@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.collectives import ALL_GATHER, REDUCE_SCATTER, Pending, Traffic
-from phalanx.comm.hierarchical import TwoLevel
+from phalanx.comm.compressed import Compressed
+from phalanx.comm.hierarchical import TwoLevel, elsewhere_bytes
 from phalanx.comm.ring import Ring
 from phalanx.comm.topology import Topology
 from phalanx.phases import phase
@@ -55,14 +56,14 @@ class Padded:
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
 
     def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Arriving:
-        self._traffic.count(_elsewhere_bytes(tensor, cuts, self._rank))
+        self._traffic.count(elsewhere_bytes(tensor, cuts, self._rank))
         everything = tensor.clone()
         work = dist.all_reduce(everything, group=self._group, async_op=True)
         pending = Pending(work, self._traffic, "reduce")
         return _Then(pending, lambda: into.copy_(everything[cuts[self._rank] : cuts[self._rank + 1]]))
 
     def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Arriving:
-        self._traffic.count(_elsewhere_bytes(tensor, cuts, self._rank))
+        self._traffic.count(elsewhere_bytes(tensor, cuts, self._rank))
         ranges = _ranges(tensor, cuts)
         longest = max(len(each) for each in ranges)
         own = tensor.new_zeros(longest)
@@ -85,7 +86,7 @@ class Native:
         self._group, self._traffic, self._rank = group, traffic, dist.get_rank(group)
 
     def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Arriving:
-        self._traffic.count(_elsewhere_bytes(tensor, cuts, self._rank))
+        self._traffic.count(elsewhere_bytes(tensor, cuts, self._rank))
         with phase("reduce"):
             if _even(cuts):
                 work = REDUCE_SCATTER(into, tensor, group=self._group, async_op=True)
@@ -94,7 +95,7 @@ class Native:
         return Pending(work, self._traffic, "reduce")
 
     def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Arriving:
-        self._traffic.count(_elsewhere_bytes(tensor, cuts, self._rank))
+        self._traffic.count(elsewhere_bytes(tensor, cuts, self._rank))
         ranges = _ranges(tensor, cuts)
         with phase("gather"):
             if _even(cuts):
@@ -110,7 +111,7 @@ class Staged:
     Beginning and waiting hold the calling thread until the device has copied; they use the thread's current stream.
     """
 
-    def __init__(self, ring: Ring | TwoLevel) -> None:
+    def __init__(self, ring: Ring | TwoLevel | Compressed) -> None:
         self._ring = ring
 
     def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Arriving:
@@ -155,7 +156,3 @@ def _ranges(tensor: torch.Tensor, cuts: Sequence[int]) -> list[torch.Tensor]:
 
 def _even(cuts: Sequence[int]) -> bool:
     return len({stop - start for start, stop in pairwise(cuts)}) == 1
-
-
-def _elsewhere_bytes(tensor: torch.Tensor, cuts: Sequence[int], rank: int) -> int:
-    return (cuts[-1] - cuts[rank + 1] + cuts[rank]) * tensor.element_size()

@@ -5,11 +5,8 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
-from phalanx.comm import collectives
-from phalanx.comm.collectives import Traffic
-from phalanx.comm.transfers import Arriving, Transfers
+from phalanx.comm.transfers import Arriving
+from phalanx.comm.ways import Ways
 from phalanx.optim.held import Gradient, Held, Pool
 from phalanx.optim.lane import Mark
 from phalanx.optim.layout import Part
@@ -19,17 +16,8 @@ from phalanx.optim.timetable import Timetable
 class Carrier:
     """Transfers in the order of the calls; all calls come from the lane."""
 
-    def __init__(
-        self,
-        moves: Transfers,
-        replicas: dist.ProcessGroup | None,
-        traffic: Traffic,
-        timetable: Timetable,
-        pool: Pool | None,
-    ) -> None:
-        """`replicas`: the ranks that own the same of another copy of the state, over which sums go on."""
-        self._moves, self._replicas, self._traffic = moves, replicas, traffic
-        self._timetable, self._pool = timetable, pool
+    def __init__(self, ways: Ways, timetable: Timetable, pool: Pool | None) -> None:
+        self._ways, self._timetable, self._pool = ways, timetable, pool
         self._under_way: tuple[Arriving, Callable[[], None]] | None = None
 
     def reduce(self, held: Held, gradient: Gradient, number: int, then: Callable[[], None]) -> None:
@@ -38,14 +26,14 @@ class Carrier:
         buffer, into, summed = held.reducing(gradient, number)
 
         def arrived() -> None:
-            if self._replicas is not None and into.numel():
-                collectives.all_reduce(into, self._replicas, self._traffic).wait()
+            if self._ways.add is not None and into.numel():
+                self._ways.add(into)
             summed()
             then()
 
         part = held.bucket.parts[number]
-        start = functools.partial(self._moves.reduce_scatter, buffer, part.cuts, into)
-        self._begin(part, buffer.element_size(), start, arrived)
+        start = functools.partial(self._ways.trained.reduce_scatter, buffer, part.cuts, into)
+        self._begin(part, self._ways.reduced(buffer.dtype), start, arrived)
 
     def gather(self, helds: Sequence[Held], number: int, then: Callable[[], None]) -> None:
         """Begin to gather part `number` of some buckets; `then`, when the last has arrived."""
@@ -64,10 +52,12 @@ class Carrier:
             then()
 
         part = held.bucket.parts[number]
-        start = functools.partial(self._moves.all_gather, tensor, part.cuts)
-        self._begin(part, tensor.element_size(), start, both)
+        trained = held.bucket.trained
+        moves, size = self._ways.trained if trained else self._ways.frozen, self._ways.gathered(tensor.dtype)
+        start = functools.partial(moves.all_gather, tensor, part.cuts)
+        self._begin(part, size if trained else tensor.element_size(), start, both)
 
-    def _begin(self, part: Part, item_bytes: int, start: Callable[[], Arriving], then: Callable[[], None]) -> None:
+    def _begin(self, part: Part, item_bytes: float, start: Callable[[], Arriving], then: Callable[[], None]) -> None:
         """Start a transfer, then finish the one before: so the link is busy between the two."""
         if not part.elements:
             self.settle()

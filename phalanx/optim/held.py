@@ -167,6 +167,7 @@ class Held:
     def round(self, masters: Sequence[torch.Tensor]) -> None:
         """Put the masters of the own range, by fragment, where the gathering takes them from."""
         departing = self._departing()
+        departing[self.bucket.used :].zero_()  # what is rounded with others must not be anything
         targets = [_at(departing, fragment) for fragment in self.fragments]
         pairs = [(t, m) for t, m in zip(targets, masters, strict=True) if t.data_ptr() != m.data_ptr()]
         if pairs:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from phalanx.comm.codec import CODECS, PLAIN
 from phalanx.optim.engine import Precision
 from phalanx.optim.held import IN_FLIGHT
 from phalanx.optim.layout import Bucket
@@ -23,7 +24,7 @@ def held_bytes(
     With E elements in all buckets, own of them the rank's, and bytes c of the type computed in and m of the master's:
     zero 1 holds E c of parameters and E m of gradients, zero 2 own m of gradients and a few buckets' on their way, zero
     3 besides that of parameters only two units and the model's own. Masters are own m, and what the rule keeps of own,
-    once for each slot; but where c = m, there is one slot and parameters are kept, masters are the parameters.
+    once for each slot; but where c = m, there is one slot and parameters are kept as they are, masters are they.
     """
     compute, shared, master = (kind.itemsize for kind in (precision.compute, precision.shared, precision.master))
     trained = [bucket for bucket in buckets if bucket.trained]
@@ -47,7 +48,7 @@ def held_bytes(
     else:
         sizes = Counter(bucket.elements for bucket in trained)
         sums = (own + sum(size * min(count, IN_FLIGHT) for size, count in sizes.items())) * master
-    masters_apart = released or sharding.slots > 1 or compute != master
+    masters_apart = released or sharding.slots > 1 or compute != master or sharding.compress != PLAIN
     kept = 0.0
     for bucket in trained:
         for fragment in bucket.fragments(rank):
@@ -62,4 +63,8 @@ def held_bytes(
     if shared != compute:
         gathered = buckets if released else trained
         items["weights on their way"] = 2 * max((bucket.elements for bucket in gathered), default=0) * shared
+    if sharding.compress != PLAIN:
+        # Two parts under way: what is sent of each, and what arrives of it.
+        longest = max((part.elements for bucket in trained for part in bucket.parts), default=0)
+        items["encoded on its way"] = 4 * CODECS[sharding.compress].size(longest)
     return items

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from phalanx.comm.codec import PLAIN
 from phalanx.optim.overlap import Work, plan
 from phalanx.optim.prefetch import plan_zero3
 from phalanx.optim.timeline import Op
@@ -20,7 +21,8 @@ class Sharding:
     gradients on each rank first; per_micro_batch sends them each time. `slots`: 2 keeps the state of the step before,
     so that a unit may be updated before the whole gradient is known, and put back if that was wrong. `parts`: how many
     operations a transfer is cut into at the most. `degree`: over so many neighbouring ranks a copy of the state is
-    sharded, and `weights` are theirs (None: over all ranks).
+    sharded, and `weights` are theirs (None: over all ranks). `compress`: by which codec what crosses nodes is sent, and
+    all that is gathered ("none": as it is).
     """
 
     zero: int = 1
@@ -29,6 +31,7 @@ class Sharding:
     slots: int = 1
     parts: int = PARTS
     degree: int | None = None
+    compress: str = PLAIN
 
 
 @dataclass(frozen=True)

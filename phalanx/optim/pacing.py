@@ -53,11 +53,11 @@ class Pacing:
     """The lane's measurements, and what all ranks know of the link."""
 
     def __init__(self) -> None:
-        self._moved: list[tuple[int, float]] = []
+        self._moved: list[tuple[float, float]] = []
         self._rates = rates.Rates()
         self._idle_since = 0.0
 
-    def moved(self, size: int, begun: float) -> None:
+    def moved(self, size: float, begun: float) -> None:
         """A transfer of `size` bytes that the link could not do with less for has just ended, `begun` at that time."""
         now = time.perf_counter()
         self._moved.append((size, now - max(begun, self._idle_since)))
@@ -74,7 +74,7 @@ class Pacing:
         self._rates = rates.observe(self._rates, max(everyones))
         return rates.changed(self._rates)
 
-    def work(self, passes_s: Sequence[float], sent: Sequence[tuple[int, int]], parts: int) -> tuple[Work, float]:
+    def work(self, passes_s: Sequence[float], sent: Sequence[tuple[float, float]], parts: int) -> tuple[Work, float]:
         """The work that an order is to be made for, and the link's rate in bytes per second; `passes_s` as in
         `Laps.table`, `sent` the bytes that the link must carry to reduce and to gather each unit."""
         self._rates = rates.remade(self._rates)

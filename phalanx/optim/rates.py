@@ -40,7 +40,7 @@ class Rates:
         return math.sqrt(before * last) if abs(math.log(before / last)) <= FAR * self.noise else last
 
 
-def step_rate(moved: Iterable[tuple[int, float]]) -> float | None:
+def step_rate(moved: Iterable[tuple[float, float]]) -> float | None:
     """Bytes per second of a step, from the (bytes, seconds) of its operations on one rank; None if nothing moved.
 
     An operation also waits for the rank that comes last, which says nothing of the link: so the upper quartile by

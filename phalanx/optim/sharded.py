@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from phalanx.comm import collectives
+from phalanx.comm.codec import PLAIN
 from phalanx.comm.collectives import Pending, Traffic
 from phalanx.comm.mesh import Mesh
-from phalanx.comm.transfers import transfers
+from phalanx.comm.ways import ways
 from phalanx.errors import ConfigError
 from phalanx.optim import gradients, layout
 from phalanx.optim.carrier import Carrier
@@ -105,10 +106,7 @@ class Sharded:
         self.traffic = Traffic()  # the lane's: nobody but the lane is held up by it
         self._lane = Lane(mesh.device)
         self._rank, self._copies = mesh.rank % degree, mesh.world // degree
-        neighbours, self._replicas = mesh.split(degree)
-        first = mesh.rank - self._rank
-        nodes = mesh.topology.part(range(first, first + degree))
-        self._moves = transfers(neighbours, self.traffic, mesh.device, nodes)
+        self._ways = ways(mesh, degree, self.traffic, sharding.compress)
         self._whole: deque[tuple[Unit, Mark]] = deque()  # units that are gathered, and when they may be released
         self._root: tuple[Unit, Mark] | None = None  # the model's own parameters, likewise, for a whole pass
         self._complete: Pending | None = None  # all ranks have finished the step before
@@ -146,8 +144,10 @@ class Sharded:
             Unit(number, name, self._modules.get(name, self.model), [h for h in helds if h.bucket.unit == name])
             for number, name in enumerate(names)
         ]
-        self._timetable = Timetable(self._units, self.mesh, self.sharding, self._parts, self._precision, self.traffic)
-        self._carrier = Carrier(self._moves, self._replicas, self.traffic, self._timetable, pool)
+        self._timetable = Timetable(
+            self._units, self.mesh, self.sharding, self._parts, self._precision, self.traffic, self._ways
+        )
+        self._carrier = Carrier(self._ways, self._timetable, pool)
         self._passes = Passes(
             self.model, self._units, self._lane, self.mesh.traffic, self._released, self._put_evaluation,
             self._timetable.laps,
@@ -170,9 +170,9 @@ class Sharded:
                 fill(Shard(member.parameter.name, 0, values.numel(), member.parameter.shape, values, trainable=False))
 
     def _state_of(self, held: Held) -> Slot:
-        """State of a bucket's own range. Where the model computes in the masters' type, and there is one slot in plain
-        memory, the model's own range is the master itself."""
-        same_type = self._precision.compute == self._precision.master
+        """State of a bucket's own range. Where the model computes in the masters' type and in all of their digits, and
+        there is one slot in plain memory, the model's own range is the master itself."""
+        same_type = self._precision.compute == self._precision.master and self.sharding.compress == PLAIN
         itself = same_type and self.sharding.slots == 1 and self._allocate is zeros and not self._released
         slot: Slot = {}
         for fragment in held.fragments:

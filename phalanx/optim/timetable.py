@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.codec import PLAIN
 from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.ways import Ways
 from phalanx.optim.engine import Precision
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import Orders, Sharding, guess, orders
@@ -20,6 +22,7 @@ from phalanx.optim.pacing import Laps, Pacing
 from phalanx.optim.units import Unit
 from phalanx.records import Kind
 
+NOTHING_SAVED = "rounds weights but makes nothing faster here, since all ranks are on one node"
 WORTH_TELLING = 0.02  # of the time computed, in transfers
 
 
@@ -27,10 +30,11 @@ class Timetable:
     """Which orders hold for which step; `laps` clocks the host's passes."""
 
     def __init__(
-        self, units: Sequence[Unit], mesh: Mesh, sharding: Sharding, parts: int, precision: Precision, traffic: Traffic
-    ) -> None:
+        self, units: Sequence[Unit], mesh: Mesh, sharding: Sharding, parts: int, precision: Precision, traffic: Traffic,
+        ways: Ways,
+    ) -> None:  # fmt: skip
         self._units, self._mesh, self._sharding, self._parts = list(units), mesh, sharding, parts
-        self._precision, self._traffic = precision, traffic
+        self._precision, self._traffic, self._ways = precision, traffic, ways
         self._has_root = bool(units) and not units[0].name
         self.laps = Laps(len(self._units), mesh.traffic)
         # An accelerator's passes end later than the host's calls, and alone there is nothing to move.
@@ -39,6 +43,8 @@ class Timetable:
         self._orders = {1: orders(guess([unit.elements for unit in units], parts), sharding, self._has_root)}
         self._ended: dict[int, Mark] = {}
         self._notices: deque[tuple[str, dict[str, Any]]] = deque()  # the lane appends while others take
+        if sharding.compress != PLAIN and len(mesh.topology.nodes) == 1:
+            self._notices.append((Kind.WARNING, {"message": f"compress: {sharding.compress} {NOTHING_SAVED}"}))
 
     # ------------------------------------------------------------------------------------------------- the main thread
 
@@ -60,7 +66,7 @@ class Timetable:
 
     # -------------------------------------------------------------------------------------------------------- the lane
 
-    def moved(self, size: int, begun: float) -> None:
+    def moved(self, size: float, begun: float) -> None:
         """A transfer has ended; as for `Pacing.moved`."""
         if self._pacing is not None:
             self._pacing.moved(size, begun)
@@ -80,12 +86,12 @@ class Timetable:
         assert self._pacing is not None
         passes = torch.tensor(self.laps.table(), dtype=torch.float64)
         all_reduce(passes, self._mesh.agreement, self._traffic, dist.ReduceOp.MAX).wait()
-        wide, shared = self._precision.master.itemsize, self._precision.shared.itemsize
+        wide, shared = self._ways.reduced(self._precision.master), self._ways.gathered(self._precision.shared)
         sent = []
         for unit in self._units:
-            gathered = unit.helds if self._sharding.zero == 3 else unit.trained
-            reduced = sum(held.bucket.carried for held in unit.trained)
-            sent.append((wide * reduced, shared * sum(held.bucket.carried for held in gathered)))
+            trained = sum(held.bucket.carried for held in unit.trained)
+            frozen = sum(held.bucket.carried for held in unit.helds) - trained if self._sharding.zero == 3 else 0
+            sent.append((wide * trained, shared * trained + self._precision.shared.itemsize * frozen))
         work, rate = self._pacing.work(passes.tolist(), sent, self._parts)
         last = max(self._orders)  # holds until then
         self._orders = {last: self._orders[last], step: orders(work, self._sharding, self._has_root)}

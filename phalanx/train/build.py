@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.balance import Speed
+from phalanx.comm.codec import PLAIN, sent_size
 from phalanx.comm.mesh import Mesh
 from phalanx.data.loader import Loader
 from phalanx.errors import ConfigError
@@ -99,7 +100,9 @@ def _part_s(link: Link | None, model: Model, config: "Config", mesh: Mesh) -> fl
     precision = precision_of(config.train.dtype, mesh)
     elements = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    moved = gathers * elements * precision.shared.itemsize + reduces * trained * precision.master.itemsize
+    compress = PLAIN if sharding is None else sharding.compress
+    gathered, reduced = sent_size(precision.shared, compress), sent_size(precision.master, compress)
+    moved = gathers * elements * gathered + reduces * trained * reduced
     return moved / 2 / link.bytes_per_s + (gathers + reduces) * len(model.units()) * link.latency_s
 
 

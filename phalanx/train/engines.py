@@ -51,4 +51,4 @@ def sharding_of(config: "Config", weights: Weights = None) -> Sharding:
     degree = None if config.parallel.shard_degree == "auto" else config.parallel.shard_degree
     # Parameters that are released are gathered anew anyway: there is nothing to do early.
     slots = 1 if zero == 3 else config.optim.slots
-    return Sharding(zero, reduce, weights, slots, degree=degree)
+    return Sharding(zero, reduce, weights, slots, degree=degree, compress=config.comm.compress)

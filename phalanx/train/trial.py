@@ -27,6 +27,7 @@ UNSHARDED = {  # what a recipe becomes for a rank that is alone
     "parallel.reduce": "auto",
     "balance.state": "auto",
     "optim.slots": 1,
+    "comm.compress": "none",
 }
 
 

@@ -169,6 +169,7 @@ def test_peers_that_die_of_it_first_do_not_hide_the_cause(tmp_path: Path) -> Non
     assert (code, events[-1]["rank"], events[-1]["reason"]) == (1, 1, "ValueError: the real reason")
 
 
+@pytest.mark.usefixtures("hang_ups_count")
 @pytest.mark.parametrize(
     ("sent", "received"),
     [("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGUSR1"), ("SIGINT", "SIGTERM"), ("SIGHUP", "SIGTERM")],

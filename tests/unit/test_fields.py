@@ -262,6 +262,11 @@ def _slots(base: Seen, seen: Seen) -> None:
     assert two == 2 * one > 0
 
 
+def _compress(base: Seen, seen: Seen) -> None:
+    exact, rounded = (sharded_as("comm.compress", compress)[0]["weights"] for compress in ("none", "int8"))
+    assert 0 < abs(exact - rounded) < exact / 200  # its block's scale has 8 bits
+
+
 WEIGHTS = 2 * 32 * 32  # of the network below; AdamW keeps three numbers of each
 SHARDED: dict[str, tuple[Any, ...]] = {
     "parallel.zero": (1, 3),
@@ -269,6 +274,7 @@ SHARDED: dict[str, tuple[Any, ...]] = {
     "parallel.shard_degree": (1,),
     "balance.state": ("even", [3, 1]),
     "optim.slots": (1, 2),
+    "comm.compress": ("none", "int8"),
 }
 
 
@@ -333,6 +339,8 @@ def sharded(placement: Placement) -> dict[str, Seen]:
                 "sent": mesh.traffic.take().payload_bytes + engine.traffic.take().payload_bytes,
                 "state": sum(allocated),
             }
+            with engine.full_parameters() as whole:
+                found[f"{key}={value}"]["weights"] = whole["0.weight"][0, 0].item()
             engine.close()
     return found
 
@@ -527,6 +535,7 @@ CASES: dict[str, Case] = {
         {"memory.activations": "full"}, equal("forward_calls", 4, 2), how="look", beside="looked"
     ),
     "comm.timeout_s": Case({}, _timeout),
+    "comm.compress": Case({}, _compress),
     "checkpoint.every": Case({"checkpoint.every": 1}, equal("saved", [1, 2, 3], [3])),
     "checkpoint.keep": Case({"checkpoint.every": 1, "checkpoint.keep": 1}, equal("checkpoints", [3], [3, 2, 1]),
                             beside="saving"),

@@ -63,6 +63,7 @@ def test_a_run_goes_on_without_its_output(here: Path, redirection: str) -> None:
     assert paths.report.exists()
 
 
+@pytest.mark.usefixtures("hang_ups_count")
 def test_a_hang_up_saves_and_stops(here: Path) -> None:
     paths = RunPaths(here / "run")
     with start(here, f"{TRAIN} train.steps=1000000", stdout=subprocess.PIPE) as run:

@@ -150,6 +150,7 @@ MALFORMED = [
     ("comm: {timeout_s: 0}", "comm.timeout_s must be above 0, not 0"),
     ("comm: {timeout_s: 1.0e+300}", "comm.timeout_s must be at most 604800, not 1e+300"),
     ("resilience: {max_restarts: -1}", "resilience.max_restarts must be at least 0, not -1"),
+    ("comm: {compress: int4}", "comm.compress must be"),
     ("model: {rope_scaling: {factor: -5}}", "model.rope_scaling.factor must be above 0, not -5"),
     # numbers that do not go together
     ("", "model.hidden, model.layers, model.heads must be set, or model.preset, or model.from_hf"),

@@ -83,6 +83,7 @@ def test_units_that_cannot_be(units: list[Any], sentence: str) -> None:
         ({"zero": 4}, "zero is 4, which is none of 1, 2, 3"),
         ({"shard_degree": 0}, "shard_degree is 0, which is no number of ranks"),
         ({"slots": 3}, "slots is 3, which is none of 1, 2"),
+        ({"compress": "int4"}, "compress is 'int4', which is none of none, bf16, int8"),
         ({"reduce": "sometimes"}, "reduce is 'sometimes', which is none of auto, per_step, per_micro_batch"),
     ],
 )

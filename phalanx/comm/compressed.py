@@ -1,0 +1,133 @@
+"""Collectives that send less: what crosses nodes is encoded (codec.py), and so is whatever is gathered.
+
+A number must be rounded once on its way, not at every stop. So a sum does not grow from node to node here: the ranks of
+a node add up their parts exactly, at the relay of each range (hierarchical.py), which sends its node's sum, encoded,
+straight to the owner; the owner adds up what it decodes, in an order that only the topology fixes. With even shards
+that takes no more bytes than a ring; with uneven ones the owner of the share s receives (M - 1) s B from M nodes.
+
+What is gathered is encoded by its owner and decoded by all, the owner included, and within a node, too: every rank has
+the same bits, and they are the same for any number of nodes.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from phalanx.comm.codec import BLOCK, Codec
+from phalanx.comm.hierarchical import Event, Moving, Piece, Program, TwoLevel, Way, even, finishing, part_of
+
+
+class Compressed:
+    """Transfers over `line`, which may be used for exact ones, too, in the same order on all ranks."""
+
+    def __init__(self, line: TwoLevel, codec: Codec) -> None:
+        self._line, self._codec = line, codec
+
+    @property
+    def rank(self) -> int:
+        return self._line.rank
+
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Moving:
+        """Begin to sum `tensor`, flat, which is overwritten; `into` receives the range [cuts[rank], cuts[rank + 1])."""
+        return self._line.counted(self._reducing(tensor, cuts, into), self._elsewhere(cuts), "reduce")
+
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Moving:
+        """Begin to fill `tensor`, flat, with what decoding makes of all ranges, the own one among them."""
+        return self._line.counted(self._gathering(tensor, cuts), self._elsewhere(cuts), "gather")
+
+    def all_reduce(self, tensor: torch.Tensor) -> Moving:
+        """Begin to sum `tensor`, flat, in place. What nodes have summed is rounded, and so is the sum of all."""
+        blocks = even(-(-tensor.numel() // BLOCK), self._line.world)
+        cuts = [min(block * BLOCK, tensor.numel()) for block in blocks]
+        own = tensor[cuts[self.rank] : cuts[self.rank + 1]]
+
+        def both() -> Program:
+            yield from self._reducing(tensor, cuts, own)
+            yield from self._gathering(tensor, cuts)
+
+        return self._line.counted(both(), 2 * self._elsewhere(cuts), "reduce")
+
+    # ------------------------------------------------------------------------------------------------------- programs
+
+    def _reducing(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Program:
+        line = self._line
+        blocks = line.blocks(tensor, cuts, BLOCK)
+        parts, sums = self._divided(blocks)
+        ready = [event for event in sums if not event.sources and event.owner != self.rank]
+        arriving = [self._arriving(piece) for piece in blocks[self.rank]]
+        room = line.room(sums, tensor.element_size())
+        waiting = line.expect(deque(event for event in sums if event.sources), room, tensor)
+        sent = [line.send(tensor[piece.start : piece.stop], target, piece.tag) for target, piece in parts]
+        sent += [self._send(tensor[event.piece.start : event.piece.stop], event) for event in ready]
+        yield
+        for event in sums[len(ready) :]:
+            piece, own = event.piece, event.owner == self.rank
+            mine = tensor[piece.start : piece.stop]
+            total = into[piece.start - cuts[self.rank] : piece.stop - cuts[self.rank]] if own else mine
+            for work, memory in zip(event.works, event.memory, strict=True):
+                work.wait()
+                torch.add(mine, part_of(memory, piece, tensor), out=total)
+                mine = total
+            room.extend(event.memory)
+            line.expect(waiting, room, tensor)
+            if own:
+                if not event.memory and total.data_ptr() != mine.data_ptr():
+                    total.copy_(mine)
+                for work, coded in arriving[event.number]:
+                    work.wait()
+                    decoded = torch.empty_like(total)
+                    self._codec.decode(coded, decoded)
+                    total.add_(decoded)
+            else:
+                sent.append(self._send(total, event))
+            yield
+        line.spare.extend(room)
+        yield from finishing(sent)
+
+    def _gathering(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Program:
+        ranges = list(pairwise(cuts))
+        coded_cuts = list(accumulate((self._codec.size(stop - start) for start, stop in ranges), initial=0))
+        coded = torch.empty(coded_cuts[-1], dtype=torch.uint8)
+        own = slice(*ranges[self.rank])
+        self._codec.encode(tensor[own], coded[coded_cuts[self.rank] : coded_cuts[self.rank + 1]])
+        yield from self._line.gathering(coded, coded_cuts)
+        for (start, stop), (first, last) in zip(ranges, pairwise(coded_cuts), strict=True):
+            self._codec.decode(coded[first:last], tensor[start:stop])
+
+    def _divided(self, blocks: Sequence[Sequence[Piece]]) -> tuple[list[tuple[int, Piece]], list[Event]]:
+        """The pieces that go to relays beside this rank, and to whom; and those of which this rank adds up its node's
+        parts, in order: those of others, each beginning at another node, then its own."""
+        line, topology = self._line, self._line.topology
+        parts: list[tuple[int, int, int, Piece]] = []
+        sums: list[tuple[int, Event]] = []
+        for owner, pieces in enumerate(blocks):
+            relay = topology.relay(line.node, owner)
+            away = (topology.node_of[owner] - line.node) % len(topology.nodes)
+            for number, piece in enumerate(pieces):
+                if relay == self.rank:
+                    sums.append((away, Event(int(owner == self.rank), number, owner, piece, line.beside, True)))
+                else:
+                    parts.append((number, away, relay, piece))
+        parts.sort(key=lambda part: part[:3])
+        sums.sort(key=lambda one: (one[1].stage, one[1].number, one[0], one[1].owner))
+        return [(relay, piece) for _, _, relay, piece in parts], [event for _, event in sums]
+
+    def _arriving(self, piece: Piece) -> list[tuple[Way, torch.Tensor]]:
+        """The encoded sums of the other nodes for a piece of the own range."""
+        line, found = self._line, []
+        for away in range(1, len(line.topology.nodes)):
+            coded = torch.empty(self._codec.size(piece.stop - piece.start), dtype=torch.uint8)
+            source = line.topology.relay(line.node + away, self.rank)
+            found.append((line.receive(coded, source, piece.tag), coded))
+        return found
+
+    def _send(self, total: torch.Tensor, event: Event) -> Way:
+        coded = torch.empty(self._codec.size(total.numel()), dtype=torch.uint8)
+        self._codec.encode(total, coded)
+        return self._line.send(coded, event.owner, event.piece.tag)
+
+    def _elsewhere(self, cuts: Sequence[int]) -> int:
+        sizes = [self._codec.size(stop - start) for start, stop in pairwise(cuts)]
+        return sum(sizes) - sizes[self.rank]

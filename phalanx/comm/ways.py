@@ -1,0 +1,73 @@
+"""How the sharded engine's values travel: which transfers, over which groups, and in how many bytes."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.codec import CODECS, PLAIN, Codec, sent_size
+from phalanx.comm.collectives import Traffic, all_reduce
+from phalanx.comm.compressed import Compressed
+from phalanx.comm.hierarchical import TwoLevel
+from phalanx.comm.mesh import Mesh
+from phalanx.comm.topology import Topology
+from phalanx.comm.transfers import Staged, Transfers, transfers
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How values move between the ranks that hold a copy of the state together, of parameters that are trained and of
+    those that are frozen, and how sums go on over the copies (`add`, in place; None: there is one copy).
+
+    `reduced`: bytes that an element of the type is sent in, on the slowest part of its way, to be summed; `gathered`:
+    to be gathered, if it is trained.
+    """
+
+    trained: Transfers
+    frozen: Transfers
+    add: Callable[[torch.Tensor], None] | None
+    reduced: Callable[[torch.dtype], float]
+    gathered: Callable[[torch.dtype], float]
+
+
+def ways(mesh: Mesh, degree: int, traffic: Traffic, compress: str) -> Ways:
+    """Those of a mesh where `degree` neighbours hold a copy; what crosses nodes is sent by the codec `compress`, unless
+    that is "none". Collective."""
+    codec = None if compress == PLAIN else CODECS[compress]
+    neighbours, copies = mesh.split(degree, through_host=codec is not None)
+    first, place = mesh.rank - mesh.rank % degree, mesh.rank % degree
+    near = mesh.topology.part(range(first, first + degree))
+    far = mesh.topology.part(range(place, mesh.world, degree))
+    whole, coded = (functools.partial(sent_size, compress=by) for by in (PLAIN, compress))
+    add = None if copies is None else _adding(copies, traffic, far, codec)
+    if codec is None:
+        moves = transfers(neighbours, traffic, mesh.device, near)
+        return Ways(moves, moves, add, whole, whole)
+    line = TwoLevel(neighbours, near, traffic=traffic)
+    trained, frozen = Compressed(line, codec), line
+    on_host = mesh.device.type == "cpu"
+    return Ways(
+        trained if on_host else Staged(trained),
+        frozen if on_host else Staged(frozen),
+        add,
+        coded if len(near.nodes) > 1 else whole,
+        coded,
+    )
+
+
+def _adding(
+    group: dist.ProcessGroup, traffic: Traffic, topology: Topology, codec: Codec | None
+) -> Callable[[torch.Tensor], None]:
+    if codec is None:
+        return lambda tensor: all_reduce(tensor, group, traffic).wait()
+    line = Compressed(TwoLevel(group, topology, traffic=traffic), codec)
+
+    def add(tensor: torch.Tensor) -> None:
+        host = tensor.cpu()  # itself, where it is there
+        line.all_reduce(host).wait()
+        if host is not tensor:
+            tensor.copy_(host)
+
+    return add
