@@ -64,8 +64,8 @@ QUICK = Size(mib=8, turns=3, training=Training(side=512, turns=2), steps=200)
 RECIPE = """
 model: {hidden: 96, layers: 4, heads: 4, kv_heads: 2, intermediate: 256}
 data: {source: stdlib, tokenizer_vocab: 1024, seq_len: 64}
-train: {global_batch: 16, micro_batch: 4, dtype: fp32, eval_sequences: 512, threads: 1}
-optim: {lr: 3.0e-3, warmup_steps: 50}
+train: {global_batch: 16, micro_batch: 4, dtype: fp32, eval_sequences: 512}
+optim: {lr: 1.0e-3, warmup_steps: 50, min_lr_ratio: 0.0}
 balance: {work: even}
 checkpoint: {every: 0}
 report: {tensorboard: false}
@@ -75,7 +75,7 @@ report: {tensorboard: false}
 # ----------------------------------------------------------------------------------------------------------- on a rank
 
 
-def exchange(placement: Placement, mib: int, turns: int) -> list[dict[str, Any]]:
+def exchange(placement: Placement, mib: int, turns: int, interface: str = INTERFACE) -> list[dict[str, Any]]:
     """All operations in turns, and every result checked. For each: the seconds of the slowest rank at every turn, and
     what has left this rank's node in the last one."""
     import torch
@@ -89,7 +89,6 @@ def exchange(placement: Placement, mib: int, turns: int) -> list[dict[str, Any]]
 
     accelerator.use(torch.device("cpu"), 1)
     length = round(mib * 2**18)
-    interface = INTERFACE if placement.node >= 0 else "lo"
     with join(placement, 120) as mesh:
         moves = {compress: ways(mesh, mesh.world, Traffic(), compress).trained for compress in WAYS}
         cuts = [length // mesh.world * rank for rank in range(mesh.world + 1)]
@@ -159,10 +158,14 @@ def train(placement: Placement, case: dict[str, Any]) -> dict[str, list[float]]:
 def learn(made: Links, folder: Path, compress: str, steps: int) -> dict[str, Any]:
     """Train it by one command on each node; the losses at its end."""
     run = folder / compress
-    environment = os.environ | {"PHALANX_SECRET": "of this benchmark", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {
+        "PHALANX_SECRET": "of this benchmark",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
     command = [
         sys.executable, "-m", "phalanx", "train", str(folder / "recipe.yaml"), "--run-dir", str(run), "--ranks", "1",
-        "--nodes", str(NODES), "--rendezvous", str(folder / f"meet-{compress}"),
+        "--nodes", str(NODES), "--rendezvous", f"file://{folder}/meet-{compress}",
         f"train.steps={steps}", f"comm.compress={compress}", "parallel.data=sharded", "parallel.zero=2",
     ]  # fmt: skip
     started = [

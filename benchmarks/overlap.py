@@ -39,6 +39,7 @@ from phalanx.records import Kind, Placement
 
 OURS, DDP, ZERO, FSDP2, TUNED = "Phalanx", "DDP", "DDP + ZeRO", "FSDP2", "FSDP2 tuned"
 ON_OURS, TUNED_ON_OURS = "FSDP2 on phalanx", "FSDP2 tuned on phalanx"
+RELEASED, AHEAD, AHEAD_ON_OURS = "Phalanx, zero 3", "FSDP2, gathering ahead", "FSDP2, gathering ahead, on phalanx"
 BEST = Ours(Sharding(slots=2))
 NEVER, ALWAYS = 1e9, 1e-6  # norms that no gradient of the model reaches, and that every one does
 PLAIN, PLAIN_CLIPS = "plain", "plain, clips"
@@ -107,8 +108,9 @@ def work_of(size: Size, model: Model, early: bool = True) -> Work:
 def all_ways(shards: DeviceMesh) -> dict[str, Make]:
     """Every way to train; `shards` is of the backend "phalanx"."""
     return {
-        OURS: BEST, DDP: ddp, ZERO: ddp_zero, FSDP2: Fsdp2(False), TUNED: Fsdp2(True),
-        ON_OURS: Fsdp2(False, shards), TUNED_ON_OURS: Fsdp2(True, shards),
+        OURS: BEST, DDP: ddp, ZERO: ddp_zero, FSDP2: Fsdp2(False), TUNED: Fsdp2(True, whole=True),
+        ON_OURS: Fsdp2(False, shards), TUNED_ON_OURS: Fsdp2(True, shards, whole=True),
+        RELEASED: Ours(Sharding(3, "per_micro_batch")), AHEAD: Fsdp2(True), AHEAD_ON_OURS: Fsdp2(True, shards),
     }  # fmt: skip
 
 
@@ -274,7 +276,7 @@ def _row(
 def _checks(case: tuple[int, float], medians: Mapping[str, float], work: Work, size: Size) -> list[Check]:
     name, ours = f"{size.nodes} x {size.per_node} ranks, {case[0]} blocks, r = {case[1]:g}", medians[OURS]
     if size.per_node > 1:
-        others = {peer: taken for peer, taken in medians.items() if peer not in (OURS, ON_OURS, TUNED_ON_OURS)}
+        others = {peer: medians[peer] for peer in (DDP, ZERO, FSDP2, TUNED)}
         return [at_least(f"{name}: {peer}'s step over Phalanx's", others[peer] / ours, 1.3) for peer in others]
     against_ddp = {(8, 1.0): 1.15, (16, 1.0): 1.20}.get(case, REAL)
     checks = [
@@ -284,6 +286,9 @@ def _checks(case: tuple[int, float], medians: Mapping[str, float], work: Work, s
     if case in size.together:
         for peer, target in ((TUNED, 1.8), (FSDP2, 2.4), (ZERO, 2.0), (ON_OURS, 1.2)):
             checks.append(at_least(f"{name}: {peer}'s step over Phalanx's", medians[peer] / ours, target))
+        released = medians[RELEASED]
+        for peer in (FSDP2, AHEAD, ON_OURS, AHEAD_ON_OURS):
+            checks.append(at_least(f"{name}: {peer}: step over Phalanx's with zero 3", medians[peer] / released, 1.0))
     return checks
 
 

@@ -178,21 +178,23 @@ def on_phalanx() -> Iterator[DeviceMesh]:
 
 @dataclass(frozen=True)
 class Fsdp2:
-    """Each block and the whole by fully_shard. `tuned`: weights stay whole between forward and backward pass, and are
-    gathered two blocks ahead, asynchronously. On the group of `shards`, or else that of the mesh."""
+    """Each block and the whole by fully_shard. `tuned`: gathered two blocks ahead, asynchronously. `whole`: weights
+    stay whole between forward and backward pass. On the group of `shards`, or else that of the mesh."""
 
     tuned: bool
     shards: DeviceMesh | None = None
+    whole: bool = False
 
     def __call__(self, model: Model, mesh: Mesh) -> Way:
         shards = self.shards or mesh.shard
         made = model.make(mesh.rank)
-        kept = {"reshard_after_forward": False} if self.tuned else {}
+        kept = {"reshard_after_forward": False} if self.whole else {}
         blocks: list[FSDPModule] = [fully_shard(block, mesh=shards, **kept) for block in made]
         fully_shard(made, mesh=shards, **kept)
         for number, block in enumerate(blocks if self.tuned else []):
             block._set_unshard_async_op(True)  # without it a gather is waited for where it begins
             block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 3])
+            block.set_modules_to_backward_prefetch(blocks[max(0, number - 2) : number][::-1])
         return _Torch(made, _adamw(made.parameters()), model.sample(mesh.rank))
 
 

@@ -18,6 +18,10 @@ import torch
 from phalanx.comm.codec import BLOCK, Codec
 from phalanx.comm.hierarchical import Event, Moving, Piece, Program, TwoLevel, Way, even, finishing, part_of
 
+# What goes straight to its owner gains nothing by many pieces; those of an encoded tensor are short anyway.
+PIECE_BYTES = 2**20  # before it is encoded
+PIECES = 4
+
 
 class Compressed:
     """Transfers over `line`, which may be used for exact ones, too, in the same order on all ranks."""
@@ -53,7 +57,7 @@ class Compressed:
 
     def _reducing(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Program:
         line = self._line
-        blocks = line.blocks(tensor, cuts, BLOCK)
+        blocks = line.blocks(tensor, cuts, BLOCK, PIECES)
         parts, sums = self._divided(blocks)
         ready = [event for event in sums if not event.sources and event.owner != self.rank]
         arriving = [self._arriving(piece) for piece in blocks[self.rank]]
@@ -111,7 +115,7 @@ class Compressed:
                 else:
                     parts.append((number, away, relay, piece))
         parts.sort(key=lambda part: part[:3])
-        sums.sort(key=lambda one: (one[1].stage, one[1].number, one[0], one[1].owner))
+        sums.sort(key=lambda one: (one[1].stage, one[0], one[1].number, one[1].owner))
         return [(relay, piece) for _, _, relay, piece in parts], [event for _, event in sums]
 
     def _arriving(self, piece: Piece) -> list[tuple[Way, torch.Tensor]]:

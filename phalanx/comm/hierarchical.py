@@ -366,14 +366,16 @@ class TwoLevel:
 
     # ---------------------------------------------------------------------------------------------------------- pieces
 
-    def blocks(self, tensor: torch.Tensor, cuts: Sequence[int], granule: int = 1) -> list[list[Piece]]:
-        """The pieces of every rank's range, each with a tag of its own, the same on all ranks; all but the last of a
-        range have a multiple of `granule` elements."""
+    def blocks(
+        self, tensor: torch.Tensor, cuts: Sequence[int], granule: int = 1, pieces: int = PIECES
+    ) -> list[list[Piece]]:
+        """The pieces of every rank's range, each with a tag of its own, the same on all ranks; so many at least of the
+        longest range, and all but the last of a range with a multiple of `granule` elements."""
         assert tensor.device.type == "cpu" and tensor.dim() == 1 and tensor.is_contiguous(), tuple(tensor.shape)
         assert len(cuts) == self.world + 1 and cuts[0] == 0 and cuts[-1] == tensor.numel(), (cuts, tensor.numel())
         longest = max(stop - start for start, stop in pairwise(cuts))
         item_bytes = tensor.element_size()
-        piece_bytes = min(self._piece_bytes, max(LEAST_BYTES, longest * item_bytes // PIECES))
+        piece_bytes = min(self._piece_bytes, max(LEAST_BYTES, longest * item_bytes // pieces))
         length = max(1, piece_bytes // item_bytes // granule) * granule
         blocks = []
         for start, stop in pairwise(cuts):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from phalanx.comm.codec import CODECS, PLAIN, Codec, sent_size
 from phalanx.comm.collectives import Traffic, all_reduce
-from phalanx.comm.compressed import Compressed
+from phalanx.comm.compressed import PIECE_BYTES, Compressed
 from phalanx.comm.hierarchical import TwoLevel
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.topology import Topology
@@ -45,7 +45,7 @@ def ways(mesh: Mesh, degree: int, traffic: Traffic, compress: str) -> Ways:
     if codec is None:
         moves = transfers(neighbours, traffic, mesh.device, near)
         return Ways(moves, moves, add, whole, whole)
-    line = TwoLevel(neighbours, near, traffic=traffic)
+    line = TwoLevel(neighbours, near, PIECE_BYTES, traffic)
     trained, frozen = Compressed(line, codec), line
     on_host = mesh.device.type == "cpu"
     return Ways(
@@ -62,7 +62,7 @@ def _adding(
 ) -> Callable[[torch.Tensor], None]:
     if codec is None:
         return lambda tensor: all_reduce(tensor, group, traffic).wait()
-    line = Compressed(TwoLevel(group, topology, traffic=traffic), codec)
+    line = Compressed(TwoLevel(group, topology, PIECE_BYTES, traffic), codec)
 
     def add(tensor: torch.Tensor) -> None:
         host = tensor.cpu()  # itself, where it is there

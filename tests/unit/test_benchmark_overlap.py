@@ -27,15 +27,16 @@ def test_compares_and_writes_the_agreed_json(tmp_path: Path, capsys: pytest.Capt
     harness.report(harness.result("overlap", {}, rows, checks), tmp_path / "result.json")
     written = json.loads((tmp_path / "result.json").read_text())
     rows, checks = written["rows"], written["checks"]
-    ways = ["Phalanx", "DDP", "DDP + ZeRO", "FSDP2", "FSDP2 tuned", "FSDP2 on phalanx", "FSDP2 tuned on phalanx"]
-    assert [row["way"] for row in rows[:7]] == ways
+    ways = ["Phalanx", "DDP", "DDP + ZeRO", "FSDP2", "FSDP2 tuned", "FSDP2 on phalanx", "FSDP2 tuned on phalanx",
+            "Phalanx, zero 3", "FSDP2, gathering ahead", "FSDP2, gathering ahead, on phalanx"]  # fmt: skip
+    assert [row["way"] for row in rows[:10]] == ways
     # Each of three blocks takes 1/3 of computation: a step is a third longer than that at the least.
     link = overlap.block_s(TINY)
     assert rows[0]["bound or theory"] == pytest.approx(8 * link)
     assert rows[1]["bound or theory"] == pytest.approx((4 / 3 + 1 / 4.5) * 6 * link)
-    assert all(row["step s"] >= 6 * link and row["MiB sent a step"] > 0 for row in rows[:7])
-    assert [row["clipping"] for row in rows[7:11]] == list(overlap.CLIPPING)
-    assert [row["matrix products"] for row in rows[11:]] == ways
-    assert [check["target"] for check in checks] == [1.05, 0.98, 1.8, 2.4, 2.0, 1.2, 1.05, 1.03, 1e-5]
+    assert all(row["step s"] >= 6 * link and row["MiB sent a step"] > 0 for row in rows[:10])
+    assert [row["clipping"] for row in rows[10:14]] == list(overlap.CLIPPING)
+    assert [row["matrix products"] for row in rows[14:]] == ways
+    assert [check["target"] for check in checks] == [1.05, 0.98, 1.8, 2.4, 2.0, 1.2] + 4 * [1.0] + [1.05, 1.03, 1e-5]
     assert checks[-1]["holds"], checks[-1]  # whichever way trains: the same weights
     assert "DOES NOT HOLD" in capsys.readouterr().out or all(check["holds"] for check in checks)
