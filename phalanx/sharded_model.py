@@ -61,9 +61,11 @@ class ShardedModel:
         self.engine, self._left, self._lr, self._clip_norm = engine, left, lr, clip_norm
         # What is asked for between steps has a group of its own: a rank that asks alone must not get another's answer.
         self._apart = replace(mesh, control=mesh.checkpoint)
+        memories = engine.memories()
         # By identity, shape and memory.
         self._known = [
-            (name, p, p.shape, p.requires_grad, _memory(p), p._version) for name, p in model.named_parameters()
+            (name, p, p.shape, p.requires_grad, memories.get(name, (_memory(p),)), p._version)
+            for name, p in model.named_parameters()
         ]
         self._master = str(master).removeprefix("torch.")
         self._inside = self._failed = self._closed = False
@@ -245,11 +247,11 @@ class ShardedModel:
     def _check_parameters(self) -> None:
         """Raise ConfigError where the model's parameters are not those that were sharded."""
         now = dict(self.model.named_parameters())
-        for name, parameter, shape, trained, memory, version in self._known:
+        for name, parameter, shape, trained, memories, version in self._known:
             found = now.pop(name, None)
             if found is not None and found.shape != shape:
                 what = f"has the shape {tuple(found.shape)}, and had {tuple(shape)} when it was sharded"
-            elif found is not parameter or _memory(found) != memory:
+            elif found is not parameter or _memory(found) not in memories:
                 what = "was replaced, or got other memory, after the model was sharded"
             elif found.requires_grad and not trained:
                 what = "needs gradients now, but was frozen when the model was sharded"
@@ -384,7 +386,7 @@ class _Asked:
 
 
 def _memory(parameter: nn.Parameter) -> int:
-    return int(parameter.untyped_storage()._cdata)  # the same while its bytes come and go
+    return int(parameter.untyped_storage()._cdata)
 
 
 def _message(details: Mapping[str, Any]) -> list[str]:

@@ -42,6 +42,7 @@ class Mesh:
     timeout_s: float
     topology: Topology  # which ranks share a node
     on_host: bool  # every rank's device is a CPU
+    alike: bool  # all devices are of one kind
     made: list[dist.ProcessGroup] = field(default_factory=list)  # by `split`
     bookkeeping: Traffic = field(default_factory=Traffic)  # a few numbers a step, which are no part of its traffic
 
@@ -175,6 +176,7 @@ def _mesh(device: torch.device, offers: list[str], store: dist.Store, timeout_s:
         timeout_s=timeout_s,
         topology=Topology.of([offer.split("\t")[2] for offer in offers]),
         on_host=all(offer.split("\t")[0] == "gloo" for offer in offers),
+        alike=len({offer.split("\t")[0] for offer in offers}) == 1,
     )
 
 
@@ -186,7 +188,8 @@ def alone(mesh: Mesh) -> Iterator[Mesh]:
     try:
         yield replace(
             mesh, rank=0, world=1, control=group, checkpoint=group, transfers=group, agreement=group, traffic=Traffic(),
-            topology=Topology.of(["here"]), on_host=mesh.device.type == "cpu", made=[],
+            topology=Topology.of(["here"]), on_host=mesh.device.type == "cpu", alike=True,
+            made=[],
         )  # fmt: skip
     finally:
         dist.destroy_process_group(group)

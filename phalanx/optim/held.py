@@ -98,10 +98,12 @@ class Held:
         self._released = released
         self._bytes = self.values.untyped_storage().nbytes()
         self._travelling: torch.Tensor | None = None
+        self._absent: torch.Tensor | None = None  # what stands for parameters that are released
         # A frozen bucket that is released keeps its own range here.
         kept = released and not bucket.trained
         self._kept = self._by_part(self.values.new_zeros(bucket.share(rank), dtype=precision.shared)) if kept else None
         self._parameters: list[nn.Parameter] = []
+        self._views: list[torch.Tensor] = []  # of the bucket, by parameter
         self.used: set[str] = set()  # in this step, on this rank
         if not bucket.trained:
             return
@@ -130,6 +132,7 @@ class Held:
             for member, parameter in zip(self.bucket.members, parameters, strict=True):
                 # `data`: what is gathered into it later must not look to autograd like a change of the parameter.
                 view = self.values[member.at : member.end].view(member.parameter.shape).data
+                self._views.append(view)
                 if parameter.is_meta:
                     replaced[id(parameter)] = nn.Parameter(view, requires_grad=parameter.requires_grad)
                 else:
@@ -153,12 +156,18 @@ class Held:
         return self._of(self._kept, fragment) if self._kept is not None else _at(self.values, fragment)
 
     def release(self) -> None:
-        """Give the memory of the whole parameters back; they are still the model's, but must not be used."""
+        """Give the memory of the whole parameters back; who reads them now, which nobody should, reads NaN."""
+        nothing = self.values.new_full((), torch.nan) if self._absent is None else self._absent
+        self._absent = nothing
+        for parameter in self._parameters:
+            parameter.data = nothing.expand(parameter.shape)
         self.values.untyped_storage().resize_(0)
 
     def restore(self) -> None:
         """Take that memory again, with any content but a frozen bucket's own range."""
         self.values.untyped_storage().resize_(self._bytes)
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.data = view
         if self._kept is not None:
             departing = self._departing()
             for (start, stop), kept in zip(self._own, self._kept, strict=True):
@@ -193,6 +202,11 @@ class Held:
                 self._travelling = None
 
         return arriving, arrived
+
+    @property
+    def memories(self) -> tuple[int, ...]:
+        """What identifies the memory of parameters, whole and released; the same while its bytes come and go."""
+        return tuple(int(each.untyped_storage()._cdata) for each in (self.values, self._absent) if each is not None)
 
     # -------------------------------------------------------------------------------------------------------- gradients
 

@@ -64,6 +64,7 @@ class Passes:
         self._entered: set[int] = set()  # units that this micro-batch has used
         self._unit_of = {id(held): unit for unit in units for held in unit.helds}
         model.register_forward_pre_hook(self._model_begins)
+        model.register_state_dict_pre_hook(self._model_is_read)
         for unit in units:
             if unit.module is not model:
                 unit.module.register_forward_pre_hook(partial(self._before, unit))
@@ -126,6 +127,16 @@ class Passes:
         if self._units and self._units[0].module is model:
             self._before(self._units[0], model, args)
             self._laps.forward(0)
+
+    def _model_is_read(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self.whole:
+            return
+        if self._released:
+            raise RuntimeError(
+                "the state_dict of a model whose parameters are released between uses was asked for (zero 3), in which "
+                "there would be nothing; ask within full_parameters()"
+            )
+        self._lane.drain()  # some may still be on their way
 
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         if not self._inside and not self.whole:

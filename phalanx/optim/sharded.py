@@ -14,7 +14,6 @@ parameters are whole only while they are used, and gathered for the forward and 
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from phalanx.optim.held import Gradient, Held, Pool, place
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import PART_BYTES, PREFETCH, Sharding
 from phalanx.optim.passes import Marks, Passes
+from phalanx.optim.stepping import Done, Step
 from phalanx.optim.timeline import Op
 from phalanx.optim.timetable import Timetable
 from phalanx.optim.units import Unit, describe
@@ -40,27 +40,6 @@ from phalanx.optim.update import Change, Read, Rule, Slot, load, pieces, zeros
 
 EVEN = Sharding()
 NEAR_CLIPPING = 0.8  # of the limit: a norm that was below is taken to stay below it in the next step
-
-
-@dataclass
-class _Step:
-    """What is known of the step that the lane works on."""
-
-    number: int
-    lr: float
-    clip: float | None
-    weight: gradients.TotalWeight
-    agreed: Mark
-    early: bool = False  # a unit is updated as soon as it is reduced, by a divisor that is likely
-    used_here: list[set[str]] = field(default_factory=list)  # parameters that have a gradient on this rank
-    change: Change | None = None  # what updates go by
-    updated: set[int] = field(default_factory=set)  # units
-    gathered: set[int] = field(default_factory=set)  # units, wholly or in part
-    early_fresh: list[Mark] = field(default_factory=list)  # to be set when the ranks have agreed
-    norm: float = 0.0
-    skipped: float = 0.0
-    loss_scale: float | None = None  # of its losses
-    makes_order: bool = False  # the link is another than the order was made for
 
 
 class Sharded:
@@ -89,6 +68,11 @@ class Sharded:
             raise ConfigError(
                 f"a copy of the state cannot be sharded over {degree} ranks each, since there are {mesh.world}; choose "
                 "a shard_degree that divides their number"
+            )
+        if degree < mesh.world and not mesh.alike:
+            raise ConfigError(
+                "copies of the state on devices of unlike kinds would drift apart, since each updates its own; leave "
+                "shard_degree out, so that there is one copy"
             )
         if len(weights) != degree:
             raise ConfigError(f"shards for {len(weights)} ranks do not fit {degree}; give each rank a number")
@@ -182,13 +166,17 @@ class Sharded:
             slot[key] = {"param": held.own(fragment) if itself else self._allocate(key, "param", *size)} | made
         return slot
 
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        """Where parameters may be: by name, what identifies their memory."""
+        return {name: held.memories for unit in self._units for held in unit.helds for name in held.names}
+
     # ------------------------------------------------------------------------------------------------- the main thread
 
     def begin_step(self, step: int, weight: int, lr: float, clip: float | None) -> None:
         assert step == self.step + 1, (step, self.step)
         self._lane.check()
         weights = gradients.TotalWeight(weight, self.mesh.control, self.mesh.traffic)
-        self._now = _Step(step, lr, clip, weights, Mark(self._lane))
+        self._now = Step(step, lr, clip, weights, Mark(self._lane))
         for held in self._trained_held:
             held.begin_step()
 
@@ -264,7 +252,7 @@ class Sharded:
     def finish_step(self) -> Outcome:
         self.mesh.traffic.add(self.traffic.take())
         self._before = self._now.agreed
-        return _Outcome(self._now, self.mesh.traffic)
+        return Done(self._now, self.mesh.traffic)
 
     def notices(self) -> list[tuple[str, dict[str, Any]]]:
         return self._timetable.notices()
@@ -277,14 +265,14 @@ class Sharded:
 
     # -------------------------------------------------------------------------------------------------------- the lane
 
-    def _reduce(self, now: _Step, unit: Unit, held: Held, gradient: Gradient, part: int, last: bool) -> None:
+    def _reduce(self, now: Step, unit: Unit, held: Held, gradient: Gradient, part: int, last: bool) -> None:
         def then() -> None:
             if last and now.early and part == self._parts - 1 and held is unit.trained[-1]:
                 self._update(now, unit, self._likely(now))
 
         self._carrier.reduce(held, gradient, part, then)
 
-    def _likely(self, now: _Step) -> Change:
+    def _likely(self, now: Step) -> Change:
         """What the ranks will agree on unless this step is clipped or skipped."""
         if now.change is None:
             self._await_others()
@@ -301,7 +289,7 @@ class Sharded:
             self._complete.wait()
             self._complete = None
 
-    def _agree(self, now: _Step) -> None:
+    def _agree(self, now: Step) -> None:
         """The norm of the whole gradient, and which parameters have one: the same on all ranks from here on."""
         self._carrier.settle()
         self._await_others()
@@ -336,15 +324,16 @@ class Sharded:
         for fresh in now.early_fresh:
             fresh.set()
 
-    def _do_again(self, now: _Step) -> None:
+    def _do_again(self, now: Step) -> None:
         """What was updated early was updated wrongly: once more, from the state that was kept."""
         now.updated = set()
         for number in sorted(now.gathered):
             for part in range(self._parts):
                 self._gather_updated(now, self._units[number], part, None)
         self._carrier.settle()
+        now.again = now.gathered.copy()
 
-    def _update(self, now: _Step, unit: Unit, change: Change) -> None:
+    def _update(self, now: Step, unit: Unit, change: Change) -> None:
         source, target = self._slots[self._current], self._slots[(self._current + 1) % len(self._slots)]
         for held in unit.trained:
             keys = [fragment.key for fragment in held.fragments]
@@ -356,7 +345,7 @@ class Sharded:
                 held.round([target[key]["param"] for key in keys])
         now.updated.add(unit.number)
 
-    def _gather_updated(self, now: _Step, unit: Unit, part: int, fresh: Mark | None) -> None:
+    def _gather_updated(self, now: Step, unit: Unit, part: int, fresh: Mark | None) -> None:
         """`fresh` is set when the last part has arrived, and the ranks have agreed."""
         if unit.number not in now.updated:
             self._carrier.settle()  # which may update it
@@ -372,9 +361,9 @@ class Sharded:
                 else:
                     now.early_fresh.append(fresh)
 
-        self._carrier.gather(unit.trained, part, then)
+        self._carrier.gather([] if unit.number in now.again else unit.trained, part, then)
 
-    def _end(self, now: _Step, ended: Mark) -> None:
+    def _end(self, now: Step, ended: Mark) -> None:
         if self._released:
             assert now.change is not None
             for unit in self._units:
@@ -484,17 +473,3 @@ class Sharded:
             self._lane.follow()
         else:
             self._bring_masters()
-
-
-class _Outcome:
-    """What came of a step, as soon as the lane knows."""
-
-    def __init__(self, step: _Step, traffic: Traffic) -> None:
-        self._step, self._traffic = step, traffic
-        self.weight = step.weight.get()
-        self.loss_scale: float | None = None
-
-    def get(self) -> tuple[float, float]:
-        self._step.agreed.wait(self._traffic)
-        self.loss_scale = self._step.loss_scale
-        return self._step.norm, self._step.skipped

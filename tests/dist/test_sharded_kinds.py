@@ -16,6 +16,7 @@ from phalanx.optim.adamw8bit import AdamW8bit
 from phalanx.optim.engine import Precision
 from phalanx.optim.from_torch import from_torch
 from phalanx.optim.gradients import LossScale
+from phalanx.optim import sharded
 from phalanx.optim.order import Sharding
 from phalanx.optim.single import Single
 from phalanx.optim.update import Rule
@@ -281,3 +282,28 @@ def test_ranks_of_unlike_types_share_parameters(frozen: bool) -> None:
         for apart, same in found:
             assert apart < 0.05
             assert same
+
+
+def undone(placement: Placement, zero: int) -> list[Any]:
+    """Of one slot and of two on ranks of unlike types: the norms, and a sum of the weights that are computed with."""
+    sharded.PART_BYTES = 64  # several parts, of which some are gathered before the ranks have agreed
+    found: list[Any] = []
+    with join(placement, 30) as mesh:
+        precision = Precision(torch.float32 if mesh.rank == 0 else torch.bfloat16, torch.float32)
+        for slots in (1, 2):
+            torch.manual_seed(0)
+            model = Net([Dense(width) for width in (400, 200, 500, 300)]).float()
+            sharding = Sharding(zero, weights=(2.0, 1.0), slots=slots)
+            driven = Driven(mesh, model, model.units(), sharding, 4500.0, precision=precision)
+            driven.walk(6, lambda step, rank: batches(step, rank, 1, 9.0 if step % 2 == 0 else 0.05), twin=False)
+            with driven.engine.full_parameters() as whole:
+                found += [driven.norms, sum(value.double().abs().sum().item() for value in whole.values())]
+            driven.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_what_is_updated_early_on_unlike_ranks_is_undone(zero: int) -> None:
+    for plain, sum_of_plain, kept, sum_of_kept in run_ranks(undone, 2, zero=zero):
+        assert max(plain[0::2]) < 0.8 * 4500 < 4500 < min(plain[1::2])
+        assert (kept, sum_of_kept) == (plain, sum_of_plain)

@@ -3,12 +3,14 @@
 import re
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from phalanx.comm.mesh import join
+from phalanx.errors import ConfigError
 from phalanx.optim.held import IN_FLIGHT
 from phalanx.optim.order import PREFETCH, Sharding
 from phalanx.records import Placement
@@ -27,6 +29,52 @@ def whole_units(driven: Driven) -> int:
     """Units, but for the model's own parameters, that have memory for all of their parameters."""
     units = [unit for unit in driven.engine._units if unit.module is not driven.model]
     return sum(all(held.values.untyped_storage().nbytes() for held in unit.helds) for unit in units)
+
+
+def copies_on_unlike_devices(placement: Placement) -> str:
+    with join(placement, 20) as mesh:
+        model = five_units()
+        with pytest.raises(ConfigError) as caught:
+            Driven(replace(mesh, alike=False), model, model.units(), Sharding(1, degree=1))
+        return str(caught.value)
+
+
+def test_copies_on_unlike_devices_are_refused() -> None:
+    for said in run_ranks(copies_on_unlike_devices, 2):
+        assert said.startswith("copies of the state on devices of unlike kinds would drift apart")
+
+
+def read_between_steps(placement: Placement, zero: int) -> list[Any]:
+    with join(placement, 20) as mesh:
+        model = five_units()
+        driven = Driven(mesh, model, model.units(), Sharding(zero, weights=(2.0, 1.0)))
+        driven.walk(2)
+        driven.engine._lane.drain()
+        read = model.blocks[1].weights[0].isnan()
+        try:
+            state = model.state_dict()
+            driven.step(3, batches(3, mesh.rank))  # its updates are on their way when the next state is asked for
+            driven.twin.step(3, [batch for rank in range(mesh.world) for batch in batches(3, rank)])
+            state = model.state_dict()
+            apart = max((state[name] - other).abs().max().item() for name, other in driven.twin.model.state_dict().items())
+        except RuntimeError as error:
+            apart = str(error)
+        with driven.engine.full_parameters():
+            inside = not model.state_dict()["blocks.1.weights.0"].isnan().any()
+        driven.engine.close()
+        return [bool(read.all()), bool(read.any()), apart, inside]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_what_is_read_between_steps_is_never_stale(zero: int) -> None:
+    for all_nan, any_nan, apart, inside in run_ranks(read_between_steps, 2, zero=zero):
+        assert inside
+        if zero == 3:
+            assert all_nan
+            assert "zero 3" in apart and apart.endswith("ask within full_parameters()")
+        else:
+            assert not any_nan
+            assert apart < 1e-9
 
 
 # ------------------------------------------------------------------------------------------------ what is given back
@@ -112,7 +160,7 @@ class Moved:
     def __init__(self, engine: Any) -> None:
         self.payload_bytes, self._moving = 0, False
         for name in ("reduce_scatter", "all_gather"):
-            self._watch(engine._moves, name)
+            self._watch(engine._ways.trained, name)
         count = engine.traffic.count
 
         def counting(payload_bytes: int) -> None:
