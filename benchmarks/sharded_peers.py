@@ -102,6 +102,27 @@ class Multiplying(nn.Module):
         return torch.tanh(x @ self.weight.T)
 
 
+@dataclass(frozen=True)
+class Stacked:
+    """`blocks` of `layers` square weights each, which are multiplied: as much in a block as real ones have."""
+
+    blocks: int
+    layers: int
+    side: int
+
+    def make(self, rank: int) -> nn.Sequential:
+        torch.manual_seed(SEED)
+        return nn.Sequential(
+            *(
+                nn.Sequential(*(nn.Linear(self.side, self.side, bias=False) for _ in range(self.layers)))
+                for _ in range(self.blocks)
+            )
+        )
+
+    def sample(self, rank: int) -> Tensor:
+        return torch.randn(1, self.side, generator=torch.Generator().manual_seed(SEED + 1 + rank))
+
+
 class Way(Protocol):
     """One way to train. `step` makes a step, which may go on behind it; `settle` returns when nothing does."""
 

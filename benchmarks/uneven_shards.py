@@ -10,10 +10,12 @@ set against their formula. docs/benchmarks.md says how to read the figures.
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,6 +35,8 @@ PRELOAD = ("torch", "torch._dynamo", "phalanx.comm.mesh", "phalanx.comm.transfer
 SPLITS = ((1, 1, 1, 1), (4, 2, 1, 1), (2, 1, 1, 0))
 OPERATIONS = REDUCE_SCATTER, ALL_GATHER = ("reduce-scatter", "all-gather")
 GLOO = "gloo, 1:1:1:1"
+RELEASED = "Phalanx, zero 3"
+M_MMAP_THRESHOLD = -3  # of mallopt
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,56 @@ def train(placement: Placement, case: dict[str, Any], splits: Sequence[Sequence[
             for split in splits:
                 ours = Ours(Sharding(zero, weights=tuple(map(float, split))))
                 held[name_of(split)][f"zero {zero}"] = holds(mesh, ours, model)
-    return {"seconds": taken, "held": held}
+        ways = released_ways()
+        for make in ways.values():  # what is taken at a first use stays
+            peak_bytes(mesh, make, side=64)
+        beside = {name: peak_bytes(mesh, make) for name, make in ways.items()}
+    return {"seconds": taken, "held": held, "beside FSDP2": beside}
+
+
+def released_ways() -> dict[str, Any]:
+    """Those that keep no whole parameters between uses."""
+    from benchmarks.sharded_peers import Fsdp2, Ours
+    from phalanx.optim.order import Sharding
+
+    ours = Ours(Sharding(3, "per_micro_batch"))
+    return {RELEASED: ours, "FSDP2": Fsdp2(False), "FSDP2, gathering ahead": Fsdp2(True)}
+
+
+def peak_bytes(mesh: Any, make: Any, side: int = 768) -> int:
+    """The most memory that this rank's process is seen to take in steps of a way, beyond what it takes before."""
+    from benchmarks.sharded_peers import Phalanx, Stacked
+
+    # Memory is given back to the system as soon as it is free, so that what is taken is what is held.
+    system = ctypes.CDLL(None)
+    system.mallopt(M_MMAP_THRESHOLD, 64 * 1024)
+    gc.collect()
+    system.malloc_trim(0)
+    before, seen, over = anonymous_bytes(), [0], threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.001):
+            seen[0] = max(seen[0], anonymous_bytes())
+
+    with at_work(make, Stacked(8, 4, side), mesh) as way:
+        way.step()  # the first makes what stays
+        gc.collect()
+        mesh.sum([0.0])
+        looking = threading.Thread(target=look)
+        looking.start()
+        for _ in range(2):
+            way.step()
+        if isinstance(way, Phalanx):
+            list(way.engine.pieces())  # waits for what is under way, and gathers nothing
+        over.set()
+        looking.join()
+    return seen[0] - before
+
+
+def anonymous_bytes() -> int:
+    """Resident memory of this process that is of no file."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextlib.contextmanager
@@ -247,7 +300,14 @@ def compare_training(found: Sequence[dict[str, Any]], case: Training) -> tuple[l
                 "by the formula": _mib(formula for _, formula in pairs),
             })  # fmt: skip
             off = max(off, *(abs(held / formula - 1) for held, formula in pairs))
-    return rows, [*checks, at_most("bytes held on a rank: largest part away from the formula", off, 0.02)]
+    checks.append(at_most("bytes held on a rank: largest part away from the formula", off, 0.02))
+    peaks = {name: [rank["beside FSDP2"][name] for rank in found] for name in found[0]["beside FSDP2"]}
+    for name, by_rank in peaks.items():
+        rows.append({"most memory in steps": name, "MiB, by rank": _mib(by_rank)})
+        if name != RELEASED:
+            over = max(peaks[RELEASED]) / max(by_rank)
+            checks.append(at_most(f"most memory in steps: {RELEASED} over {name}", over, 1.0))
+    return rows, checks
 
 
 def _mib(values: Iterable[int]) -> str:

@@ -26,6 +26,7 @@ from phalanx.optim.engine import Precision, Shard
 from phalanx.optim.from_torch import from_torch
 from phalanx.optim.order import Sharding
 from phalanx.optim.sharded import Sharded
+from phalanx.optim.timetable import NOTHING_SAVED
 from phalanx.optim.update import AdamW, Rule
 from phalanx.records import Placement
 from phalanx.sharded_model import Rate, ShardedModel
@@ -104,6 +105,8 @@ def shard(
         asked = {**shared, **own, **settings}
         _agree(JsonGroup(mesh.checkpoint), asked, model)
         begin_alike(model, mesh)
+        if compress != PLAIN and len(mesh.topology.nodes) == 1:
+            warnings.warn(f"compress={compress!r} {NOTHING_SAVED}", stacklevel=2)
         engine = Sharded(model, parts, mesh=mesh, rule=update, nominal_weight=1, precision=precision, sharding=sharding)
         with torch.no_grad():
             engine.initialise(_values_of(model, fill))

@@ -2,8 +2,9 @@
 
 A number must be rounded once on its way, not at every stop. So a sum does not grow from node to node here: the ranks of
 a node add up their parts exactly, at the relay of each range (hierarchical.py), which sends its node's sum, encoded,
-straight to the owner; the owner adds up what it decodes, in an order that only the topology fixes. With even shards
-that takes no more bytes than a ring; with uneven ones the owner of the share s receives (M - 1) s B from M nodes.
+straight to the owner. The owner rounds its own node's sum, too, and adds up what it decodes in the order of the nodes,
+so that a sum does not depend on whose it is; on one node nothing is rounded. With even shards that takes no more bytes
+than a ring; with uneven ones the owner of the share s receives (M - 1) s B from M nodes.
 
 What is gathered is encoded by its owner and decoded by all, the owner included, and within a node, too: every rank has
 the same bits, and they are the same for any number of nodes.
@@ -79,16 +80,26 @@ class Compressed:
             if own:
                 if not event.memory and total.data_ptr() != mine.data_ptr():
                     total.copy_(mine)
-                for work, coded in arriving[event.number]:
-                    work.wait()
-                    decoded = torch.empty_like(total)
-                    self._codec.decode(coded, decoded)
-                    total.add_(decoded)
+                if arriving[event.number]:
+                    self._add_nodes(total, arriving[event.number])
             else:
                 sent.append(self._send(total, event))
             yield
         line.spare.extend(room)
         yield from finishing(sent)
+
+    def _add_nodes(self, total: torch.Tensor, arriving: Sequence[tuple[int, Way, torch.Tensor]]) -> None:
+        """`total` holds the sum of the own node; it becomes that of all, each rounded, in the order of the nodes."""
+        coded = {node: coded for node, _, coded in arriving}
+        coded[self._line.node] = torch.empty(self._codec.size(total.numel()), dtype=torch.uint8)
+        self._codec.encode(total, coded[self._line.node])
+        for _, way, _ in arriving:
+            way.wait()
+        decoded = torch.empty_like(total)
+        for number, node in enumerate(sorted(coded)):
+            self._codec.decode(coded[node], decoded if number else total)
+            if number:
+                total.add_(decoded)
 
     def _gathering(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Program:
         ranges = list(pairwise(cuts))
@@ -118,13 +129,14 @@ class Compressed:
         sums.sort(key=lambda one: (one[1].stage, one[0], one[1].number, one[1].owner))
         return [(relay, piece) for _, _, relay, piece in parts], [event for _, event in sums]
 
-    def _arriving(self, piece: Piece) -> list[tuple[Way, torch.Tensor]]:
-        """The encoded sums of the other nodes for a piece of the own range."""
+    def _arriving(self, piece: Piece) -> list[tuple[int, Way, torch.Tensor]]:
+        """The encoded sums of the other nodes for a piece of the own range, with their numbers."""
         line, found = self._line, []
         for away in range(1, len(line.topology.nodes)):
             coded = torch.empty(self._codec.size(piece.stop - piece.start), dtype=torch.uint8)
-            source = line.topology.relay(line.node + away, self.rank)
-            found.append((line.receive(coded, source, piece.tag), coded))
+            node = (line.node + away) % len(line.topology.nodes)
+            source = line.topology.relay(node, self.rank)
+            found.append((node, line.receive(coded, source, piece.tag), coded))
         return found
 
     def _send(self, total: torch.Tensor, event: Event) -> Way:

@@ -111,8 +111,9 @@ class Staged:
     Beginning and waiting hold the calling thread until the device has copied; they use the thread's current stream.
     """
 
-    def __init__(self, ring: Ring | TwoLevel | Compressed) -> None:
-        self._ring = ring
+    def __init__(self, ring: Ring | TwoLevel | Compressed, rounds: bool = False) -> None:
+        """`rounds`: what is gathered replaces the own range, too."""
+        self._ring, self._rounds = ring, rounds
 
     def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Arriving:
         host, own = _host_like(tensor), _host_like(into)
@@ -125,7 +126,8 @@ class Staged:
         moving = self._ring.all_gather(host, cuts)
 
         def fill() -> None:
-            for part in (slice(0, cuts[rank]), slice(cuts[rank + 1], cuts[-1])):
+            others = (slice(0, cuts[rank]), slice(cuts[rank + 1], cuts[-1]))
+            for part in (slice(0, cuts[-1]),) if self._rounds else others:
                 tensor[part].copy_(host[part])
 
         return _Then(moving, fill)

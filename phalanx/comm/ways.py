@@ -1,7 +1,7 @@
 """How the sharded engine's values travel: which transfers, over which groups, and in how many bytes."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -49,12 +49,19 @@ def ways(mesh: Mesh, degree: int, traffic: Traffic, compress: str) -> Ways:
     trained, frozen = Compressed(line, codec), line
     on_host = mesh.device.type == "cpu"
     return Ways(
-        trained if on_host else Staged(trained),
+        trained if on_host else Staged(trained, rounds=True),
         frozen if on_host else Staged(frozen),
         add,
-        coded if len(near.nodes) > 1 else whole,
+        # The same on all ranks, though the neighbours of some may all be on one node.
+        coded if any(_crossing(mesh, degree)) else whole,
         coded,
     )
+
+
+def _crossing(mesh: Mesh, degree: int) -> Iterator[bool]:
+    """Of each group of neighbours, whether it has several nodes."""
+    for first in range(0, mesh.world, degree):
+        yield len(mesh.topology.part(range(first, first + degree)).nodes) > 1
 
 
 def _adding(

@@ -13,23 +13,26 @@ from phalanx.optim.lane import POLL_S, Lane, Mark
 from phalanx.optim.layout import Bucket, Fragment, Member
 
 IN_FLIGHT = 3  # gradient buffers of one size: one that is filled, one that is sent, one between
+IN_FLIGHT_RELEASED = 2  # where parameters are released: the backward pass waits for the link anyway
 
 
 class Pool:
     """Gradient buffers that are given back when they are summed. Who computes faster than the lane sends waits here,
     but never for a lane that itself waits for the main thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = IN_FLIGHT) -> None:
+        """`most` buffers of one size, where their number is limited."""
+        self._most = most
         self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Mark]]] = {}
         self._taken: dict[tuple[int, torch.dtype], int] = {}
         self._changed = threading.Condition()
         self._awaited: list[Mark] = []  # by the lane
 
     def take(self, like: torch.Tensor, elements: int, lane: Lane, limited: bool) -> torch.Tensor:
-        """A buffer of `elements`, with any content; `limited`: wait if there are IN_FLIGHT of that size already."""
+        """A buffer of `elements`, with any content; `limited`: wait if there are as many as may be of that size."""
         size = (elements, like.dtype)
         with self._changed:
-            while limited and self._taken.get(size, 0) >= IN_FLIGHT and all(mark.reached for mark in self._awaited):
+            while limited and self._taken.get(size, 0) >= self._most and all(mark.reached for mark in self._awaited):
                 self._changed.wait(POLL_S)
                 lane.check()
             self._taken[size] = self._taken.get(size, 0) + 1
@@ -176,7 +179,8 @@ class Held:
     def round(self, masters: Sequence[torch.Tensor]) -> None:
         """Put the masters of the own range, by fragment, where the gathering takes them from."""
         departing = self._departing()
-        departing[self.bucket.used :].zero_()  # what is rounded with others must not be anything
+        for gap in self.bucket.gaps:  # what is rounded with others must not be anything
+            departing[gap].zero_()
         targets = [_at(departing, fragment) for fragment in self.fragments]
         pairs = [(t, m) for t, m in zip(targets, masters, strict=True) if t.data_ptr() != m.data_ptr()]
         if pairs:
@@ -262,7 +266,8 @@ class Held:
         for index in set(range(len(self.names))) - gradient.touched:
             member = self.bucket.members[index]
             buffer[member.at : member.end].zero_()
-        buffer[self.bucket.used :].zero_()
+        for gap in self.bucket.gaps:
+            buffer[gap].zero_()
         gradient.closed = True
         gradient.ready.set()
 

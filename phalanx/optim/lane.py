@@ -34,6 +34,16 @@ class Lane:
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "a model on the sharded engine cannot be copied or pickled as a whole; take its state_dict() within "
+            "full_parameters()"
+        )
+
     def put(self, task: Callable[[], None]) -> None:
         """Run `task` behind all that was put before."""
         self.check()

@@ -89,7 +89,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters end to end, and the parts in which they travel; the last parts of a small bucket may be empty."""
+    """Parameters one behind the other, and the parts in which they travel; the last of a small bucket may be empty."""
 
     unit: str
     dtype: str
@@ -112,6 +112,13 @@ class Bucket:
         """As of its parts."""
         return sum(part.carried for part in self.parts)
 
+    @property
+    def gaps(self) -> tuple[slice, ...]:
+        """Elements of no parameter, between parameters and behind the last."""
+        starts = [*(member.at for member in self.members[1:]), self.elements]
+        ends = (member.end for member in self.members)
+        return tuple(slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
     def share(self, rank: int) -> int:
         """Elements that `rank` owns."""
         return sum(stop - start for start, stop in (part.range(rank) for part in self.parts))
@@ -127,13 +134,13 @@ class Bucket:
 
 
 def lay_out(
-    parameters: Sequence[Parameter], weights: Sequence[float], parts: int = 1, least: int = 1
+    parameters: Sequence[Parameter], weights: Sequence[float], parts: int = 1, least: int = 1, apart: bool = False
 ) -> tuple[Bucket, ...]:
     """Buckets in order of use, cut so that each rank owns its part of `weights` of all of them.
 
     Each travels in `parts` of the same length, or as many as have `least` elements. With equal weights all ranges of a
-    part have the same length, so that collectives for equal shards serve, too. Raises ConfigError for weights that make
-    no shares.
+    part have the same length, so that collectives for equal shards serve, too. `apart`: each parameter begins at a
+    multiple of GRANULE, and no two share one. Raises ConfigError for weights that make no shares.
     """
     check(weights)
     groups: dict[tuple[str, str, bool], list[Parameter]] = {}
@@ -143,7 +150,8 @@ def lay_out(
     taken = [0] * len(weights)
     buckets = []
     for (unit, dtype, trained), of_bucket in groups.items():
-        starts = itertools.accumulate((p.elements for p in of_bucket), initial=0)
+        step = GRANULE if apart else 1
+        starts = itertools.accumulate((-(-p.elements // step) * step for p in of_bucket), initial=0)
         members = tuple(Member(parameter, at) for parameter, at in zip(of_bucket, starts, strict=False))
         cut: list[Part] = []
         for start, stop in _parts(members, len(weights), parts, least):
@@ -171,6 +179,16 @@ def check(weights: Sequence[float]) -> None:
             f"shards in proportion to {', '.join(f'{weight:g}' for weight in weights)} are impossible; give each rank "
             "a number that is not negative, and at least one of them a positive one"
         )
+
+
+def check_rows(parameters: Sequence[Parameter]) -> None:
+    """Raise ConfigError where ranges between whole rows could cut a GRANULE, of which all is rounded together."""
+    for parameter in parameters:
+        if parameter.whole_rows and parameter.shape[-1] % GRANULE:
+            raise ConfigError(
+                f"compression by int8 rounds {GRANULE} numbers together, but the update rule keeps rows of "
+                f"{parameter.name} whole, which have {parameter.shape[-1]}; compress by bf16, or take the rule adamw"
+            )
 
 
 def _cut(

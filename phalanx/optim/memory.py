@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from phalanx.comm.codec import CODECS, PLAIN
 from phalanx.optim.engine import Precision
-from phalanx.optim.held import IN_FLIGHT
+from phalanx.optim.held import IN_FLIGHT, IN_FLIGHT_RELEASED
 from phalanx.optim.layout import Bucket
 from phalanx.optim.order import PREFETCH, Sharding
 from phalanx.optim.update import Rule
@@ -47,7 +47,8 @@ def held_bytes(
         sums = (own + everything) * master
     else:
         sizes = Counter(bucket.elements for bucket in trained)
-        sums = (own + sum(size * min(count, IN_FLIGHT) for size, count in sizes.items())) * master
+        most = IN_FLIGHT_RELEASED if released else IN_FLIGHT
+        sums = (own + sum(size * min(count, most) for size, count in sizes.items())) * master
     masters_apart = released or sharding.slots > 1 or compute != master or sharding.compress != PLAIN
     kept = 0.0
     for bucket in trained:
@@ -64,7 +65,10 @@ def held_bytes(
         gathered = buckets if released else trained
         items["weights on their way"] = 2 * max((bucket.elements for bucket in gathered), default=0) * shared
     if sharding.compress != PLAIN:
-        # Two parts under way: what is sent of each, and what arrives of it.
-        longest = max((part.elements for bucket in trained for part in bucket.parts), default=0)
-        items["encoded on its way"] = 4 * CODECS[sharding.compress].size(longest)
+        # Two parts under way: what is sent of each, and what all others send of the own range.
+        parts = [part for bucket in trained for part in bucket.parts]
+        ranges = (part.range(rank) for part in parts)
+        most = max((part.elements for part in parts), default=0)
+        own_most = max((stop - start for start, stop in ranges), default=0) * (len(parts[0].cuts) - 2 if parts else 0)
+        items["encoded on its way"] = 2 * CODECS[sharding.compress].size(most + own_most)
     return items

@@ -33,6 +33,11 @@ class Sharding:
     degree: int | None = None
     compress: str = PLAIN
 
+    @property
+    def apart(self) -> bool:
+        """Whether no two parameters share what is rounded together."""
+        return self.compress != PLAIN
+
 
 @dataclass(frozen=True)
 class Orders:

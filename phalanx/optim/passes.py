@@ -64,7 +64,10 @@ class Passes:
         self._entered: set[int] = set()  # units that this micro-batch has used
         self._unit_of = {id(held): unit for unit in units for held in unit.helds}
         model.register_forward_pre_hook(self._model_begins)
-        model.register_state_dict_pre_hook(self._model_is_read)
+        for module in model.modules():
+            module.register_state_dict_pre_hook(self._is_read)
+            if released:
+                module.register_load_state_dict_pre_hook(self._is_written)
         for unit in units:
             if unit.module is not model:
                 unit.module.register_forward_pre_hook(partial(self._before, unit))
@@ -120,6 +123,11 @@ class Passes:
     def _model_begins(self, model: nn.Module, args: Any) -> None:
         if self.whole:
             return
+        if self._released and self._lane.closed:
+            raise RuntimeError(
+                "the model was called after its engine was closed, which has left it without parameters (zero 3); take "
+                "them out of full_parameters() before"
+            )
         if self._released and not self._inside:
             self._begin_pass(training=False)
             self._put_evaluation(self.marks)
@@ -128,15 +136,28 @@ class Passes:
             self._before(self._units[0], model, args)
             self._laps.forward(0)
 
-    def _model_is_read(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def _is_read(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.whole:
             return
         if self._released:
+            when = " before the engine is closed" if self._lane.closed else ""
             raise RuntimeError(
-                "the state_dict of a model whose parameters are released between uses was asked for (zero 3), in which "
-                "there would be nothing; ask within full_parameters()"
+                "a state_dict was asked for of a model whose parameters are released between uses (zero 3), so that "
+                f"there would be nothing in it; ask within full_parameters(){when}"
             )
-        self._lane.drain()  # some may still be on their way
+        if self._inside:
+            raise RuntimeError(
+                "a state_dict was asked for within a step, whose end it would have to wait for; ask between steps"
+            )
+        if not self._lane.closed:
+            self._lane.drain()  # some may still be on their way
+
+    @staticmethod
+    def _is_written(module: nn.Module, *_: object) -> None:
+        raise RuntimeError(
+            "load_state_dict was called for a model whose parameters are released between uses (zero 3), so that what "
+            "is loaded would be lost; load before the model is sharded, or load what the engine has saved"
+        )
 
     def _model_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         if not self._inside and not self.whole:

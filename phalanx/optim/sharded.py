@@ -28,7 +28,7 @@ from phalanx.errors import ConfigError
 from phalanx.optim import gradients, layout
 from phalanx.optim.carrier import Carrier
 from phalanx.optim.engine import Allocator, Outcome, Piece, Precision, Shard
-from phalanx.optim.held import Gradient, Held, Pool, place
+from phalanx.optim.held import IN_FLIGHT, IN_FLIGHT_RELEASED, Gradient, Held, Pool, place
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import PART_BYTES, PREFETCH, Sharding
 from phalanx.optim.passes import Marks, Passes
@@ -77,12 +77,14 @@ class Sharded:
         if len(weights) != degree:
             raise ConfigError(f"shards for {len(weights)} ranks do not fit {degree}; give each rank a number")
         parameters = describe(model, units, rule)
+        if sharding.compress == "int8":
+            layout.check_rows(parameters)
         self._shapes = {parameter.name: parameter.shape for parameter in parameters}
         self._trained = [parameter.name for parameter in parameters if parameter.trained]
         # Where the host moves them, buckets travel in parts, so that an urgent one waits for a part at the most.
         self._parts = sharding.parts if degree > 1 and mesh.on_host else 1
         least = PART_BYTES // precision.shared.itemsize
-        self.buckets = layout.lay_out(parameters, weights, self._parts, least)
+        self.buckets = layout.lay_out(parameters, weights, self._parts, least, sharding.apart)
         owned = (each for bucket in self.buckets for each in bucket.fragments(mesh.rank % degree))
         self._no_decay = frozenset(each.key for each in owned if len(each.parameter.shape) < 2)
         self._modules = dict(units)
@@ -108,7 +110,7 @@ class Sharded:
     def initialise(self, fill: Callable[[Shard], None]) -> None:
         parameters = dict(self.model.named_parameters())
         whole = self.sharding.zero == 1 and self.sharding.reduce == "per_step"
-        self._pool = pool = None if whole else Pool()
+        self._pool = pool = None if whole else Pool(IN_FLIGHT_RELEASED if self._released else IN_FLIGHT)
         helds: list[Held] = []
         replaced: dict[int, nn.Parameter] = {}
         self._slots: list[Slot] = [{} for _ in range(self.sharding.slots)]

@@ -198,7 +198,7 @@ def state_items(
     the sharded engine that holds them, on `rank` or the one that holds most, else fully_shard or a single one."""
     if sharding is not None:
         weights = sharding.weights or (1.0,) * (sharding.degree or ranks)
-        buckets = lay_out(describe(model, own_units(model), rule), weights)
+        buckets = lay_out(describe(model, own_units(model), rule), weights, apart=sharding.apart)
         place = weights.index(max(weights)) if rank is None else rank % len(weights)
         return held_bytes(buckets, place, sharding, precision, rule, accumulates=True) | _of_the_head(spec, precision)
     dtype = precision.compute

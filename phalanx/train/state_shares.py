@@ -34,7 +34,7 @@ def state_weights(config: "Config", subject: Subject, mesh: Mesh, local_world: i
     free = float(accelerator.memory_free(mesh.device, local_world))
     degree = sharding.degree or mesh.world
     model, rule = subject.model(), make_rule(config.optim)
-    buckets = lay_out(describe(model, own_units(model), rule), (1.0,) * degree)
+    buckets = lay_out(describe(model, own_units(model), rule), (1.0,) * degree, apart=sharding.apart)
     items = held_bytes(buckets, 0, sharding, precision_of(config.train.dtype, mesh), rule, accumulates=True)
     own = sum(items[name] for name in IN_SHARES)
     # Ranks may compute in unlike types: each says for itself what is left.

@@ -15,8 +15,10 @@ from phalanx.comm.compressed import Compressed
 from phalanx.comm.hierarchical import TwoLevel
 from phalanx.comm.mesh import join
 from phalanx.comm.topology import Topology
+from phalanx.comm.transfers import Staged
+from phalanx.errors import ConfigError
 from phalanx.optim import sharded
-from phalanx.optim.layout import Bucket
+from phalanx.optim.layout import Bucket, Parameter, check_rows
 from phalanx.optim.order import Sharding
 from phalanx.records import Placement
 from tests.dist.engine_cases import BETAS, DECAY, EPS, NOMINAL, Batch, Driven, Mix, Net, batches, rate
@@ -32,12 +34,14 @@ def rounded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def summed(codec: Codec, topology: Topology, parts: Sequence[torch.Tensor], owner: int) -> torch.Tensor:
-    """What the owner gets: its node's parts as they are, and the sums of the others, the next node's first, rounded."""
-    here, count = topology.node_of[owner], len(topology.nodes)
-    total = torch.stack([parts[rank] for rank in topology.nodes[here]]).sum(0)
-    for away in range(1, count):
-        total = total + rounded(codec, torch.stack([parts[r] for r in topology.nodes[(here + away) % count]]).sum(0))
+def summed(codec: Codec, topology: Topology, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sums of the nodes in their order, rounded where there are several, whoever owns the result."""
+    sums = [torch.stack([parts[rank] for rank in ranks]).sum(0) for ranks in topology.nodes]
+    if len(sums) == 1:
+        return sums[0]
+    total = rounded(codec, sums[0])
+    for one in sums[1:]:
+        total = total + rounded(codec, one)
     return total
 
 
@@ -70,14 +74,14 @@ def exchange(placement: Placement, hosts: str) -> list[list[int]]:
                 under_way[seed % 3].wait()
                 under_way[-1].wait()
                 ranges = list(itertools.pairwise(cuts))
-                assert torch.equal(into, summed(codec, topology, [part[own] for part in parts], rank))
+                assert torch.equal(into, summed(codec, topology, [part[own] for part in parts]))
                 assert torch.equal(exact, torch.cat([parts[r][a:b] for r, (a, b) in enumerate(ranges)]))
                 whole = [rounded(codec, parts[r][a:b]) for r, (a, b) in enumerate(ranges)]
                 assert torch.equal(gathered, torch.cat(whole))
                 thirds = [count // 64 * other // world * 64 for other in range(world + 1)]
                 sums = [
-                    rounded(codec, summed(codec, topology, [part[a:b] for part in parts], r))
-                    for r, (a, b) in enumerate(itertools.pairwise(thirds))
+                    rounded(codec, summed(codec, topology, [part[a:b] for part in parts]))
+                    for a, b in itertools.pairwise(thirds)
                 ]
                 assert torch.equal(reduced, torch.cat(sums))
         codec, line = CODECS["int8"], TwoLevel(group, topology)
@@ -164,16 +168,14 @@ class Rounding:
         sums = []
         for first in range(0, world, degree):
             near = Topology.of(self.hosts[first : first + degree])
-            sums.append(summed(self.codec, near, parts[first : first + degree], owner))
+            sums.append(summed(self.codec, near, parts[first : first + degree]))
         if len(sums) == 1:
             return sums[0]
         far, count = Topology.of(self.hosts[owner::degree]), len(sums[0])
         blocks = -(-count // 64)
         cuts = [min(blocks * rank // len(sums) * 64, count) for rank in range(len(sums) + 1)]
-        ranges = enumerate(itertools.pairwise(cuts))
-        return torch.cat(
-            [rounded(self.codec, summed(self.codec, far, [s[a:b] for s in sums], r)) for r, (a, b) in ranges]
-        )
+        ranges = itertools.pairwise(cuts)
+        return torch.cat([rounded(self.codec, summed(self.codec, far, [one[a:b] for one in sums])) for a, b in ranges])
 
     def _gradients(self, mine: Sequence[Batch]) -> dict[str, torch.Tensor]:
         self.model.zero_grad(set_to_none=True)
@@ -242,3 +244,69 @@ def test_copies_add_up_what_is_rounded(hosts: str) -> None:
     ]
     for found in run_ranks(beside_its_twin, 4, hosts=hosts, cases=cases):
         assert max(itertools.chain(*found)) < 1e-9, found
+
+
+def shared_out(placement: Placement, hosts: str) -> list[list[float]]:
+    """Weights after some steps with state in unlike shares, and the bytes that orders are made for."""
+    found, sizes = [], set()
+    with join(placement, 20) as mesh:
+        mesh = replace(mesh, topology=Topology.of(hosts))
+        for weights, degree in ((None, None), ((1.0, 3.0, 0.0, 2.0), None), ((5.0, 1.0), 2)):
+            torch.manual_seed(1)
+            model = Net([Mix([[7, 20], [33], []]), Mix([[150]])])
+            driven = Driven(mesh, model, model.units(), Sharding(2, weights=weights, degree=degree, compress="int8"))
+            for number in range(1, 5):
+                driven.step(number, batches(number, mesh.rank, 2))
+            with driven.engine.full_parameters() as whole:
+                found.append(torch.cat([value.flatten() for value in whole.values()]).tolist())
+            ways = driven.engine._ways
+            sizes.add((ways.reduced(torch.float32), ways.gathered(torch.float32)))
+            driven.engine.close()
+    return [*found, sorted(itertools.chain(*sizes))]
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abcd", "aaab"])
+def test_it_does_not_matter_who_keeps_what(hosts: str) -> None:
+    ranks = run_ranks(shared_out, 4, hosts=hosts)
+    for even, uneven, copies, sizes in ranks:
+        assert even == pytest.approx(uneven, abs=1e-9)
+        assert sizes == ranks[0][3], "ranks whose neighbours are on one node would make another order"
+        assert max(abs(a - b) for a, b in zip(even, copies, strict=True)) < 0.05  # rounded once more
+
+
+def staged(placement: Placement) -> list[bool]:
+    """What an accelerator's ranks would be left with, by tensors of the host."""
+    with process_group(placement):
+        codec, values = CODECS["int8"], torch.randn(256, generator=torch.Generator().manual_seed(placement.rank))
+        tensor = values.clone()
+        moves = Staged(Compressed(TwoLevel(dist.new_group(), Topology.of("ab")), codec), rounds=True)
+        moves.all_gather(tensor, [0, 128, 256]).wait()
+        own = slice(128 * placement.rank, 128 * (placement.rank + 1))
+        return [torch.equal(tensor[own], rounded(codec, values[own])), torch.equal(tensor[own], values[own])]
+
+
+def test_an_accelerators_own_range_is_rounded_too() -> None:
+    assert run_ranks(staged, 2) == [[True, False]] * 2
+
+
+def beside_large_ones(placement: Placement) -> float:
+    """How far small weights are from what they are in their own right, beside a scalar that is large."""
+    with join(placement, 20) as mesh:
+        torch.manual_seed(0)
+        model = Net([nn.ParameterList([])], own=True)
+        model.large, small = nn.Parameter(torch.full((), 100.0, dtype=torch.float64)), model.own.detach().clone()
+        driven = Driven(mesh, model, [], Sharding(1, compress="int8"))
+        with driven.engine.full_parameters() as whole:
+            apart = (whole["own"] - small).abs().max().item()
+        driven.engine.close()
+        return apart
+
+
+def test_parameters_are_not_rounded_together() -> None:
+    assert max(run_ranks(beside_large_ones, 2)) < 0.01
+
+
+def test_whole_rows_that_blocks_do_not_fit_are_refused() -> None:
+    check_rows([Parameter("a", (70, 128), "", "x", True, whole_rows=True), Parameter("b", (70, 65), "", "x")])
+    with pytest.raises(ConfigError, match="keeps rows of c whole, which have 65; compress by bf16, or take the rule"):
+        check_rows([Parameter("c", (70, 65), "", "x", True, whole_rows=True)])

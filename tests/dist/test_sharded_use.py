@@ -1,5 +1,6 @@
 """The sharded engine around its steps: what it releases, what may be read, and what it answers to mistakes."""
 
+import copy
 import re
 import threading
 import time
@@ -52,16 +53,30 @@ def read_between_steps(placement: Placement, zero: int) -> list[Any]:
         driven.engine._lane.drain()
         read = model.blocks[1].weights[0].isnan()
         try:
-            state = model.state_dict()
+            state = model.blocks[1].state_dict()
+            with pytest.raises(TypeError, match="cannot be copied or pickled as a whole"):
+                copy.deepcopy(model)
             driven.step(3, batches(3, mesh.rank))  # its updates are on their way when the next state is asked for
             driven.twin.step(3, [batch for rank in range(mesh.world) for batch in batches(3, rank)])
             state = model.state_dict()
+            driven.engine.begin_step(4, 1, 1e-3, None)
+            with driven.engine.micro_batch(True):
+                with pytest.raises(RuntimeError, match="asked for within a step"):
+                    model.state_dict()
+                batches(4, mesh.rank)[0].loss_sum(model).backward()
+            driven.engine.finish_step()
             apart = max((state[name] - other).abs().max().item() for name, other in driven.twin.model.state_dict().items())
         except RuntimeError as error:
             apart = str(error)
         with driven.engine.full_parameters():
             inside = not model.state_dict()["blocks.1.weights.0"].isnan().any()
         driven.engine.close()
+        if zero == 3:
+            for call in (model.state_dict, lambda: model(torch.ones(1, WIDTH)), lambda: model.load_state_dict({})):
+                with pytest.raises(RuntimeError, match="zero 3"):
+                    call()
+        else:
+            assert len(model.state_dict()) == len(list(model.parameters()))
         return [bool(read.all()), bool(read.any()), apart, inside]
 
 
