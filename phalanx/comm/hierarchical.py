@@ -67,10 +67,11 @@ def even(count: int, world: int) -> list[int]:
 class PeerError(RuntimeError):
     """A rank did not send, or take, what it was to."""
 
-    def __init__(self, peer: int, cause: RuntimeError) -> None:
+    def __init__(self, peer: int, name: int, cause: RuntimeError) -> None:
+        """`peer` in its group, which is rank `name` of all."""
         # gloo's own words, without the place in its source and its guesses.
         words = re.sub(r"^\[[^\]]*\] | This is typically .*", "", str(cause).splitlines()[0])
-        super().__init__(f"gloo, rank {peer}: {words}")
+        super().__init__(f"gloo, rank {name}: {words}")
         self.peer = peer
 
 
@@ -79,13 +80,14 @@ class Way:
     """A piece on its way to a rank, or from one."""
 
     peer: int
+    name: int  # of the peer, among all ranks
     work: dist.Work
 
     def wait(self) -> None:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise PeerError(self.peer, error) from None
+            raise PeerError(self.peer, self.name, error) from None
 
 
 @dataclass(frozen=True)
@@ -118,14 +120,21 @@ class TwoLevel:
     """
 
     def __init__(
-        self, group: Peers, topology: Topology, piece_bytes: int = PIECE_BYTES, traffic: Traffic | None = None
+        self,
+        group: Peers,
+        topology: Topology,
+        piece_bytes: int = PIECE_BYTES,
+        traffic: Traffic | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
+        """`names` of the group's ranks among all, for those who read of a failure."""
         self._group, self.topology, self._piece_bytes = group, topology, piece_bytes
         self.rank, self.world = group.rank(), group.size()
         assert self.world == len(topology.node_of), f"{len(topology.node_of)} hosts of {self.world} ranks"
         self.sent, self._traffic = Sent(), traffic or Traffic()
         self.node = topology.node_of[self.rank]
         self.beside = tuple(rank for rank in topology.nodes[self.node] if rank != self.rank)
+        self._names = list(names or range(self.world))
         self._tag = 0
         self.spare: list[torch.Tensor] = []  # memory for parts of sums
         self._under_way: deque[Moving] = deque()
@@ -400,17 +409,16 @@ class TwoLevel:
 
     def send(self, part: torch.Tensor, target: int, tag: int) -> Way:
         self.count(target, part.numel() * part.element_size())
-        return Way(target, self._start(self._group.send, part, target, tag))
+        return Way(target, self._names[target], self._start(self._group.send, part, target, tag))
 
     def receive(self, part: torch.Tensor, source: int, tag: int) -> Way:
-        return Way(source, self._start(self._group.recv, part, source, tag))
+        return Way(source, self._names[source], self._start(self._group.recv, part, source, tag))
 
-    @staticmethod
-    def _start(way: Callable[..., dist.Work], part: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    def _start(self, way: Callable[..., dist.Work], part: torch.Tensor, peer: int, tag: int) -> dist.Work:
         try:
             return way([part], peer, tag)
         except RuntimeError as error:  # its connection is closed
-            raise PeerError(peer, error) from None
+            raise PeerError(peer, self._names[peer], error) from None
 
     def waited(self, seconds: float) -> None:
         """Take note that the calling thread was held up."""

@@ -44,7 +44,9 @@ def transfers(
     if device.type != "cpu" and group._get_backend(device).name() != "gloo":
         return Native(group, traffic)
     two_level = topology is not None and topology.form == "two-level"
-    host = TwoLevel(group, topology, traffic=traffic) if topology and two_level else Ring(group, traffic)
+    host: TwoLevel | Ring = Ring(group, traffic)
+    if topology is not None and two_level:
+        host = TwoLevel(group, topology, traffic=traffic, names=dist.get_process_group_ranks(group))
     return host if device.type == "cpu" else Staged(host)
 
 

@@ -45,7 +45,7 @@ def ways(mesh: Mesh, degree: int, traffic: Traffic, compress: str) -> Ways:
     if codec is None:
         moves = transfers(neighbours, traffic, mesh.device, near)
         return Ways(moves, moves, add, whole, whole)
-    line = TwoLevel(neighbours, near, PIECE_BYTES, traffic)
+    line = TwoLevel(neighbours, near, PIECE_BYTES, traffic, dist.get_process_group_ranks(neighbours))
     trained, frozen = Compressed(line, codec), line
     on_host = mesh.device.type == "cpu"
     return Ways(
@@ -69,7 +69,8 @@ def _adding(
 ) -> Callable[[torch.Tensor], None]:
     if codec is None:
         return lambda tensor: all_reduce(tensor, group, traffic).wait()
-    line = Compressed(TwoLevel(group, topology, PIECE_BYTES, traffic), codec)
+    names = dist.get_process_group_ranks(group)
+    line = Compressed(TwoLevel(group, topology, PIECE_BYTES, traffic, names), codec)
 
     def add(tensor: torch.Tensor) -> None:
         host = tensor.cpu()  # itself, where it is there
