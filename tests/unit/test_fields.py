@@ -583,11 +583,16 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     write_text(folder)
     asked = [("base", "walk", {}), ("rope", "walk", ROPE), ("yarn", "walk", YARN)]
     asked += [("own task", "walk", TASK), ("prompts", "walk", PROMPTS), ("chat", "walk", CHAT)]
-    asked += [("saving", "walk", {"checkpoint.every": 1}), ("looked", "look", {}), ("offload", "look", OFFLOAD),
-              ("lora", "walk", LORA)]
+    asked += [
+        ("saving", "walk", {"checkpoint.every": 1}),
+        ("looked", "look", {}),
+        ("offload", "look", OFFLOAD),
+        ("lora", "walk", LORA),
+    ]
     asked += [("fp16", "walk", {"train.dtype": "fp16"}), ("sgd", "walk", SGD), ("wsd", "walk", WSD)]
     asked += [("polynomial", "walk", {"optim.schedule": "polynomial"}), ("masked", "walk", MASKED)]
     asked += [("tag", "walk", TAG), ("classify", "walk", CLASSIFY)]
+    asked += [("what fits", "walk", {"memory.activations": "auto"})]
     asked += [(key, case.how, case.changes) for key, case in CASES.items() if case.changes]
     found: dict[str, Seen] = run_ranks(observe, 1, timeout_s=200, folder=str(folder), cases=asked)[0]
     return found
@@ -605,6 +610,13 @@ def test_the_base_run_is_sound(seen: dict[str, Seen]) -> None:
     assert base["step"] == [1, 2, 3]
     assert base["loss"][2] < base["loss"][0]
     assert base["checkpoints"] == [3]
+
+
+def test_activations_may_be_left_to_measuring(seen: dict[str, Seen]) -> None:
+    found = seen["what fits"]
+    assert "error" not in found, found["error"]
+    assert found["config"]["memory"]["activations"] == "none"  # what is so small fits anywhere
+    assert found["loss"] == seen["base"]["loss"]
 
 
 @pytest.mark.parametrize("key", sorted(CASES))

@@ -16,7 +16,6 @@ from phalanx.models.llama import Llama
 from phalanx.parallel import activations
 from phalanx.parallel.apply import change_blocks
 from phalanx.parallel.offload import Mover, Pool, offload
-from phalanx.train import choose_activations
 from phalanx.train.choose_activations import LinkTime, choose, link_time
 from phalanx.train.probe import Finding
 from phalanx.train.subject import subject_of
@@ -88,7 +87,7 @@ def test_buffers_are_made_once_and_grow_with_micro_batches() -> None:
 
 def test_the_host_says_when_it_has_no_more() -> None:
     pool = Pool()
-    with pytest.raises(MemoryError, match="was to wait in host memory, of which [0-9,]+ MiB are left"):
+    with pytest.raises(MemoryError, match=r"was to wait in host memory, of which [0-9,]+ MiB are left"):
         pool.take(1 << 60, pinned=True)
     assert pool.made == 0
 
@@ -270,15 +269,17 @@ def test_a_pass_that_breaks_off_leaves_nothing_behind(during: str) -> None:
 
 @pytest.mark.parametrize(("unit", "said"), [(0, "input of block 0 was changed"), (2, "backward pass of block 2 needs")])
 def test_what_is_changed_in_place_is_noticed(unit: int, said: str) -> None:
-    made, _ = units(3)
-    x = start()
-    with pytest.raises(RuntimeError, match=said):
+    def change(made: Sequence[nn.Module], x: Tensor) -> Tensor:
         for number, each in enumerate(made):
             before, x = x, each(x)
             if number == unit:
                 with torch.no_grad():
                     before.add_(1.0)
-        x.sum().backward()
+        return x
+
+    made, _ = units(3)
+    with pytest.raises(RuntimeError, match=said):
+        gradients_of(change, made)
 
 
 def test_micro_batches_may_all_go_forward_before_one_goes_back() -> None:
@@ -345,4 +346,6 @@ def test_the_link_is_measured_against_a_block() -> None:
     assert found.forward_s > 0
     assert LinkTime(80, 100.0, 1.0).hidden
     assert not LinkTime(81, 100.0, 1.0).hidden
-    assert "0.0 MiB takes 810.00 ms to the host and the block's forward pass 1000.00 ms" in LinkTime(81, 100, 1).reason()
+    assert (
+        "0.0 MiB takes 810.00 ms to the host and the block's forward pass 1000.00 ms" in LinkTime(81, 100, 1).reason()
+    )
