@@ -90,7 +90,11 @@ def largest_micro_batch(
         if not accelerator.is_out_of_memory(error):
             raise
         blocks = depths_of(subject, config)[-1]
-        tried = "the model and three samples" if blocks is None else f"{blocks} blocks and three sequences"
+        tried = (
+            "the model and three samples"
+            if blocks is None
+            else f"{blocks if blocks > 2 else 'two'} blocks and three sequences"
+        )
         raise ConfigError(
             f"train.micro_batch auto found no answer: of the {free / 2**30:.1f} GiB free for this rank {tried} "
             f"took more; set train.micro_batch yourself, or {remedy(subject)}"
@@ -101,10 +105,20 @@ def largest_micro_batch(
         finding = found(config, subject, device, peaks, free, state=least, most=most)
     if finding.micro_batch < 1:
         raise ConfigError(
-            f"the model does not fit: {finding.reason()}; shard it over more ranks, set memory.activations=full, "
-            f"or {remedy(subject)}"
+            f"the model does not fit: {finding.reason()}; shard it over more ranks, {_lighter(config, device)}or "
+            f"{remedy(subject)}"
         )
     return finding
+
+
+def _lighter(config: Config, device: torch.device) -> str:
+    """What holds less of activations than the configuration does, if anything."""
+    match config.memory.activations:
+        case "none" | "selective":
+            return "set memory.activations=full, "
+        case "full" if device.type != "cpu":
+            return "set memory.activations=offload, "
+    return ""
 
 
 def remedy(subject: Subject) -> str:

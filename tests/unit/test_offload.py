@@ -221,7 +221,12 @@ def test_few_inputs_are_on_the_device_at_a_time() -> None:
 
 def test_what_comes_back_is_asked_for_ahead() -> None:
     back: list[int] = []
-    made, mover = units(6, horizon=2, extra=lambda x: back.append(mover.back_bytes // X_BYTES) or 0.0)
+
+    def note(x: Tensor) -> float:
+        back.append(mover.back_bytes // X_BYTES)
+        return 0.0
+
+    made, mover = units(6, horizon=2, extra=note)
     loss = in_turn(made, start()).sum()
     back.clear()
     loss.backward()
