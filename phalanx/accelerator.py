@@ -221,6 +221,18 @@ def memory_free(device: torch.device, local_world: int) -> int:
     return min([psutil.virtual_memory().available, *_control_group_room()]) // local_world
 
 
+def host_memory_free() -> int:
+    """Bytes that this machine and its control group leave, as far as Linux says; no bound where it does not."""
+    available = [int(line.split()[1]) * 1024 for line in _lines(Path("/proc/meminfo")) if "MemAvailable" in line]
+    return min([*available, *_control_group_room()], default=1 << 62)
+
+
+def forget_unused(device: torch.device) -> None:
+    """Give blocks that the allocator keeps for later back to the device, so that `memory_free` counts them."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
 def memory_total(device: torch.device, local_world: int) -> int:
     """Bytes that one rank could ever have: the device's own, or its part of this machine's."""
     if device.type != "cpu":

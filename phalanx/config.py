@@ -237,10 +237,16 @@ class BalanceSection(Section):
 class MemorySection(Section):
     """Memory for time."""
 
-    activations: Literal["none", "selective", "full"] = knob(
+    activations: Literal["none", "selective", "full", "offload", "auto"] = knob(
         "none",
         "what is computed again in the backward pass; full: all but each block's input; selective: all but the results "
-        "of attention and of matrix products",
+        "of attention and of matrix products; offload: as full, and the inputs wait in the host's memory; auto: the "
+        "first of none, selective, and offload or full that fits",
+    )
+    horizon: Count = knob(
+        2,
+        "blocks ahead of the backward pass for which inputs come back with activations=offload; so many more stay on "
+        "the device",
     )
 
 

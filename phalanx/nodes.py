@@ -251,7 +251,7 @@ def everywhere(first: FirstNode) -> Nodes:
 def config_for_all(wanted: Config, prepared: Prepared) -> str:
     """The resolved configuration as YAML, but for what was `auto` and follows from memory: each node looks at its own,
     and the ranks agree."""
-    of_memory = ("train.micro_batch", "parallel.zero", "parallel.reduce")
+    of_memory = ("train.micro_batch", "parallel.zero", "parallel.reduce", "memory.activations")
     own = {key: "auto" for key in of_memory if recipe.get(wanted, key) == "auto"}
     return recipe.to_yaml(recipe.update(prepared.config, own))
 

@@ -272,7 +272,7 @@ def continue_from(wanted: Config, saved: Config, folder: Path | str, same_device
         "balance.state",
         "data.workers",
     )
-    for key in (*layout, *(() if same_devices else ("train.micro_batch", "train.compile"))):
+    for key in (*layout, *(() if same_devices else ("train.micro_batch", "train.compile", "memory.activations"))):
         kept.pop(key, None)
     return update(wanted, kept)
 

@@ -87,6 +87,8 @@ def shrunk(config: Config, here: Callable[[str], bool], tiny_hf: tuple[str, bool
         else min(config.optim.decay_steps, max(steps, 1)),
         "checkpoint.every": min(config.checkpoint.every, EVERY),
     }
+    if config.memory.activations == "offload":  # of so few blocks nothing would move to the host with more
+        new["memory.horizon"] = min(config.memory.horizon, LAYERS - 1)
     if new["data.source"] != [_plain(source) for source in data.source]:
         new |= {"data.text_key": "text", "data.messages_key": "messages"}
     if tiny_hf is not None:

@@ -1,11 +1,14 @@
-"""Which activations are kept for the backward pass, and which are computed again."""
+"""Which activations are kept for the backward pass, and which are computed again; offload.py moves what is kept."""
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from phalanx.errors import ConfigError
 
 # What takes long to compute: matrix products, and attention by the kernel of any device. The last is that of several
 # documents in one row.
@@ -33,7 +36,20 @@ def recompute(units: Sequence[nn.Module], selective: bool) -> None:
         policy = functools.partial(_policy, frozenset(kept()))
         wrap = functools.partial(wrap, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
     for unit in units:
-        unit.forward = functools.partial(wrap, unit.forward)
+        unit.forward = functools.partial(_checkpointed, wrap, unit.forward)
+
+
+def _checkpointed(wrap: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Of what is given by name a checkpoint holds the tensor itself, unseen by autograd's hooks and checks. (A compiled
+    # one sees no names.)
+    if not kwargs or torch.compiler.is_compiling():
+        return wrap(forward, *args, **kwargs)
+    return wrap(functools.partial(_by_name, forward, tuple(kwargs)), *args, *kwargs.values())
+
+
+def _by_name(forward: Callable[..., Any], names: tuple[str, ...], *args: Any) -> Any:
+    places = len(args) - len(names)
+    return forward(*args[:places], **dict(zip(names, args[places:], strict=True)))
 
 
 def _policy(kept: frozenset[object], _: object, operator: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -48,6 +64,16 @@ def _is_short(operator: object, args: Sequence[Any]) -> bool:
         return False
     one, other = args[-2:]
     return 8 * one.shape[-1] < other.shape[-1]
+
+
+def check_horizon(blocks: int, horizon: int) -> None:
+    """Raises ConfigError where a model of so many `blocks` would have nothing that `offload` moves."""
+    if blocks <= horizon:
+        raise ConfigError(
+            f"memory.activations=offload would move nothing: the inputs of the last {horizon} blocks stay on the "
+            f"device (memory.horizon) and the model has {blocks}; set memory.activations=full"
+            + (f", or memory.horizon={blocks - 1} at most" if blocks > 1 else "")
+        )
 
 
 def kept() -> list[Callable[..., object]]:

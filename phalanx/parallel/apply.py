@@ -17,6 +17,7 @@ from phalanx.optim.choose import make_rule
 from phalanx.optim.engine import Engine, Precision
 from phalanx.optim.gradients import LossScale
 from phalanx.parallel import activations, leftovers
+from phalanx.parallel.offload import Mover, offload
 
 if TYPE_CHECKING:  # the loop runs where pydantic is not installed
     from phalanx.config import Config
@@ -79,16 +80,19 @@ def cast_at_edges(model: nn.Module, dtype: torch.dtype) -> None:
     model.register_forward_hook(widened)
 
 
-def change_blocks(model: Model, config: "Config", sizes_change: bool = False) -> None:
-    """What is done to the model's own code, whatever drives it. `sizes_change`: a micro-batch may have another number
-    of sequences in every step."""
-    blocks = model.blocks()
-    if config.memory.activations != "none":
-        activations.recompute(blocks, selective=config.memory.activations == "selective")
+def change_blocks(model: Model, config: "Config", sizes_change: bool = False) -> Mover | None:
+    """What is done to the model's own code, whatever drives it; returns what moves activations to the host, if anything
+    does. `sizes_change`: a micro-batch may have another number of sequences in every step."""
+    blocks, memory = model.blocks(), config.memory
+    assert memory.activations != "auto"
+    if memory.activations != "none":
+        activations.recompute(blocks, selective=memory.activations == "selective")
     # Compile after recomputation, so that the compiler sees what is recomputed and can fuse across it.
     if config.train.compile:
         leftovers.sweep_caches()
         compile_units(model, blocks, sizes_change)
+    # Offload after compilation: it is about what a block saves, compiled or not, and copies are not to be compiled.
+    return offload(blocks, memory.horizon) if memory.activations == "offload" else None
 
 
 def _of_any_size(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -51,6 +51,8 @@ def notes(assumed: dict[str, Any]) -> list[str]:
         found.append(
             "train.micro_batch is auto: the run measures what fits; each further sequence takes as much again."
         )
+    if assumed["activations_measured"]:
+        found.append("memory.activations is auto: the run takes the first mode that fits; reckoned for none.")
     if assumed["vocabulary_trained"]:
         found.append("The tokenizer is still to be trained: on a small text it gets fewer tokens than assumed here.")
     if assumed["labels_assumed"]:

@@ -7,7 +7,7 @@ walking one forward and backward pass with fake tensors, which have shapes and s
 import functools
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ from phalanx.models.spec import ModelSpec
 from phalanx.optim import gradients
 from phalanx.optim.choose import make_rule
 from phalanx.optim.engine import Precision
+from phalanx.parallel.activations import check_horizon
 from phalanx.parallel.apply import DTYPES, cast_at_edges, change_blocks
+from phalanx.parallel.offload import Mover
 from phalanx.recipe import resolve, update
 from phalanx.tasks.task import Batch, Task
 from phalanx.train import adapters, copies
@@ -39,7 +41,7 @@ from phalanx.train.probe import depths_of, state_items
 from phalanx.train.subject import Subject, class_of_run, spec_from_run, subject_of
 from phalanx.train.trial import UNSHARDED
 
-MODES = ("none", "selective", "full")
+MODES = ("none", "selective", "full", "offload")
 ADAPTERS = "adapters"  # the part of a model that they are
 # What the loss makes at once is measured with the activations, with the head's gradient in it.
 MEASURED = "gradient of the head"
@@ -90,7 +92,9 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
     at_once, sequences = {}, {}
     for mode in MODES:
         at_once[mode], sequences[mode] = activation_bytes(update(config, {"memory.activations": mode}), subject)
-    chosen = config.memory.activations
+    if config.memory.activations == "offload":
+        check_horizon(len(model.blocks()), config.memory.horizon)
+    chosen = _assumed_mode(config)
     memory["activations"] = micro_batch * sequences[chosen]
     memory["loss and the head's gradient" if spec is not None else "loss"] = at_once[chosen]
 
@@ -111,6 +115,7 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
             "micro_batch": micro_batch,
             "micro_batch_measured": config.train.micro_batch == "auto",
             "activations": chosen,
+            "activations_measured": config.memory.activations == "auto",
             "vocabulary_trained": trained_vocabulary,
             "labels_assumed": labels_assumed,
         },
@@ -168,24 +173,30 @@ def checkpoint_bytes(config: Config, trained: int) -> int:
     return trained * master * (1 + len(make_rule(config.optim).kinds))
 
 
+def _assumed_mode(config: Config) -> str:
+    """What `memory.activations` is reckoned as: of `auto` the mode that a run tries first."""
+    return "none" if config.memory.activations == "auto" else config.memory.activations
+
+
 def _compute_dtype(config: Config) -> torch.dtype:
     """The compute type; of `mixed` that of the devices that have it in 16 bits."""
     return DTYPES["bf16" if config.train.dtype == "mixed" else config.train.dtype]
 
 
 def activation_bytes(config: Config, subject: Subject) -> tuple[int, int]:
-    """What a forward and backward pass adds at its height: (once, for each sample), in bytes.
+    """What a forward and backward pass adds at its height: (once, for each sample), in bytes of the device.
 
-    Walked with one and two blocks and one and three samples, as the probe of `train.micro_batch` does with memory.
+    Walked with one and two blocks and one and three samples, as the probe of `train.micro_batch` does with memory; for
+    what moves to the host with one more than stay and another.
     """
-    depths = depths_of(subject)
+    depths = depths_of(subject, config)
     peaks = {(depth, batch): _peak(config, subject, depth, batch) for depth in depths for batch in (1, 3)}
     each = {depth: (peaks[depth, 3] - peaks[depth, 1]) // 2 for depth in depths}
     once = max(peaks[depth, 1] - each[depth] for depth in depths)
     first = each[depths[0]]
     if subject.spec is None:
         return once, first
-    return once, first + max(each[depths[1]] - first, 0) * (subject.spec.layers - 1)
+    return once, first + max(each[depths[1]] - first, 0) * (subject.spec.layers - (depths[0] or 0))
 
 
 def _peak(config: Config, subject: Subject, layers: int | None, batch: int) -> int:
@@ -194,7 +205,7 @@ def _peak(config: Config, subject: Subject, layers: int | None, batch: int) -> i
     model, task, dtype = subject.model(layers), subject.task(), _compute_dtype(config)
     eager = update(config, UNSHARDED)
     # Only what is done to the model's own code is wanted: there are no ranks and there is no state.
-    change_blocks(model, eager)
+    mover = change_blocks(model, eager)
     if subject.spec is None:
         cast_at_edges(model, dtype)
     else:  # as on an accelerator: there a chunk of logits is larger than on a CPU
@@ -208,12 +219,15 @@ def _peak(config: Config, subject: Subject, layers: int | None, batch: int) -> i
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_forget)
         inputs: dict[str, torch.Tensor] = {name: fake.from_tensor(tensor) for name, tensor in real.inputs.items()}
-        return height_of(model, task, Batch(inputs, real.weight, fake.from_tensor(real.samples)))
+        return height_of(model, task, Batch(inputs, real.weight, fake.from_tensor(real.samples)), mover)
 
 
-def height_of(model: Model, task: Task, data: Batch) -> int:
-    """Most bytes that a forward and backward pass of `model` holds beside its parameters and `data`."""
+def height_of(model: Model, task: Task, data: Batch, mover: Mover | None = None) -> int:
+    """Most bytes that a forward and backward pass of `model` holds beside its parameters and `data`, and beside what
+    `mover` has on the host."""
     live = LiveBytes([*model.parameters(), *data.inputs.values(), data.samples])
+    if mover is not None:
+        mover.pool.make = live.elsewhere(mover.pool.make)
     with live:
         loss = task.loss_sum(model, data, Draws(0, 1, data.samples))
         gradients.backward(loss, 1)
@@ -237,6 +251,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, known: list[torch.Tensor]) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self._here = True
         # By address: a storage is freed before its address can come again.
         self._alive = dict.fromkeys((tensor.untyped_storage()._cdata for tensor in known), 0)
 
@@ -245,10 +260,22 @@ class LiveBytes(TorchDispatchMode):
         for memory in _storages(made):
             address, size = memory._cdata, memory.nbytes()
             if address not in self._alive:
-                self._alive[address] = size
+                self._alive[address] = size = size if self._here else 0
                 self.now += size
                 self.peak = max(self.peak, self.now)
                 weakref.finalize(memory, self._freed, address)
+        return made
+
+    def elsewhere(self, make: Callable[[int, bool], torch.Tensor]) -> Callable[[int, bool], torch.Tensor]:
+        """`make` for memory that is not the device's, and so does not count."""
+
+        def made(size: int, pinned: bool) -> torch.Tensor:
+            self._here = False
+            try:
+                return make(size, pinned)
+            finally:
+                self._here = True
+
         return made
 
     def _freed(self, address: int) -> None:

@@ -158,6 +158,8 @@ def work_of(config: "Config", subject: Subject) -> dict[str, Any]:
         "dtype": config.train.dtype,
         "activations": config.memory.activations,
     }
+    if config.memory.activations == "offload":
+        how["horizon"] = config.memory.horizon
     work: dict[str, Any] = json.loads(json.dumps(how | shapes))
     return work
 
@@ -301,7 +303,7 @@ def _own(
     free = accelerator.memory_free(mesh.device, local_world)
     # One size alone would not tell what a sample more takes.
     sizes, walks = _sizes(min(max(config.train.micro_batch, *SIZES), most)), dict[int | None, _Walk]()
-    depths, begun = depths_of(subject), time.perf_counter()
+    depths, begun = depths_of(subject, config), time.perf_counter()
     try:
         for number, layers in enumerate(depths, 1):
             with trial(config, subject, mesh, layers) as small:
@@ -322,7 +324,7 @@ def _own(
         most = max(1, finding.micro_batch)
     if any(walk.full for walk in walks.values()):
         most = min(most, sizes[-1])
-    blocks = 0 if subject.spec is None else subject.spec.layers - 1  # beyond the first
+    blocks = 0 if subject.spec is None else subject.spec.layers - (depths[0] or 0)  # beyond those of the first model
     (few, *_), (*_, many) = walks.values(), walks.values()
     each = {size: max(0.0, many.seconds[size] - few.seconds[size]) for size in sizes}
     return tuple((size, few.seconds[size] + blocks * each[size]) for size in sizes), most

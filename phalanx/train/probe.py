@@ -58,9 +58,15 @@ class Finding:
         )
 
 
-def depths_of(subject: Subject) -> Sequence[int | None]:
-    """The layers of the models to try: one and two, or those that the model has."""
-    return (1, 2) if subject.spec is not None else (None,)
+def depths_of(subject: Subject, config: Config) -> Sequence[int | None]:
+    """The layers of the models to try: one and two, or those that the model has. What moves to the host is seen only
+    of a layer beyond those whose inputs stay."""
+    if subject.spec is None:
+        return (None,)
+    first = 1
+    if config.memory.activations == "offload":
+        first = max(1, min(config.memory.horizon + 1, subject.spec.layers - 1))
+    return (first, first + 1)
 
 
 def largest_micro_batch(
@@ -77,13 +83,18 @@ def largest_micro_batch(
     peaks = {}
     try:
         with join(placement, config.comm.timeout_s) as mesh:
-            for layers in depths_of(subject):
+            for layers in depths_of(subject, config):
                 with trial(config, subject, mesh, layers) as small:
                     peaks[layers] = {size: small.peak_bytes(size) for size in SIZES}
     except (RuntimeError, MemoryError) as error:
         if not accelerator.is_out_of_memory(error):
             raise
-        tried = "the model and three samples" if subject.spec is None else "two blocks and three sequences"
+        blocks = depths_of(subject, config)[-1]
+        tried = (
+            "the model and three samples"
+            if blocks is None
+            else f"{blocks if blocks > 2 else 'two'} blocks and three sequences"
+        )
         raise ConfigError(
             f"train.micro_batch auto found no answer: of the {free / 2**30:.1f} GiB free for this rank {tried} "
             f"took more; set train.micro_batch yourself, or {remedy(subject)}"
@@ -94,10 +105,20 @@ def largest_micro_batch(
         finding = found(config, subject, device, peaks, free, state=least, most=most)
     if finding.micro_batch < 1:
         raise ConfigError(
-            f"the model does not fit: {finding.reason()}; shard it over more ranks, set memory.activations=full, "
-            f"or {remedy(subject)}"
+            f"the model does not fit: {finding.reason()}; shard it over more ranks, {_lighter(config, device)}or "
+            f"{remedy(subject)}"
         )
     return finding
+
+
+def _lighter(config: Config, device: torch.device) -> str:
+    """What holds less of activations than the configuration does, if anything."""
+    match config.memory.activations:
+        case "none" | "selective":
+            return "set memory.activations=full, "
+        case "full" if device.type != "cpu":
+            return "set memory.activations=offload, "
+    return ""
 
 
 def remedy(subject: Subject) -> str:
@@ -110,7 +131,8 @@ def found(
 ) -> Finding:
     """What follows from `peaks`: bytes at the height of a step, with `free` bytes before it; the micro-batch may be
     0."""
-    slopes = [_sample_bytes(peaks[layers]) for layers in depths_of(subject)]
+    depths = depths_of(subject, config)
+    slopes = [_sample_bytes(peaks[layers]) for layers in depths]
     dtype, spec = compute_dtype(config.train.dtype, device), subject.spec
     chunk = 0
     # Small models drown in the noise of a process's memory.
@@ -121,7 +143,7 @@ def found(
         block = max(slopes[1] - slopes[0], 0.0)
         # No sequence takes less than its residual stream.
         floor = config.data.seq_len * spec.hidden * dtype.itemsize * 4
-        sample = max(slopes[0] + block * (spec.layers - 1), floor)
+        sample = max(slopes[0] + block * (spec.layers - (depths[0] or 0)), floor)
         # The same however many sequences there are, so it is not in the difference of two runs.
         chunk = chunk_bytes(spec.vocab_size, device, dtype)
     room = free * USABLE - state - chunk

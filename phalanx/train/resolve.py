@@ -24,16 +24,18 @@ from phalanx.models.hf import read_config, spec_from_config
 from phalanx.models.lora import fingerprint
 from phalanx.models.weights import Weights
 from phalanx.optim.choose import make_rule
+from phalanx.parallel.activations import check_horizon
 from phalanx.recipe import check, to_yaml, update
 from phalanx.records import HELD_OUT
 from phalanx.train import adapters, copies
 from phalanx.train.bert import default_labels, holds_records
+from phalanx.train.choose_activations import choose
 from phalanx.train.engines import sharding_of
 from phalanx.train.folder import of_tokens
 from phalanx.train.measure import given, work_of
 from phalanx.train.own import Own
 from phalanx.train.own_checks import check_own
-from phalanx.train.probe import check_state, largest_micro_batch, least_zero
+from phalanx.train.probe import Finding, check_state, largest_micro_batch, least_zero
 from phalanx.train.subject import Subject, class_of_run, subject_of
 
 ZERO_WHY = {
@@ -109,11 +111,8 @@ def resolve_with_files(
 
 
 def _fitting(config: Config, subject: Subject, devices: Sequence[str], world: int, local_world: int) -> Chosen:
-    """The micro-batch, where it is `auto`. Raises ConfigError for a model that no device can hold, and for what was
-    measured for another job."""
-    file = config.balance.hardware
-    if file is not None and (local_world == world or Path(file).expanduser().exists()):  # rank 0's node has to have it
-        given(file, [None] * world, work_of(config, subject))
+    """What follows from memory, where it is `auto`. Raises ConfigError for a model that no device can hold, for offload
+    that would move nothing, and for what was measured for another job."""
     chosen: Chosen = []
     if config.parallel.data == "sharded" and config.parallel.zero == "auto":
         zero = least_zero(config, subject, devices, world=world, local_world=local_world)
@@ -126,14 +125,28 @@ def _fitting(config: Config, subject: Subject, devices: Sequence[str], world: in
         config = update(config, {chosen[-1][0]: chosen[-1][1]})
     for device in devices:
         check_state(config, subject, device, world=world, local_world=local_world)
-    if config.train.micro_batch == "auto":
-        # Where shares follow the devices one may get nearly all there is, though they are alike now.
-        work, batch = config.balance.work, config.train.global_batch
-        most = max(work) if isinstance(work, list) else max(balance.even(batch, world)) if work == "even" else batch
-        answers = [
-            largest_micro_batch(config, subject, device, world=world, local_world=local_world, most=most)
+    # Where shares follow the devices one may get nearly all there is, though they are alike now.
+    work, batch = config.balance.work, config.train.global_batch
+    most = max(work) if isinstance(work, list) else max(balance.even(batch, world)) if work == "even" else batch
+
+    def probe(tried: Config) -> list[Finding]:
+        return [
+            largest_micro_batch(tried, subject, device, world=world, local_world=local_world, most=most)
             for device in devices
         ]
+
+    answers: Sequence[Finding] = ()
+    if config.memory.activations == "auto":
+        mode, why, answers = choose(config, subject, devices, local_world, probe)
+        chosen.append(("memory.activations", mode, why))
+        config = update(config, {"memory.activations": mode})
+    elif config.memory.activations == "offload":
+        check_horizon(len(subject.model().blocks()), config.memory.horizon)
+    file = config.balance.hardware
+    if file is not None and (local_world == world or Path(file).expanduser().exists()):  # rank 0's node has to have it
+        given(file, [None] * world, work_of(config, subject))
+    if config.train.micro_batch == "auto":
+        answers = answers or probe(config)
         # The most that any rank may have: how much of it fits where is measured by the ranks themselves.
         found = max(answers, key=lambda answer: answer.micro_batch)
         chosen.append(("train.micro_batch", found.micro_batch, found.reason()))

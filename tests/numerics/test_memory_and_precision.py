@@ -28,6 +28,29 @@ def test_recomputed_activations_give_the_same_bits(ranks: int, activations: str,
     assert same_bits(again.state, kept.state)
 
 
+OFFLOADED: list[tuple[int, dict[str, Any]]] = [
+    (1, {"parallel__data": "single"}),
+    (2, {"parallel__data": "fsdp2", "train__dtype": "bf16"}),
+    (2, {"parallel__zero": 1}),
+    (3, {"parallel__zero": 2, "train__micro_batch": 1}),
+    (2, {"parallel__zero": 3, "train__dtype": "fp32"}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "how"), OFFLOADED, ids=["single", "fsdp2 bf16", "zero 1", "zero 2", "zero 3 fp32"])
+def test_inputs_that_waited_on_the_host_give_the_same_bits(
+    ranks: int, how: dict[str, Any], tokens: Path, tmp_path: Path
+) -> None:
+    asked = {"train__steps": 6, "train__micro_batch": 2, "model__layers": 3, "train__eval_every": 3} | how
+    kept, full, moved = (
+        walk(ranks, tmp_path / mode, tokens, **asked, memory__activations=mode, memory__horizon=1)
+        for mode in ("none", "full", "offload")
+    )
+    assert moved.losses == full.losses == kept.losses
+    assert same_bits(moved.state, full.state)
+    assert same_bits(moved.state, kept.state)
+
+
 def count_forwards(placement: Placement, run: str, data: str, activations: str) -> int:
     """How often the norms of the blocks run in one step of two micro-batches."""
     described = runs.job(run, data, {"memory.activations": activations, "train.micro_batch": 4}, 1)
@@ -102,11 +125,11 @@ def test_selective_keeps_less_and_computes_no_product_twice(tokens: Path, tmp_pa
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_blocks_walk_the_same_curve(tokens: Path, tmp_path: Path) -> None:
-    # All at once, since each compilation costs seconds: the sharding engine, recomputation, dropout.
+    # All at once, since each compilation costs seconds: the sharding engine, recomputation, offload, dropout.
     plain = walk(1, tmp_path / "plain", tokens, train__steps=6, train__dtype="fp32")
     compiled = walk(
         1, tmp_path / "compiled", tokens, train__steps=6, train__dtype="fp32", train__compile=True,
-        memory__activations="full", parallel__data="fsdp2",
+        memory__activations="offload", memory__horizon=1, parallel__data="fsdp2",
     )  # fmt: skip
     apart = farthest(compiled.losses, plain.losses), distance(compiled.state, plain.state, "param")
     print("compiled: losses {:.1e}, parameters {:.1e} apart".format(*apart))

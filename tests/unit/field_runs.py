@@ -22,6 +22,7 @@ LORA = {"model": {"from_hf": "FOLDER/exported", "lora": {"rank": 2}}}
 PROMPTS = {"data.format": "prompt", "data.prompt_key": "title", "data.completion_key": "text", "data.seq_len": 44}
 CHAT = {"data.source": "FOLDER/talks.jsonl", "data.format": "chat", "data.chat_template": "chatml", "data.seq_len": 64}
 SGD = {"optim.rule": "sgd", "optim.lr": 0.5}
+OFFLOAD = {"memory.activations": "offload", "model.layers": 3}
 WSD = {"optim.schedule": "wsd"}
 ROPE = {"model.rope_scaling": {"original_max_seq_len": 64}}  # so short that even a tiny head has waves to stretch
 YARN = {"model.rope_scaling": {"original_max_seq_len": 64, "rule": "yarn"}}
@@ -164,7 +165,8 @@ def look(placement: Placement, changes: dict[str, Any], folder: Path) -> Seen:
         parts.engine.begin_step(1, sum(batch.weight for batch in batches), 1e-3, None)
         run_micro_batches(parts.engine, parts.model, parts.task, batches, seed=0, step=1, nominal_weight=1)
         parts.engine.finish_step()
-        return seen | {"micro_batches": len(batches), "forward_calls": len(norms)}
+        moved = block.forward.func.__self__.out_bytes if config.memory.activations == "offload" else 0
+        return seen | {"micro_batches": len(batches), "forward_calls": len(norms), "moved_bytes": moved}
 
 
 def observe(placement: Placement, folder: str, cases: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Seen]:

@@ -25,6 +25,7 @@ from tests.unit.field_runs import (
     CLASSIFY,
     LORA,
     MASKED,
+    OFFLOAD,
     PROMPTS,
     ROPE,
     SGD,
@@ -266,6 +267,11 @@ def _slots(base: Seen, seen: Seen) -> None:
 def _compress(base: Seen, seen: Seen) -> None:
     exact, rounded = (sharded_as("comm.compress", compress)[0]["weights"] for compress in ("none", "int8"))
     assert 0 < abs(exact - rounded) < exact / 200  # its block's scale has 8 bits
+
+
+def _moves_twice_as_much(base: Seen, seen: Seen) -> None:
+    """Of three blocks two inputs leave instead of one."""
+    assert seen["moved_bytes"] == 2 * base["moved_bytes"] > 0
 
 
 WEIGHTS = 2 * 32 * 32  # of the network below; AdamW keeps three numbers of each
@@ -535,6 +541,7 @@ CASES: dict[str, Case] = {
     "memory.activations": Case(
         {"memory.activations": "full"}, equal("forward_calls", 4, 2), how="look", beside="looked"
     ),
+    "memory.horizon": Case(OFFLOAD | {"memory.horizon": 1}, _moves_twice_as_much, how="look", beside="offload"),
     "comm.timeout_s": Case({}, _timeout),
     "comm.compress": Case({}, _compress),
     "checkpoint.every": Case({"checkpoint.every": 1}, equal("saved", [1, 2, 3], [3])),
@@ -576,10 +583,16 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     write_text(folder)
     asked = [("base", "walk", {}), ("rope", "walk", ROPE), ("yarn", "walk", YARN)]
     asked += [("own task", "walk", TASK), ("prompts", "walk", PROMPTS), ("chat", "walk", CHAT)]
-    asked += [("saving", "walk", {"checkpoint.every": 1}), ("looked", "look", {}), ("lora", "walk", LORA)]
+    asked += [
+        ("saving", "walk", {"checkpoint.every": 1}),
+        ("looked", "look", {}),
+        ("offload", "look", OFFLOAD),
+        ("lora", "walk", LORA),
+    ]
     asked += [("fp16", "walk", {"train.dtype": "fp16"}), ("sgd", "walk", SGD), ("wsd", "walk", WSD)]
     asked += [("polynomial", "walk", {"optim.schedule": "polynomial"}), ("masked", "walk", MASKED)]
     asked += [("tag", "walk", TAG), ("classify", "walk", CLASSIFY)]
+    asked += [("what fits", "walk", {"memory.activations": "auto"})]
     asked += [(key, case.how, case.changes) for key, case in CASES.items() if case.changes]
     found: dict[str, Seen] = run_ranks(observe, 1, timeout_s=200, folder=str(folder), cases=asked)[0]
     return found
@@ -597,6 +610,13 @@ def test_the_base_run_is_sound(seen: dict[str, Seen]) -> None:
     assert base["step"] == [1, 2, 3]
     assert base["loss"][2] < base["loss"][0]
     assert base["checkpoints"] == [3]
+
+
+def test_activations_may_be_left_to_measuring(seen: dict[str, Seen]) -> None:
+    found = seen["what fits"]
+    assert "error" not in found, found["error"]
+    assert found["config"]["memory"]["activations"] == "none"  # what is so small fits anywhere
+    assert found["loss"] == seen["base"]["loss"]
 
 
 @pytest.mark.parametrize("key", sorted(CASES))

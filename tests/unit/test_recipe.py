@@ -253,6 +253,7 @@ FREE = {
     "balance.state": "even",
     "balance.hardware": "given.json",
     "memory.activations": "full",
+    "memory.horizon": 5,
     "comm.timeout_s": 5.0,
     "checkpoint.every": 2,
     "checkpoint.keep": 1,

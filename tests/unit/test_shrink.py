@@ -58,6 +58,12 @@ def test_the_recipes_have_tiny_twins(path: Path) -> None:
     assert shrunk(found, nothing_here, ("tiny-model", False) if config.model.from_hf else None) == found
 
 
+def test_offload_still_has_something_to_move() -> None:
+    config = recipe.check({"model": {"preset": "llama-3-8b"}, "memory": {"activations": "offload"}}, "a recipe")
+    found = shrunk(config, nothing_here)
+    assert found.memory.horizon < (found.model.layers or 0)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_stay_of_their_kind(name: str) -> None:
     spec = PRESETS[name]

@@ -1,0 +1,302 @@
+"""What checkpointed units keep for the backward pass, moved to the host's memory and back while others compute.
+
+A unit whose activations are computed again keeps its inputs alone. With many units and long sequences these are most of
+what a device holds between the two passes. Here an input stays on the device only while the pass is at most `horizon`
+units away from its unit: it leaves when its unit begins, and the device's copy goes `horizon` units later; it comes
+back `horizon` units before its unit's backward pass. So a device holds `horizon` + 1 inputs at most, whatever the
+depth, and the inputs of the last `horizon` units, which the backward pass wants first, never leave.
+
+On an accelerator copies run in a stream of their own beside the computation, to and from pinned memory; no host thread
+waits. On a CPU the same code copies at once into other buffers of the same memory: the same numbers, and nothing saved.
+Values are copied and never rounded, so gradients are the same bit for bit. Source: Rhu et al., "vDNN", 2016.
+"""
+
+import functools
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from phalanx import accelerator
+
+LEAST_BYTES = 1024  # what is smaller is not worth a copy
+
+Key = tuple[Any, ...]  # of a tensor among those that are alive
+
+
+def offload(units: Sequence[nn.Module], horizon: int) -> "Mover":
+    """Have the inputs that checkpointed `units`, in order of use, save for the backward pass wait in host memory.
+
+    Moved are tensors handed to a unit itself (not within tuples) that a backward pass goes through: masks, tables and
+    numbers of positions, parameters, and tensors of less than LEAST_BYTES stay, as do overlapping views, whose strides
+    a copy could not have. The forward method is replaced in place: to be called after units were checkpointed and
+    compiled, since it is the outermost.
+    """
+    mover = Mover(len(units), horizon)
+    for number, unit in enumerate(units):
+        unit.forward = functools.partial(mover.forward, number, unit.forward)
+    return mover
+
+
+class Pool:
+    """Host buffers that are used again. There are never more of them than were in use at one time."""
+
+    def __init__(self) -> None:
+        self.make: Callable[[int, bool], Tensor] = _host_buffer
+        self.made = 0  # allocations so far
+        self.bytes = 0  # in all buffers
+        self._free: list[Tensor] = []
+        self._lock = threading.RLock()  # one may come back in another thread, even while this one takes another
+
+    def take(self, size: int, pinned: bool) -> Tensor:
+        """A flat buffer of at least `size` bytes, the smallest that there is. Raises MemoryError when the host has no
+        more."""
+        with self._lock:
+            fitting = [number for number, buffer in enumerate(self._free) if buffer.nbytes >= size]
+            if fitting:
+                return self._free.pop(min(fitting, key=lambda number: self._free[number].nbytes))
+            if self._free:  # too small: micro-batches have grown
+                self.bytes -= self._free.pop().nbytes
+            if pinned and size > (free := accelerator.host_memory_free()):
+                raise MemoryError(
+                    f"an input of {size / 2**20:,.0f} MiB was to wait in host memory, of which {free / 2**20:,.0f} MiB "
+                    f"are left beside {self.bytes / 2**20:,.0f} MiB that wait already"
+                )
+            buffer = self.make(size, pinned)
+            self.made += 1
+            self.bytes += buffer.nbytes
+            return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        with self._lock:
+            self._free.append(buffer)
+
+
+def _host_buffer(size: int, pinned: bool) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+
+class Mover:
+    """Moves the inputs of some units; `out_bytes` and `back_bytes` count what it has moved so far."""
+
+    def __init__(self, units: int, horizon: int) -> None:
+        assert horizon >= 1
+        self.horizon = horizon
+        self.pool = Pool()
+        self.out_bytes = self.back_bytes = 0
+        self._units = units
+        self._pass = _Pass(self)
+        self._unit = -1  # that the forward pass has come to
+        self._leaving: deque[_Leaving] = deque()
+        self._streams: dict[torch.device, Any] = {}
+
+    def forward(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Unit `number`'s forward pass. Raises RuntimeError where a unit has changed an earlier input in place."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if number <= self._unit:
+            self._begin()
+        self._unit = number
+        # What a compiled unit saves beside its inputs, such as parameters, is not to be moved.
+        inputs = {_key(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and _movable(each)}
+        with saved_tensors_hooks(functools.partial(self._pack, self._pass, number, inputs), _unpack):
+            output = forward(*args, **kwargs)
+        while self._leaving and self._leaving[0].unit <= number - self.horizon:
+            self._leaving.popleft().end(checked=True)
+        return output
+
+    def stream(self, device: torch.device) -> Any:
+        """The stream of copies; None on a CPU. One for both ways: so a buffer is not filled before it was emptied."""
+        if device not in self._streams:
+            self._streams[device] = accelerator.side_stream(device)
+        return self._streams[device]
+
+    def _begin(self) -> None:
+        """A forward pass begins; of one that an exception has ended something may still be on its way."""
+        while self._leaving:
+            self._leaving.popleft().end(checked=False)
+        self._pass = _Pass(self)
+
+    def _pack(self, turn: "_Pass", unit: int, inputs: set[Key], tensor: Tensor) -> Any:
+        """What autograd keeps in the place of a tensor."""
+        if tensor.is_leaf:  # also a parameter, whose values may be elsewhere by the backward pass
+            return tensor
+        if not _movable(tensor) or (key := _key(tensor)) not in inputs:
+            return _Kept(turn, unit, tensor)
+        if (moved := turn.known(key, tensor)) is not None:
+            moved.users += 1
+            return moved
+        if unit >= self._units - self.horizon:
+            return _Kept(turn, unit, tensor)
+        moved = _Moved(turn, unit, tensor)
+        self._leaving.append(_Leaving(unit, tensor, moved.left))
+        turn.add(key, tensor, moved)
+        return moved
+
+
+class _Pass:
+    """A forward pass and its backward pass: which inputs of which units have left."""
+
+    def __init__(self, mover: Mover) -> None:
+        self.mover = mover
+        # Weakly, so that what autograd has let go of gives its buffer back at once.
+        self._of_unit: dict[int, list[weakref.ref[_Moved]]] = {}
+        self._known: dict[Key, tuple[StorageWeakRef, int, weakref.ref[_Moved]]] = {}
+
+    def add(self, key: Key, tensor: Tensor, moved: "_Moved") -> None:
+        here = weakref.ref(moved)
+        self._of_unit.setdefault(moved.unit, []).append(here)
+        self._known[key] = StorageWeakRef(tensor.untyped_storage()), tensor._version, here
+
+    def known(self, key: Key, tensor: Tensor) -> "_Moved | None":
+        """What has become of `tensor`, if another unit had it as its input."""
+        storage, version, here = self._known.get(key, (None, 0, None))
+        if storage is None or here is None or storage.expired() or version != tensor._version:
+            return None  # or another tensor in the same place
+        return here()
+
+    def ask_before(self, unit: int) -> None:
+        """Let come back what the units before `unit` will want, as far as the horizon."""
+        for number in range(unit - 1, unit - 1 - self.mover.horizon, -1):
+            for here in self._of_unit.get(number, ()):
+                if (moved := here()) is not None:
+                    moved.ask()
+
+
+class _Leaving:
+    """The device's copy of an input that is on its way out: its memory must not be another's before it is read."""
+
+    def __init__(self, unit: int, tensor: Tensor, left: torch.Event | None) -> None:
+        self.unit, self._tensor, self._left = unit, tensor, left
+        self._version = tensor._version
+
+    def end(self, checked: bool) -> None:
+        """Let go of the tensor. What the device is told from here on comes behind the copy."""
+        _come_after(self._tensor.device, self._left)
+        if checked and self._tensor._version != self._version:
+            raise RuntimeError(
+                f"an input of block {self.unit} was changed in place while it was copied to the host for the backward "
+                "pass, which needs it as it was; change a copy of it"
+            )
+
+
+class _Kept:
+    """An input that stays on the device; knows, as autograd itself would, whether it was changed."""
+
+    def __init__(self, turn: _Pass, unit: int, tensor: Tensor) -> None:
+        self._turn, self._unit, self._version = turn, unit, tensor._version
+        # Not the tensor itself: a result of a unit that the unit saves, too, would hold itself for ever.
+        self._tensor = tensor.detach()
+
+    def get(self) -> Tensor:
+        self._turn.ask_before(self._unit)
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._tensor.shape)} that the backward pass of block {self._unit} needs was "
+                "changed in place after the block was called; change a copy of it"
+            )
+        return self._tensor
+
+
+class _Moved:
+    """An input on the host; on the device, too, from when it is asked for until its last user has it."""
+
+    _buffer: Tensor | None = None
+    _back: Tensor | None = None
+    _arrived: torch.Event | None = None
+
+    def __init__(self, turn: _Pass, unit: int, tensor: Tensor) -> None:
+        self.unit, self.users = unit, 1
+        self._turn = turn
+        self._size, self._stride = tensor.shape, tensor.stride()
+        self._dtype, self._device = tensor.dtype, tensor.device
+        self._bytes = tensor.numel() * tensor.itemsize
+        self._buffer = turn.mover.pool.take(self._bytes, pinned=self._device.type != "cpu")
+        self.left = self._copy(_flat(tensor.detach()), self._host())
+        turn.mover.out_bytes += self._bytes
+
+    def ask(self) -> None:
+        """Have it come back, unless it has or is on its way."""
+        if self._back is not None or self.users < 1:
+            return
+        self._back = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)
+        # The copy must not begin before what had this memory is through: it comes behind all that was queued so far.
+        self._arrived = self._copy(self._host(), _flat(self._back))
+        self._turn.mover.back_bytes += self._bytes
+
+    def get(self) -> Tensor:
+        """The input, on the device; what is queued next comes behind its arrival."""
+        self.users = max(self.users, 1)  # of a graph that is kept for several backward passes
+        self.ask()
+        self._turn.ask_before(self.unit)
+        tensor = self._back
+        assert tensor is not None
+        _come_after(self._device, self._arrived)
+        self._arrived = None
+        self.users -= 1
+        if not self.users:
+            self._back = None
+        return tensor
+
+    def _host(self) -> Tensor:
+        assert self._buffer is not None
+        return self._buffer[: self._bytes].view(self._dtype)
+
+    def _copy(self, source: Tensor, target: Tensor) -> torch.Event | None:
+        """Copy behind what was queued; returns the mark behind the copy."""
+        stream = self._turn.mover.stream(self._device)
+        with torch.no_grad():
+            if stream is None:
+                target.copy_(source)
+                return None
+            stream.wait_event(accelerator.mark(self._device))
+            with stream:
+                target.copy_(source, non_blocking=True)
+                return accelerator.mark(self._device)
+
+    def __del__(self) -> None:
+        if self._buffer is None or sys.is_finalizing():
+            return
+        if self._back is not None:  # asked for in vain: its memory is not free before the copy has ended
+            _come_after(self._device, self._arrived)
+        self._turn.mover.pool.give(self._buffer)
+
+
+def _unpack(saved: Any) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved.get()
+
+
+def _come_after(device: torch.device, event: torch.Event | None) -> None:
+    """What this thread queues next on the device comes behind the event."""
+    if event is not None:
+        torch.accelerator.current_stream(device).wait_event(event)
+
+
+def _key(tensor: Tensor) -> Key:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _movable(tensor: Tensor) -> bool:
+    """Whether a copy of the tensor's elements, in the order in which they lie, is worth its while."""
+    if tensor.is_leaf or is_traceable_wrapper_subclass(tensor) or tensor.numel() * tensor.itemsize < LEAST_BYTES:
+        return False
+    step = 1  # elements to the next one along the dims that were looked at
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Its elements in the order in which they lie, 1-D."""
+    return tensor.as_strided((tensor.numel(),), (1,))
