@@ -64,9 +64,11 @@ def data_prepare(
             )
         # A whole recipe, so that it is checked as one; of its model nothing is asked.
         model: dict[str, Any] = {"hidden": 2, "layers": 1, "heads": 1}
+        whole = recipe.check({"model": model, "data": {"source": sources, **given}}, "the command line")
         if _are_shards(sources):
             model["architecture"], given["format"] = "bert", "masked"
-        wanted = _data_of(recipe.check({"model": model, "data": {"source": sources, **given}}, "the command line"))
+            whole = recipe.check({"model": model, "data": {"source": sources, **given}}, "the command line")
+        wanted = _data_of(whole)
     try:
         done = _prepared(wanted)
     except KeyboardInterrupt:

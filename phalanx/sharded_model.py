@@ -211,6 +211,7 @@ class ShardedModel:
         finally:
             self.engine.close()
             self._left.close()
+            self._apart.forget()
 
     def __enter__(self) -> "ShardedModel":
         return self

@@ -64,6 +64,13 @@ class Mesh:
         table[self.rank] = value
         return self.sum(table)
 
+    def forget(self) -> None:
+        """Let go of the groups, which are gone. While anything holds one, its threads run on, and end a process with an
+        abort that outlives the interpreter."""
+        self.made.clear()
+        for name in ("shard", "control", "checkpoint", "transfers", "agreement", "store"):
+            self.__dict__.pop(name, None)
+
     def split(self, degree: int, through_host: bool) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
         """Groups for hybrid sharding: that of this rank and its neighbours, `degree` of them, over which a copy of the
         state is sharded, and that of the ranks which hold the same shard of another copy (None: there is one copy).
@@ -102,9 +109,12 @@ class Mesh:
             late = [str(rank) for rank, name in enumerate(names) if not self.store.check([name])]
         except RuntimeError:
             return error
-        if not late:
-            return error
         first_line = str(error).splitlines()[0]
+        if not late:
+            return CollectiveError(
+                f"a collective failed on all {self.world} ranks ({first_line}): the network between them broke, or "
+                "they waited for one another in different ones; see that all make the same calls, as many times"
+            )
         return CollectiveError(
             f"rank{'s' if len(late) > 1 else ''} {', '.join(late)} of {self.world} did not take part in a collective "
             f"within {self.timeout_s:g} s ({first_line}); look at the logs of the late, or raise comm.timeout_s"
@@ -136,10 +146,14 @@ def join(placement: Placement, timeout_s: float, storage_s: float = 0.0) -> Iter
         timeout=timeout,
         device_id=None if backend == "gloo" else device,
     )
+    mesh = None
     try:
-        yield _mesh(device, offers, store, timeout_s, storage_s)
+        mesh = _mesh(device, offers, store, timeout_s, storage_s)
+        yield mesh
     finally:
         dist.destroy_process_group()
+        if mesh is not None:
+            mesh.forget()
 
 
 @contextlib.contextmanager
@@ -157,6 +171,7 @@ def beside(device: torch.device, timeout_s: float) -> Iterator[Mesh]:
     finally:
         for group in (*mesh.made, mesh.control, mesh.checkpoint, mesh.transfers, mesh.agreement):
             dist.destroy_process_group(group)
+        mesh.forget()
 
 
 def _mesh(device: torch.device, offers: list[str], store: dist.Store, timeout_s: float, storage_s: float) -> Mesh:

@@ -16,6 +16,7 @@ import torch
 from phalanx import accelerator
 from phalanx.comm.collectives import Traffic
 
+END_S = 1.0  # that a lane gets to end
 POLL_S = 1.0  # how often who waits for a mark looks whether the lane is still at work
 
 
@@ -84,10 +85,12 @@ class Lane:
         self.check()
 
     def close(self) -> None:
-        """Let the thread end after what it was given; it takes no more."""
+        """Let the thread end after what it was given; it takes no more. Not waited for long: a peer may be gone."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(END_S)
 
     def _run(self) -> None:
         try:

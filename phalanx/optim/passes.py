@@ -63,14 +63,15 @@ class Passes:
         self.next_fresh = self.fresh
         self._entered: set[int] = set()  # units that this micro-batch has used
         self._unit_of = {id(held): unit for unit in units for held in unit.helds}
-        model.register_forward_pre_hook(self._model_begins)
+        model.register_forward_pre_hook(self._model_begins, prepend=True)
         for module in model.modules():
             module.register_state_dict_pre_hook(self._is_read)
             if released:
                 module.register_load_state_dict_pre_hook(self._is_written)
         for unit in units:
             if unit.module is not model:
-                unit.module.register_forward_pre_hook(partial(self._before, unit))
+                # First of all: what a clock counts from there on is work, and no waiting.
+                unit.module.register_forward_pre_hook(partial(self._before, unit), prepend=True)
                 unit.module.register_forward_hook(partial(self._after, unit))
         if released:
             model.register_forward_hook(self._model_ends, always_call=True)

@@ -264,6 +264,10 @@ class Sharded:
 
     def close(self) -> None:
         self._lane.close()
+        # Their groups end with the last reference, and none may outlive the interpreter, as this engine may.
+        self._complete = None
+        for name in ("_ways", "_carrier", "_timetable", "_now"):
+            self.__dict__.pop(name, None)
 
     # -------------------------------------------------------------------------------------------------------- the lane
 

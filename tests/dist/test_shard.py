@@ -5,6 +5,8 @@ import io
 import os
 import runpy
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -478,3 +480,26 @@ def test_the_example_ends_alike_on_one_rank_and_on_three(tmp_path: Path) -> None
 def test_the_example_needs_about_eight_lines() -> None:
     marked = [line for line in EXAMPLE.read_text().splitlines() if "  # [" in line]
     assert [line.rpartition("# ")[2] for line in marked] == [f"[{number}]" for number in range(1, 9)]
+
+
+ENDS = """
+import os
+import torch, phalanx
+net = torch.nn.Linear(8, 8)
+with phalanx.shard(net, lr=1e-3, zero={zero}) as sharded:
+    with sharded.step([torch.ones(1, 8)], weight=1) as step:
+        for batch in step:
+            step.backward(net(batch).sum())
+    step.norm
+print(sorted({{open(f"/proc/self/task/{{task}}/comm").read().strip() for task in os.listdir("/proc/self/task")}}))
+"""
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_nothing_of_the_groups_outlives_the_model(zero: int) -> None:
+    """Threads of a group that is still held when the interpreter ends abort the process, now and then."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ENDS.format(zero=zero)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "gloo" not in done.stdout and "lane" not in done.stdout
