@@ -39,14 +39,16 @@ def test_compares_and_writes_the_agreed_json(tmp_path: Path, capsys: pytest.Capt
     assert bound == pytest.approx([each * least for each in (0.75, 0.75, 0.875, 0.875, 1.0, 1.0, 0.75, 0.75)])
     assert all(row["over the bound"] == pytest.approx(row["median, s"] / row["bound, s"]) for row in exchanged)
     assert [row["training"] for row in written["rows"][8:10]] == ["1:1:1:1", "4:2:1:1"]
-    assert [row["with"] for row in written["rows"][10:]] == ["zero 1", "zero 2", "zero 3"] * 2
+    assert [row["with"] for row in written["rows"][10:16]] == ["zero 1", "zero 2", "zero 3"] * 2
+    beside = ["Phalanx, zero 3", "FSDP2", "FSDP2, gathering ahead"]
+    assert [row["most memory in steps"] for row in written["rows"][16:]] == beside
     payload = [check for check in written["checks"] if "bytes of payload" in check["name"]]
     assert len(payload) == 6
     assert all(check["holds"] for check in payload), payload
     for held in (rank["held"][split] for rank in trained for split in ("1:1:1:1", "4:2:1:1")):
         for zero, (seen, formula) in held.items():
             # Sent as fast as on the loopback, gradients may never be on their way in as many buckets as there are.
-            assert (0.8 if zero == "zero 2" else 0.99) * formula < seen < 1.01 * formula, (zero, seen, formula)
+            assert (0.7 if zero == "zero 2" else 0.99) * formula < seen < 1.01 * formula, (zero, seen, formula)
     assert "uneven_shards" in capsys.readouterr().out
 
 
