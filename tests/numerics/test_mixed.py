@@ -37,7 +37,7 @@ def train(placement: Placement, run: str, data: str, types: list[str], changes: 
     described = runs.job(run, data, MIXED | changes, placement.world)
     with runs.loop_of(placement, described) as loop:
         if isinstance(loop.parts.engine, Sharded):
-            moves = loop.parts.engine._moves
+            moves = loop.parts.engine._ways.trained
             gather, reduce_scatter = moves.all_gather, moves.reduce_scatter
             noted = noting(lambda output, shard, cuts: gather(output, cuts))
             moves.all_gather = lambda tensor, cuts: noted(tensor, tensor, cuts)  # type: ignore[method-assign]
