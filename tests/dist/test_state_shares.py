@@ -25,7 +25,7 @@ ROOMY = 2**40
 def asked(placement: Placement, data: str, free: list[int], changes: dict[str, Any]) -> list[float] | str | None:
     """What the ranks agree on if each has so many bytes free."""
     accelerator.memory_free = lambda device, local_world: free[placement.rank]
-    described = runs.job("nowhere", data, changes, placement.world)
+    described = runs.job(Path(data).parent / "nowhere", data, changes, placement.world)
     with join(placement, 30) as mesh:
         try:
             found = state_weights(described.config, subject_of(described.config, described.spec), mesh, 1)
@@ -62,7 +62,7 @@ def bytes_of(tokens: Path, ranks: int) -> tuple[int, int]:
 
 
 def shapes(placement: Placement, data: str) -> list[list[int]]:
-    described = runs.job("nowhere", data, {}, 1)
+    described = runs.job(Path(data).parent / "nowhere", data, {}, 1)
     model = subject_of(described.config, described.spec).model()
     return [list(parameter.shape) for parameter in model.parameters()]
 
