@@ -65,8 +65,8 @@ class Mesh:
         return self.sum(table)
 
     def forget(self) -> None:
-        """Let go of the groups, which are gone. While anything holds one, its threads run on, and end a process with an
-        abort that outlives the interpreter."""
+        """Let go of the groups, which were destroyed. As long as anything holds one its threads run on, and where the
+        interpreter ends before them the process aborts."""
         self.made.clear()
         for name in ("shard", "control", "checkpoint", "transfers", "agreement", "store"):
             self.__dict__.pop(name, None)

@@ -19,7 +19,7 @@ from phalanx.models.draws import Draws
 from phalanx.parallel.activations import check_horizon
 from phalanx.recipe import update
 from phalanx.records import Placement
-from phalanx.train.measure import COPY_BYTES
+from phalanx.train.measure import COPY_BYTES, copied_per_s
 from phalanx.train.probe import USABLE, Finding, depths_of
 from phalanx.train.subject import Subject
 from phalanx.train.trial import Trial, trial
@@ -160,11 +160,4 @@ def to_host_bytes_per_s(device: torch.device) -> float:
     """Bytes per second of copies from the device into pinned host memory (on a CPU, into other memory)."""
     there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     here = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    fastest = float("inf")
-    for _ in range(PASSES + 1):
-        accelerator.wait(device)
-        begun = time.perf_counter()
-        here.copy_(there, non_blocking=True)
-        accelerator.wait(device)
-        fastest = min(fastest, time.perf_counter() - begun)
-    return COPY_BYTES / fastest
+    return copied_per_s(there, here, device)
