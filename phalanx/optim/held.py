@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -230,6 +230,22 @@ class Held:
         self._reduces = reduces
         self.gradient.left = set(range(len(self.names)))
 
+    def let_go(self) -> None:
+        """The next backward pass is the last that this micro-batch has for it: what comes of it is sent at once."""
+        self._reduces = True
+        self.gradient.left = set(range(len(self.names)))
+
+    def sum_so_far(self, index: int) -> torch.Tensor:
+        """A parameter's gradient as far as it was added up here, flat; what is added to it goes with it."""
+        gradient, member = self.gradient, self.bucket.members[index]
+        assert not gradient.closed, self.names[index]
+        sums = self._buffer()[member.at : member.end]
+        if index not in gradient.touched:
+            gradient.touched.add(index)
+            self.used.add(self.names[index])
+            sums.zero_()
+        return sums
+
     def fold(self, index: int, parameter: torch.Tensor) -> None:
         """Take over a parameter's gradient, if it has one."""
         if (grad := parameter.grad) is None:
@@ -309,6 +325,17 @@ class Held:
 
 def _at(bucket: torch.Tensor, fragment: Fragment) -> torch.Tensor:
     return bucket[fragment.at : fragment.at + fragment.stop - fragment.start]
+
+
+def reduced(helds: Sequence[Held], copies: Mapping[str, int]) -> Iterator[tuple[torch.Tensor, int]]:
+    """The summed gradients of the own ranges, each with how many ranks of one model hold it alike; `copies` says that of
+    parameters which more than one does."""
+    for held in helds:
+        if not copies:
+            yield from ((part, 1) for part in held.reduced)
+        else:
+            names = ((fragment, fragment.parameter.name) for fragment in held.fragments)
+            yield from ((held.gradient_of(fragment), copies.get(name, 1)) for fragment, name in names)
 
 
 def place(model: nn.Module, replaced: dict[int, nn.Parameter], device: torch.device) -> None:
