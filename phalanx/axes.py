@@ -70,3 +70,6 @@ class Axes:
             }[axis]
             members.setdefault(alike, []).append(rank)
         yield from (tuple(ranks) for ranks in members.values())
+
+
+ALONE = Axes()  # every rank holds a whole copy

@@ -101,10 +101,10 @@ def _model_parallel_problems(config: Config) -> list[str]:
     what = " and ".join(f"parallel.{name}" for name in together)
     if parallel.data in ("single", "fsdp2"):
         found.append(f"{what} cannot be combined with parallel.data {parallel.data}; set parallel.data=sharded")
-    if is_own(config) or is_bert(config) or config.model.code is not None:
+    if is_own(config) or is_bert(config) or (config.model.code is not None and parallel.tensor == 1):
         kind = "a task of one's own" if is_own(config) else "a BERT" if is_bert(config) else "model.code"
         found.append(f"{what} cut models of the Llama family only, not that of {kind}; remove it")
-    if config.model.lora is not None:
+    if config.model.lora is not None and parallel.tensor == 1:
         found.append(f"{what} cannot be combined with model.lora; remove one of them")
     if parallel.pipeline > 1 and parallel.zero == 3:
         found.append(
@@ -115,13 +115,6 @@ def _model_parallel_problems(config: Config) -> list[str]:
             "parallel.reduce per_micro_batch cannot be combined with parallel.pipeline, whose micro-batches overlap; "
             "set parallel.reduce=per_step"
         )
-    if parallel.stages != "auto" and parallel.pipeline > 1:
-        stages = parallel.pipeline * (2 if parallel.schedule in ("interleaved", "zero_bubble") else 1)
-        if len(parallel.stages) != stages:
-            found.append(
-                f"parallel.stages has {len(parallel.stages)} numbers, but parallel.pipeline {parallel.pipeline} with "
-                f"schedule {parallel.schedule} makes {stages} stages; give one for each"
-            )
     if balance_of.work == "measured-once" or balance_of.hardware is not None:
         key = "balance.work measured-once" if balance_of.work == "measured-once" else "balance.hardware"
         found.append(

@@ -19,6 +19,7 @@ from phalanx.model_config import LoraSection, ModelSection
 from phalanx.models import spec as shapes
 from phalanx.models import spec_problems
 from phalanx.models.spec import PRESETS, LoraSpec, ModelSpec, RopeScaling
+from phalanx.parallel import slices, stages
 from phalanx.values import (
     Auto,
     Count,
@@ -416,6 +417,14 @@ def shape_problems(config: Config, spec: ModelSpec) -> list[str]:
     if bert and (config.model.lora is not None or config.model.code is not None):
         key = "model.lora" if config.model.lora is not None else "model.code"
         found.append(f"{key} is for models that predict the next token, and the model is a BERT; remove it")
+    parallel = config.parallel
+    if not bert:
+        own_code = config.model.code is not None
+        found += slices.problems(spec, parallel.tensor, config.data.seq_len, parallel.sequence is True, own_code)
+    if not bert and parallel.pipeline > 1:
+        numbers = None if parallel.stages == "auto" else parallel.stages
+        how = {"activations": config.memory.activations, "compiled": config.train.compile is True}
+        found += stages.problems(spec.layers, parallel.pipeline, parallel.schedule, numbers, **how)
     if config.data.seq_len > spec.max_seq_len:
         found.append(
             f"data.seq_len {config.data.seq_len} is longer than the model's {spec.max_seq_len} positions "

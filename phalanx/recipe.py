@@ -192,8 +192,11 @@ def resolve(
         why = f"the device is {device}" if on_cpu or bf16 else f"a device of kind {device} here has no bf16"
         chosen.append(("train.dtype", "fp32" if on_cpu else "bf16" if bf16 else "fp16", why))
     if config.train.compile == "auto":
+        halves = config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble"
         why = "compiling costs more than it saves on CPU" if on_cpu else f"the device is {device}"
-        chosen.append(("train.compile", not on_cpu, why))
+        if halves:
+            why = "parallel.schedule zero_bubble takes a backward pass apart, which cannot be done to a compiled one"
+        chosen.append(("train.compile", not on_cpu and not halves, why))
     if config.optim.decay_steps == "auto" and config.train.steps:  # with no steps yet, the next start decides
         steps = rules.default_decay_steps(config.optim.model_dump(), max(config.train.steps, 1))
         longer = steps > max(config.train.steps, 1)

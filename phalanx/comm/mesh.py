@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx import accelerator
-from phalanx.axes import Axes
+from phalanx.axes import ALONE, Axes
 from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.objects import JsonGroup
 from phalanx.comm.topology import Topology, this_host
@@ -80,7 +80,7 @@ class Mesh:
     topology: Topology  # which ranks share a node
     on_host: bool  # every rank's device is a CPU
     alike: bool  # all devices are of one kind
-    axes: Axes = Axes()
+    axes: Axes = ALONE
     members: tuple[tuple[int, ...], ...] = ()  # of all meshes like this one, by number among all ranks; (): all in one
     tensor: Axis | None = None  # ranks that hold slices of the same layers
     pipe: Axis | None = None  # ranks that hold the stages of one copy
@@ -181,7 +181,7 @@ class Mesh:
 
 
 @contextlib.contextmanager
-def join(placement: Placement, timeout_s: float, storage_s: float = 0.0, axes: Axes = Axes()) -> Iterator[Mesh]:
+def join(placement: Placement, timeout_s: float, storage_s: float = 0.0, axes: Axes = ALONE) -> Iterator[Mesh]:
     """Meet the other ranks, make the groups, and leave them on exit. `storage_s`: how much longer the group for saves
     waits, for a rank whose remote store is still being tried. `axes`: how many ranks hold one copy of the model.
 
@@ -213,7 +213,7 @@ def join(placement: Placement, timeout_s: float, storage_s: float = 0.0, axes: A
 
 
 @contextlib.contextmanager
-def beside(device: torch.device, timeout_s: float, axes: Axes = Axes()) -> Iterator[Mesh]:
+def beside(device: torch.device, timeout_s: float, axes: Axes = ALONE) -> Iterator[Mesh]:
     """A mesh of its own in a process whose ranks have met already, whoever saw to that: its groups are made anew, so
     that they disturb nobody's, and are gone on exit. Every rank must make it, on its `device`."""
     axes.data(dist.get_world_size())
@@ -319,7 +319,7 @@ def alone(mesh: Mesh) -> Iterator[Mesh]:
         yield replace(
             mesh, rank=0, world=1, control=group, checkpoint=group, transfers=group, agreement=group, traffic=Traffic(),
             topology=Topology.of(["here"]), on_host=mesh.device.type == "cpu", alike=True,
-            axes=Axes(), members=((dist.get_rank(),),), tensor=None, pipe=None, model=None, everyone=None, inner=None,
+            axes=ALONE, members=((dist.get_rank(),),), tensor=None, pipe=None, model=None, everyone=None, inner=None,
             made=[],
         )  # fmt: skip
     finally:

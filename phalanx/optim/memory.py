@@ -23,8 +23,9 @@ def held_bytes(
 
     With E elements in all buckets, own of them the rank's, and bytes c of the type computed in and m of the master's:
     zero 1 holds E c of parameters and E m of gradients, zero 2 own m of gradients and a few buckets' on their way, zero
-    3 besides that of parameters only two units and the model's own, and one bucket's gradient at that time. Masters are own m, and what the rule keeps of own,
-    once for each slot; but where c = m, there is one slot and parameters are kept as they are, masters are they.
+    3 besides that of parameters only two units and the model's own, and one bucket's gradient at that time. Masters are
+    own m, and what the rule keeps of own, once for each slot; but where c = m, there is one slot and parameters are
+    kept as they are, masters are they.
     """
     compute, shared, master = (kind.itemsize for kind in (precision.compute, precision.shared, precision.master))
     trained = [bucket for bucket in buckets if bucket.trained]

@@ -18,6 +18,7 @@ from phalanx.optim.engine import Engine, Precision
 from phalanx.optim.gradients import LossScale
 from phalanx.parallel import activations, leftovers
 from phalanx.parallel.offload import Mover, offload
+from phalanx.parallel.parted import Parted, part
 
 if TYPE_CHECKING:  # the loop runs where pydantic is not installed
     from phalanx.config import Config
@@ -37,8 +38,14 @@ def precision_of(dtype: str, mesh: Mesh) -> Precision:
     return Precision(compute, torch.float32 if dtype == "mixed" and mesh.world > 1 else compute)
 
 
-def apply(model: Model, config: "Config", mesh: Mesh, make_engine: MakeEngine, nominal_weight: int) -> Engine:
-    """Prepare a model on meta for training by the resolved `config`; returns the engine that drives it."""
+def apply(
+    model: Model, config: "Config", mesh: Mesh, make_engine: MakeEngine, nominal_weight: int
+) -> tuple[Engine, Parted]:
+    """Prepare a model on meta for training by the resolved `config`; returns the engine that drives it, and what this
+    rank holds of it."""
+    # What other ranks hold is let go of first: nothing need be done to it.
+    parted = part(model, config, mesh, precision_of(config.train.dtype, mesh))
+    # Recomputation and compilation after slicing: blocks exchange with other ranks from within.
     change_blocks(model, config, sizes_change=mesh.world > 1 and config.balance.work == "auto")
     # The engine after compilation: its hooks stay outside the compiled code and gather parameters before it runs.
     train, precision = config.train, precision_of(config.train.dtype, mesh)
@@ -47,16 +54,17 @@ def apply(model: Model, config: "Config", mesh: Mesh, make_engine: MakeEngine, n
     engine = make_engine(
         model,
         own_units(model),
-        mesh=mesh,
+        mesh=mesh.data,
         rule=make_rule(config.optim),
         nominal_weight=nominal_weight,
         precision=precision,
         loss_scale=LossScale(train.loss_scale, train.loss_scale_steps, mesh.device) if scaled else None,
+        **({"copies": parted.copies} if parted.copies else {}),
     )
     if not isinstance(model, Architecture):
         cast_at_edges(model, precision.compute)
     # Memory last of all: what each rank must hold is known only now (see materialize.py).
-    return engine
+    return engine, parted
 
 
 def own_units(model: Model) -> list[tuple[str, nn.Module]]:

@@ -4,7 +4,7 @@ Engines know parameters as they are here; a start is drawn, a folder read and a 
 whole model. This is the only place that knows of both.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from phalanx.models.spec import ModelSpec
 from phalanx.optim.engine import Engine, Piece, Precision
 from phalanx.parallel.materialize import Fill
 from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.sliced import Read, WindowRead, filled, filled_by_rows, reading, saved
+from phalanx.parallel.sliced import Read, WindowRead, filled_by_rows, filled_by_runs, reading, saved
 from phalanx.parallel.slices import Slice, copies_of
 from phalanx.parallel.stages import Stages, divide, head_worth, listed
 from phalanx.parallel.tensor import cut_among, split
@@ -37,7 +37,7 @@ class Parted:
     held: Mapping[str, Slice] = field(default_factory=dict)
     copies: Mapping[str, int] = field(default_factory=dict)
     first: bool = True  # of the ranks that hold slices of the same layers
-    lent: tuple[str, ...] = ()  # parameters that another stage saves
+    lent: frozenset[str] = frozenset()  # parameters that another stage saves
 
     @property
     def speaks(self) -> bool:
@@ -48,7 +48,7 @@ class Parted:
         """A `fill` of whole parameters for this part; `drawn`: it is fast for long runs only."""
         if not self.held:
             return fill
-        return filled_by_rows(fill, self.held) if drawn else filled(fill, self.held)
+        return filled_by_rows(fill, self.held) if drawn else filled_by_runs(fill, self.held)
 
     def pieces(self, engine: Engine) -> Iterator[Piece]:
         """What this rank gives to a checkpoint."""
@@ -73,31 +73,60 @@ def part(model: Model, config: "Config", mesh: Mesh, precision: Precision) -> Pa
             f"parallel.tensor and parallel.pipeline cut models of the Llama family only, not a {type(model).__name__}; "
             "remove them"
         )
-    parallel, tied = config.parallel, model.spec.tie_embeddings
-    pipeline, lent, at_end = None, (), False
+    parallel = config.parallel
+    pipeline = None
     # Stages first: there is no use in slices of what is let go of.
     if mesh.pipe is not None:
         numbers = None if parallel.stages == "auto" else parallel.stages
         plan = plan_of(model.spec, mesh.pipe.size, parallel.schedule, numbers)
-        model.keep([plan.layers[stage] for stage in plan.of(mesh.pipe.rank)])
-        pipeline = Pipeline(plan, parallel.schedule, mesh.pipe, mesh.device, precision, mesh.traffic)
-        ends = {plan.owner(0), plan.owner(plan.last)}
-        at_end = tied and len(ends) > 1 and mesh.pipe.rank in ends
-        lent = (TIED,) if at_end and 0 not in pipeline.held else ()
+        parts = parallel.tensor if parallel.sequence is True else 1
+        pipeline = make_pipeline(model, plan, parallel.schedule, mesh, precision, parts)
     held: dict[str, Slice] = {}
     if mesh.tensor is not None:
         held = split(model, cut_among(mesh, model.spec.kv_heads, parallel.sequence is True))
     names = [name for name, _ in model.named_parameters()]
     size = 1 if mesh.tensor is None else mesh.tensor.size
     copies = copies_of(dict.fromkeys(names), held, size)
-    if at_end:
-        copies[TIED] *= 2
+    lent: frozenset[str] = frozenset()
+    if pipeline is not None:
+        copies |= {name: count * copies[name] for name, count in copies_at_ends(model, pipeline).items()}
+        lent = saved_elsewhere(model, pipeline)
     first = mesh.tensor is None or mesh.tensor.rank == 0
     return Parted(shapes, pipeline, held, {n: count for n, count in copies.items() if count > 1}, first, lent)
 
 
-def plan_of(spec: ModelSpec, ranks: int, schedule: str, numbers: list[int] | None = None) -> Stages:
-    """The stages of a model: of `numbers` of layers, or as even as the head lets them be."""
+def plan_of(
+    spec: ModelSpec, ranks: int, schedule: str, numbers: Sequence[int] | None = None,
+    speeds: Sequence[float] | None = None,
+) -> Stages:  # fmt: skip
+    """The stages of a model: of `numbers` of layers, or as even as the head lets them be, in proportion to `speeds`."""
     if numbers is not None:
         return listed(spec.layers, ranks, schedule, numbers)
-    return divide(spec.layers, ranks, schedule, head=head_worth(spec))
+    return divide(spec.layers, ranks, schedule, speeds=speeds, head=head_worth(spec))
+
+
+def make_pipeline(
+    model: Llama, plan: Stages, schedule: str, mesh: Mesh, precision: Precision, parts: int = 1
+) -> Pipeline:
+    """Cut `model`, on meta, down to the stages of this rank, and give what runs them; `parts` of the sequence are on
+    ranks of their own."""
+    assert mesh.pipe is not None, "a mesh without stages"
+    model.keep([plan.layers[stage] for stage in plan.of(mesh.pipe.rank)])
+    return Pipeline(plan, schedule, mesh.pipe, mesh.device, precision, mesh.traffic, parts)
+
+
+def copies_at_ends(model: Llama, pipeline: Pipeline) -> dict[str, int]:
+    """How many ranks of the pipeline hold a parameter alike, where more than one does: the weight of a tied head, which
+    is the embedding's. All go the same way to the same bits, and are counted once in the norm."""
+    return {TIED: 2} if shares_ends(model, pipeline) else {}
+
+
+def saved_elsewhere(model: Llama, pipeline: Pipeline) -> frozenset[str]:
+    """Names of parameters whose state another rank of the pipeline saves."""
+    return frozenset({TIED} if shares_ends(model, pipeline) and 0 not in pipeline.held else ())
+
+
+def shares_ends(model: Llama, pipeline: Pipeline) -> bool:
+    """Whether this rank has one end of a model whose ends share a weight, and not the other."""
+    ends = {pipeline.plan.owner(0), pipeline.plan.owner(pipeline.plan.last)}
+    return model.spec.tie_embeddings and len(ends) > 1 and pipeline.rank in ends

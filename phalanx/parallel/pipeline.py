@@ -53,11 +53,13 @@ class Pipeline:
     """This rank among those that hold the stages of one copy of a model."""
 
     def __init__(
-        self, plan: Stages, schedule: str, axis: Axis, device: torch.device, precision: Precision, traffic: Traffic
-    ) -> None:
-        """`traffic` counts what is sent, and the host's waiting."""
+        self, plan: Stages, schedule: str, axis: Axis, device: torch.device, precision: Precision, traffic: Traffic,
+        parts: int = 1,
+    ) -> None:  # fmt: skip
+        """`traffic` counts what is sent, and the host's waiting; of hidden states a rank has one of `parts` of the
+        sequence."""
         assert axis.size == plan.ranks, (axis.size, plan.ranks)
-        self.plan, self.rank = plan, axis.rank
+        self.plan, self.rank, self.parts = plan, axis.rank, parts
         self.held = plan.of(axis.rank)
         self.precision = precision
         self._schedule = schedule

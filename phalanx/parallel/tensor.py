@@ -248,14 +248,14 @@ def split(model: Llama, cut: Cut) -> dict[str, Slice]:
     held = slices(shapes, TENSOR, spec.kv_heads, peers.size, peers.rank)
     replace_modules(model, TENSOR, held, cut)
     _split_norms(model, cut)
-    head = model.head
-    assert isinstance(head, Head)
-    if head.weight is not None:
-        head.weight = part_of(head.weight, held["head.weight"])
-    head.cross_entropy_sum = cross_entropy(peers, spec.vocab_size)
-    # Behind the norm, so that labels and hidden states are of the same positions again.
-    head.norm.register_forward_hook(lambda module, args, output: cut.enter(output))
-    head.register_forward_hook(functools.partial(_whole_logits, peers, spec.vocab_size))
+    for head in model.losses():  # some stages of a pipeline have none
+        assert isinstance(head, Head)
+        if head.weight is not None:
+            head.weight = part_of(head.weight, held["head.weight"])
+        head.cross_entropy_sum = cross_entropy(peers, spec.vocab_size)
+        # Behind the norm, so that labels and hidden states are of the same positions again.
+        head.norm.register_forward_hook(lambda module, args, output: cut.enter(output))
+        head.register_forward_hook(functools.partial(_whole_logits, peers, spec.vocab_size))
     if cut.sequence:
         model.register_forward_pre_hook(functools.partial(_own_positions, peers), with_kwargs=True)
     return held

@@ -16,6 +16,7 @@ from phalanx.models.spec import ModelSpec
 from phalanx.optim.engine import Engine
 from phalanx.parallel.apply import apply, precision_of
 from phalanx.parallel.materialize import Fill
+from phalanx.parallel.parted import Parted
 from phalanx.records import RunPaths
 from phalanx.tasks.task import Task
 from phalanx.train.engines import Weights, make_engine, sharding_of
@@ -33,6 +34,7 @@ class Parts:
     subject: Subject
     model: Model
     engine: Engine
+    parted: Parted
     task: Task
     train: Loader
     held_out: dict[str, Loader]  # by name, those that make a sequence
@@ -70,22 +72,24 @@ def build(
     subject = subject_of(config, spec, paths)
     task, model = subject.task(), subject.model()
     nominal_weight = task.nominal_weight(train.global_batch)
-    engine = apply(model, config, mesh, make_engine(config, weights), nominal_weight)
+    start = subject.starting_weights(model)
+    engine, parted = apply(model, config, mesh, make_engine(config, weights), nominal_weight)
     # What is evaluated on is the same for every seed.
     held_out = {
-        name: Loader([(rows, 1.0)], train.global_batch, 0, mesh.rank, held_out=True)
+        name: Loader([(rows, 1.0)], train.global_batch, 0, mesh.data.rank, held_out=True)
         for name, rows in (subject.held_out(held_out_tokens) if train.eval_sequences else {}).items()
     }
     return Parts(
         subject=subject,
         model=model,
         engine=engine,
+        parted=parted,
         task=task,
-        train=Loader(subject.train(train_tokens), train.global_batch, train.seed, mesh.rank),
+        train=Loader(subject.train(train_tokens), train.global_batch, train.seed, mesh.data.rank),
         held_out={name: loader for name, loader in held_out.items() if loader.sequences},
         sharing=Sharing(config.balance.work, train.global_batch, speeds, mesh, _part_s(link, model, config, mesh)),
         nominal_weight=nominal_weight,
-        starting_weights=subject.starting_weights(model),
+        starting_weights=parted.filling(start, drawn=not config.model.from_hf),
     )
 
 

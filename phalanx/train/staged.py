@@ -8,59 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.mesh import Mesh
-from phalanx.errors import ConfigError
 from phalanx.models.draws import Draws
 from phalanx.models.llama import Llama
-from phalanx.models.model import Model
-from phalanx.models.spec import ModelSpec
 from phalanx.optim import gradients
-from phalanx.optim.engine import Precision
 from phalanx.optim.sharded import Sharded
 from phalanx.parallel.apply import own_units
+from phalanx.parallel.parted import TIED, shares_ends
 from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.stages import Stages, divide, head_worth, listed
 from phalanx.tasks.task import Batch, Task
-
-TIED = "embed.weight"  # where the head has no weight of its own, the last stage holds this one too
-
-
-def plan_of(
-    spec: ModelSpec, ranks: int, schedule: str, numbers: Sequence[int] | None = None,
-    speeds: Sequence[float] | None = None,
-) -> Stages:  # fmt: skip
-    """The stages of a model: of `numbers` of layers, or as even as the head lets them be, in proportion to `speeds`."""
-    if numbers is not None:
-        return listed(spec.layers, ranks, schedule, numbers)
-    return divide(spec.layers, ranks, schedule, speeds=speeds, head=head_worth(spec))
-
-
-def make_pipeline(model: Model, plan: Stages, schedule: str, mesh: Mesh, precision: Precision) -> Pipeline:
-    """Cut `model`, on meta, down to the stages of this rank, and give what runs them. Raises ConfigError for a model
-    that cannot be cut."""
-    if not isinstance(model, Llama):
-        raise ConfigError(
-            f"parallel.pipeline cuts models of the Llama family only, not a {type(model).__name__}; remove it"
-        )
-    assert mesh.pipe is not None, "a mesh without stages"
-    model.keep([plan.layers[stage] for stage in plan.of(mesh.pipe.rank)])
-    return Pipeline(plan, schedule, mesh.pipe, mesh.device, precision, mesh.traffic)
-
-
-def copies_of(model: Llama, pipeline: Pipeline) -> dict[str, int]:
-    """How many ranks of the pipeline hold a parameter alike, where more than one does: the weight of a tied head, which
-    is the embedding's. All go the same way to the same bits, and are counted once in the norm."""
-    return {TIED: 2} if _shares_ends(model, pipeline) else {}
-
-
-def saved_elsewhere(model: Llama, pipeline: Pipeline) -> frozenset[str]:
-    """Names of parameters whose state another rank of the pipeline saves."""
-    return frozenset({TIED} if _shares_ends(model, pipeline) and 0 not in pipeline.held else ())
-
-
-def _shares_ends(model: Llama, pipeline: Pipeline) -> bool:
-    """Whether this rank has one end of a model whose ends share a weight, and not the other."""
-    ends = {pipeline.plan.owner(0), pipeline.plan.owner(pipeline.plan.last)}
-    return model.spec.tie_embeddings and len(ends) > 1 and pipeline.rank in ends
 
 
 def run_pipeline(
@@ -80,7 +35,7 @@ def run_pipeline(
 
     with engine.micro_batch(last=True, several=True):
         pipeline.train(len(batches), _Passes(pipeline, model, batches, run, end, engine))
-        if _shares_ends(model, pipeline) and TIED in engine.trainable:
+        if shares_ends(model, pipeline) and TIED in engine.trainable:
             pipeline.sum_ends(engine.several.gradient(TIED))
     return total
 
@@ -142,6 +97,7 @@ class _Passes:
         engine: Sharded | None = None,
     ) -> None:
         self._plan, self._model, self._batches, self._run, self._end = pipeline.plan, model, batches, run, end
+        self._parts = pipeline.parts
         self._engine = engine
         self._modules: dict[int, list[tuple[str, nn.Module]]] = {}
         units = own_units(model)
@@ -152,7 +108,8 @@ class _Passes:
             self._modules[stage] = [unit for unit in units if unit[0] in names]
 
     def shape(self, micro_batch: int) -> Sequence[int]:
-        return (*self._batches[micro_batch].inputs["tokens"].shape, self._model.spec.hidden)
+        rows, length = self._batches[micro_batch].inputs["tokens"].shape
+        return rows, length // self._parts, self._model.spec.hidden
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         part = functools.partial(self._model, stage=self._plan.layers[stage], hidden=hidden)

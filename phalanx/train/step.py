@@ -34,19 +34,20 @@ def run_micro_batches(
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, task: Task, steps: Iterable[Sequence[Batch]], mesh: Mesh
+    model: nn.Module, task: Task, steps: Iterable[Sequence[Batch]], mesh: Mesh, speaks: bool = True
 ) -> tuple[float, int, dict[str, float]]:
     """Mean loss over all ranks' batches, weighted as in training, the weight it is a mean of, and the task's scores;
-    without dropout. Scores come from whole numbers, so that no order of adding up changes them."""
+    without dropout. Scores come from whole numbers, so that no order of adding up changes them. Of ranks that have the
+    same batches one `speaks`."""
     loss, weight = 0.0, 0
     counts: dict[str, float] = {}
     for batches in steps:
         for batch in batches:
             here = batch.to(mesh.device)
-            loss += float(task.loss_sum(model, here, None))
-            weight += batch.weight
+            loss += float(task.loss_sum(model, here, None)) * speaks
+            weight += batch.weight * speaks
             for name, count in task.counts(model, here).items():
-                counts[name] = counts.get(name, 0.0) + float(count)
+                counts[name] = counts.get(name, 0.0) + float(count) * speaks
     # A batch may have nothing to count under a name (a class that none of its samples has), and so may a rank.
     names = sorted({name for one in JsonGroup(mesh.control).all_objects(list(counts)) for name in one})
     total_loss, total_weight, *totals = mesh.sum([loss, float(weight), *(counts.get(name, 0.0) for name in names)])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx import accelerator, mirror
+from phalanx.axes import Axes
 from phalanx.checkpoint.disk import Saver
 from phalanx.checkpoint.read import find, newest_agreed
 from phalanx.comm.mesh import Mesh, join
@@ -33,6 +34,7 @@ from phalanx.train.measure import know, remembering
 from phalanx.train.metrics import Recorder, speed_of
 from phalanx.train.profile import Inspection
 from phalanx.train.sinks import Records, Sink
+from phalanx.train.staged import evaluate_pipeline, run_pipeline
 from phalanx.train.state_shares import state_weights
 from phalanx.train.step import evaluate, run_micro_batches
 from phalanx.train.subject import subject_of
@@ -68,8 +70,9 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
     config = job.config
     threads = accelerator.threads_of(placement.threads, placement.local_world)
     accelerator.use(torch.device(placement.device), threads)
+    axes = Axes(config.parallel.tensor, config.parallel.pipeline)
     storage_s = 0.0 if job.paths.url is None else STORE_OPERATIONS * config.resilience.storage_timeout_s
-    with _asked_to_stop() as stop, join(placement, config.comm.timeout_s, storage_s) as mesh:
+    with _asked_to_stop() as stop, join(placement, config.comm.timeout_s, storage_s, axes) as mesh:
         if attempt is not None:
             placement = dataclasses.replace(placement, attempt=int(mesh.max([attempt])[0]))
         job = dataclasses.replace(job, config=agreed(job.config, mesh))
@@ -79,7 +82,7 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         mirrored = None if job.paths.url is None else functools.partial(mirror.before_commit, job.paths, {})
         saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, records.event, mirrored)
         subject = subject_of(config, job.spec, job.paths)
-        weights = state_weights(config, subject, mesh, placement.local_world)
+        weights = state_weights(config, subject, mesh.data, placement.local_world)
         if weights is not None and config.balance.state == "auto":
             shares = [round(weight, 4) for weight in weights]
             why = "equal parts do not fit beside parameters and activations everywhere"
@@ -172,7 +175,7 @@ class Loop:
         step = int(header["step"])
         if checkpoint is not None:
             with torch.no_grad():
-                self.parts.engine.load(checkpoint.read)
+                self.parts.engine.load(self.parts.parted.reading(checkpoint.read))
             if self.parts.engine.loss_scale is not None and "loss_scale" in header:
                 self.parts.engine.loss_scale.restore(header["loss_scale"])
             self.records.event(Kind.RESUMED, {"step": step, "checkpoint": checkpoint.path.name})
@@ -226,15 +229,7 @@ class Loop:
         data_s = time.perf_counter() - begun
         lr = learning_rate(config.optim, step)
         parts.engine.begin_step(step, sum(batch.weight for batch in batches), lr, config.optim.clip_norm)
-        loss_sum = run_micro_batches(
-            parts.engine,
-            parts.model,
-            parts.task,
-            batches,
-            seed=config.train.seed,
-            step=step,
-            nominal_weight=parts.nominal_weight,
-        )
+        loss_sum = self.passes(batches, step)
         # The device is busy with this step now: a good moment to read the results of the one before.
         parts.sharing.exchange(step, self.clock.late, self.clock.lap(), self.recorder.mine())
         self.note(self.recorder.flush(parts.sharing.rows()))
@@ -248,6 +243,17 @@ class Loop:
         asked = parts.sharing.settle()
         self.clock.stop()
         return (self.stop.signal or "another rank's signal") if asked else None
+
+    def passes(self, batches: Sequence[Batch], step: int) -> torch.Tensor:
+        """Forward and backward of a step's micro-batches; the sum of the losses that this rank counts."""
+        parts, config = self.parts, self.job.config
+        pipeline = parts.parted.pipeline
+        how = {"seed": config.train.seed, "step": step, "nominal_weight": parts.nominal_weight}
+        if pipeline is None:
+            loss_sum = run_micro_batches(parts.engine, parts.model, parts.task, batches, **how)
+        else:
+            loss_sum = run_pipeline(parts.engine, parts.model, parts.task, batches, pipeline=pipeline, **how)
+        return loss_sum if parts.parted.speaks else torch.zeros_like(loss_sum)
 
     def note(self, record: StepRecord | None) -> None:
         """Write a step's record; give up when the gradient stays infinite, since then nothing is learnt any more."""
@@ -279,7 +285,11 @@ class Loop:
             begun = time.perf_counter()
             batches = held_out.evaluation(self.parts.sharing.of_evaluation, limit)
             collated = ([self.parts.task.collate(samples) for samples in step_batches] for step_batches in batches)
-            loss, tokens, scores = evaluate(self.parts.model, self.parts.task, collated, self.mesh)
+            pipeline, model, task = self.parts.parted.pipeline, self.parts.model, self.parts.task
+            if pipeline is None:
+                loss, tokens, scores = evaluate(model, task, collated, self.mesh, self.parts.parted.speaks)
+            else:
+                loss, tokens, scores = evaluate_pipeline(model, task, collated, self.mesh, pipeline)
             seconds = time.perf_counter() - begun
             details = {"step": step, "set": name, "loss": loss, "tokens": tokens, "seconds": seconds}
             details |= {"scores": scores, "unit": self.parts.subject.unit}
@@ -303,8 +313,9 @@ class Loop:
         if self.parts.engine.loss_scale is not None:
             header["loss_scale"] = self.parts.engine.loss_scale.state()
         dtype = "float64" if self.job.config.train.dtype == "fp64" else "float32"
-        parameters = {name: (shape, dtype) for name, shape in self.parts.engine.trainable.items()}
-        self.saver.save(header, parameters, self.parts.engine.pieces(), self.placement.attempt)
+        parameters = {name: (shape, dtype) for name, shape in self.parts.parted.shapes.items()}
+        pieces = self.parts.parted.pieces(self.parts.engine)
+        self.saver.save(header, parameters, pieces, self.placement.attempt)
         return True
 
     def finish_saving(self, step: int) -> None:

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 UNSHARDED = {  # what a recipe becomes for a rank that is alone
     "train.compile": False,
     "parallel.data": "single",
+    "parallel.tensor": 1,
+    "parallel.sequence": "auto",
+    "parallel.pipeline": 1,
+    "parallel.schedule": "1f1b",
+    "parallel.stages": "auto",
     "parallel.zero": "auto",
     "parallel.reduce": "auto",
     "balance.state": "auto",
@@ -94,7 +99,7 @@ def trial(config: "Config", subject: Subject, mesh: Mesh, layers: int | None) ->
     assert mesh.world == 1
     eager = update(config, UNSHARDED)
     model = subject.model(layers)
-    engine = apply(model, eager, mesh, Single, nominal_weight=1)
+    engine, _ = apply(model, eager, mesh, Single, nominal_weight=1)
     materialise(model, engine, _noise)
     accelerator.reset_peak_memory(mesh.device)
     yield Trial(mesh, subject, subject.task(), engine, model, accelerator.peak_memory(mesh.device))

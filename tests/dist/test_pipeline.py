@@ -28,18 +28,11 @@ from phalanx.optim.update import AdamW
 from phalanx.parallel import activations
 from phalanx.parallel.apply import own_units
 from phalanx.parallel.materialize import drawn, materialise
+from phalanx.parallel.parted import copies_at_ends, make_pipeline, plan_of, saved_elsewhere
 from phalanx.records import Placement
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Batch
-from phalanx.train.staged import (
-    continue_greedily,
-    copies_of,
-    evaluate_pipeline,
-    make_pipeline,
-    plan_of,
-    run_pipeline,
-    saved_elsewhere,
-)
+from phalanx.train.staged import continue_greedily, evaluate_pipeline, run_pipeline
 from phalanx.train.step import evaluate, run_micro_batches
 from tests.helpers import run_ranks
 
@@ -131,7 +124,7 @@ class Walker:
             if self.pipeline is None
             else Sharded(
                 self.model, own_units(self.model), mesh=self.mesh.data, **same,
-                sharding=Sharding(zero=self.zero, slots=self.slots), copies=copies_of(self.model, self.pipeline),
+                sharding=Sharding(zero=self.zero, slots=self.slots), copies=copies_at_ends(self.model, self.pipeline),
             )
         )  # fmt: skip
         materialise(self.model, self.engine, drawn(self.model, SEED))
