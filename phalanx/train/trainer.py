@@ -16,6 +16,7 @@ import torch
 from phalanx import accelerator, mirror
 from phalanx.checkpoint.disk import Saver
 from phalanx.checkpoint.read import find, newest_agreed
+from phalanx.comm.compressed import other_nodes
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import Diverged, OutOfMemory, RunError
@@ -33,7 +34,7 @@ from phalanx.train.measure import know, remembering
 from phalanx.train.metrics import Recorder, speed_of
 from phalanx.train.profile import Inspection
 from phalanx.train.sinks import Records, Sink
-from phalanx.train.state_shares import state_weights
+from phalanx.train.state_shares import settled_weights
 from phalanx.train.step import evaluate, run_micro_batches
 from phalanx.train.subject import subject_of
 
@@ -79,11 +80,7 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         mirrored = None if job.paths.url is None else functools.partial(mirror.before_commit, job.paths, {})
         saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, records.event, mirrored)
         subject = subject_of(config, job.spec, job.paths)
-        weights = state_weights(config, subject, mesh, placement.local_world)
-        if weights is not None and config.balance.state == "auto":
-            shares = [round(weight, 4) for weight in weights]
-            why = "equal parts do not fit beside parameters and activations everywhere"
-            records.event(Kind.RESOLVED, {"key": "balance.state", "value": shares, "reason": why})
+        weights = settled_weights(config, subject, mesh, placement.local_world, job.paths, records)
         speeds, link = know(config, subject, placement, mesh, job.paths, records, weights)
         known = (job.paths, speeds, link, weights)
         parts = build(config, job.spec, mesh, job.train_tokens, job.held_out_tokens, *known)
@@ -176,6 +173,9 @@ class Loop:
             if self.parts.engine.loss_scale is not None and "loss_scale" in header:
                 self.parts.engine.loss_scale.restore(header["loss_scale"])
             self.records.event(Kind.RESUMED, {"step": step, "checkpoint": checkpoint.path.name})
+            moved = other_nodes(self.job.config.comm.compress, header.get("nodes"), self.mesh.topology)
+            if moved is not None:
+                self.records.event(Kind.WARNING, {"message": moved})
             checkpoint.close()
         elif self.placement.attempt > 1:
             self.records.event(Kind.WARNING, {"message": "there is no checkpoint yet: starting again from step 1"})
@@ -298,6 +298,7 @@ class Loop:
             "skipped": self.skipped,
             "attempt": self.placement.attempt,
             "world": self.mesh.world,
+            "nodes": list(self.mesh.topology.node_of),
             "division": self.parts.sharing.header(),
         }
         if self.parts.engine.loss_scale is not None:
