@@ -19,6 +19,7 @@ from phalanx.cluster.job import Part
 from phalanx.cluster.placement import from_environment
 from phalanx.cluster.rendezvous import look_again
 from phalanx.cluster.stopping import StopAsked, stoppable
+from phalanx.combinations import unused
 from phalanx.config import Config
 from phalanx.devices import DEVICES_TIMEOUT_S, Device, devices_of_ranks, models, warmed
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, write_event
@@ -61,7 +62,7 @@ def train(
     try:
         return _train(wanted, paths, ranks, environment, on_cpu)
     except StopAsked as asked:
-        open_terminal().print(f"stopped by {asked} before any step was done; the same command starts again")
+        open_terminal().print(ending.stopped_early(paths, str(asked)))
         return ExitCode.STOPPED
 
 
@@ -281,7 +282,7 @@ def prepare(
             folder.write_start(paths, config, answer["tokenizer"])
             for key, value, reason in [*chosen, *answer["chosen"]]:
                 write_event(paths.events, Kind.RESOLVED, attempt, key=key, value=value, reason=reason)
-            for message in answer["warnings"]:
+            for message in [*unused(wanted), *answer["warnings"]]:
                 write_event(paths.events, Kind.WARNING, attempt, message=message)
     here = copies.here(config)
     job = Run(here, spec_if_any(here, paths), paths, train_tokens, held_out_tokens)
@@ -311,6 +312,8 @@ def _facts(prepared: Prepared, devices: Sequence[Device], world: int) -> dict[st
         "world": world,
         "device": devices[0].name.partition(":")[0],
         "device_names": models(devices),
+        # By rank; a rank that something else started knows its own device only.
+        "models": [device.model for device in devices] if len(devices) == world else None,
         "dtype": prepared.config.train.dtype,
         "engine": prepared.config.parallel.data,
         "steps": prepared.config.train.steps,

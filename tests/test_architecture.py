@@ -20,7 +20,7 @@ from tests.helpers import ROOT
 PACKAGE = ROOT / "phalanx"
 PLAIN = {
     "phalanx", "errors", "records", "balance", "resharing", "hardware", "rules", "values", "model_config", "config",
-    "combinations", "recipe", "models.spec", "optim.overlap", "optim.timeline",
+    "combinations", "recipe", "explain", "models.spec", "optim.overlap", "optim.timeline",
     "optim.prefetch", "optim.rates", "patience", "storage", "mirror",
 }  # level 0: no torch  # fmt: skip
 
@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "model_config", "values", "models.spec"},
     "combinations": {"config", "balance", "rules", "models.spec"},
     "recipe": {"combinations", "config", "errors", "model_config", "rules"},
+    "explain": {"config", "errors", "recipe"},
     "shrink": {"config", "errors", "model_config", "models.spec", "recipe"},
     # level 1 without torch
     "cluster": PLAIN,
@@ -74,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharded_model": PLAIN | {"comm", "optim", "checkpoint"},
     "sharding": PLAIN | {"accelerator", "models", "comm", "optim", "cluster", "sharded_model"},
     "survey": PLAIN | {"cluster", "devices", "launch", "nodes", "report", "train"},
-    "nodes": PLAIN | {"cluster", "devices", "launch", "remote_run", "report", "train"},
+    "nodes": PLAIN | {"cluster", "devices", "launch", "remote_run", "ending", "report", "train"},
     "data_commands": PLAIN | {"data", "report", "train"},
     "cli": PLAIN | {"data_commands", "nodes", "survey", "launch", "generation", "report", "train"},
     "__main__": {"cli"},
@@ -86,6 +87,7 @@ MAY_USE: dict[str, set[str]] = {
     "model_config": {"pydantic"},
     "config": {"pydantic"},
     "recipe": {"pydantic", "yaml"},
+    "explain": {"pydantic"},
     "storage": {"fsspec"},
     "report": {"plotly", "rich", "yaml"},
     "accelerator": {"torch", "psutil"},
