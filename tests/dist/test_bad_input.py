@@ -428,3 +428,9 @@ def test_data_commands(here: Path) -> None:
     found = refused(here, "data", "inspect", made[1], "--tokenizer", "gone")
     assert found.startswith("data.tokenizer is gone, which does not exist; name a local Hugging Face folder")
     assert "optim.lr=1 changes a recipe, but" in refused(here, "data", "inspect", made[1], "optim.lr=1")
+
+
+def test_what_one_rank_does_not_read_is_said_at_the_start(here: Path) -> None:
+    code, out, err = phalanx(here, "train", "recipe.yaml", "--ranks", "1", "parallel.data=single", "parallel.zero=2")
+    assert code == 0, err
+    assert "parallel.zero has no effect with parallel.data single" in " ".join(out.split())
