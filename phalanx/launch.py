@@ -293,8 +293,8 @@ def prepare(
                 write_event(paths.events, Kind.WARNING, attempt, message=message)
     here = copies.here(config)
     job = Run(here, spec_if_any(here, paths), paths, train_tokens, held_out_tokens)
-    facts = (answer[name] for name in ("parameters", "trainable", "unit", "weights"))
-    return Prepared(config, job, attempt, *facts, warnings=warnings)
+    facts = {name: answer[name] for name in ("parameters", "trainable", "unit", "weights")}
+    return Prepared(config, job, attempt, warnings=warnings, **facts)
 
 
 def _show_warnings(prepared: Prepared, console: "Console") -> None:
