@@ -133,4 +133,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def _shown(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, float) and 0.99 < value < 1.01 and value != 1:
+        return f"{value:.4f}"  # of a ratio near one its difference is the news
     return f"{value:.4g}" if isinstance(value, float) else str(value)

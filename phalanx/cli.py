@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx import __version__, config, mirror, recipe, storage
+from phalanx import __version__, config, explain, mirror, recipe, storage
 from phalanx.data_commands import Overrides, data_app
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.records import ExitCode, Kind, RunPaths, Url, shown
@@ -255,6 +256,15 @@ def config_schema() -> None:
     typer.echo(json.dumps(config.Config.model_json_schema(), indent=2))
 
 
+@config_app.command("explain")
+def config_explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Such as optim.lr, or a section, such as optim.")] = "",
+) -> None:
+    """Say what a key means and which values it takes; of a section, or of all keys, a line each."""
+    width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
+    typer.echo(explain.explain(key, width))
+
+
 @config_app.command("show")
 def config_show(
     recipe_path: RecipeFile,
@@ -269,10 +279,12 @@ def config_presets() -> None:
     """List the model shapes that `model.preset` knows."""
     from phalanx.models.spec import PRESETS, parameter_count
 
+    room = max(map(len, PRESETS))
     for name, spec in PRESETS.items():
         shape = f"{spec.layers} layers, width {spec.hidden}, {spec.heads} heads ({spec.kv_heads} kv)"
         typer.echo(
-            f"{name:16} {parameter_count(spec) / 1e9:7.2f} billion parameters, {shape}, vocabulary {spec.vocab_size}"
+            f"{name:{room}} {parameter_count(spec) / 1e9:7.2f} billion parameters, {shape}, "
+            f"vocabulary {spec.vocab_size}"
         )
 
 

@@ -1,6 +1,7 @@
 """Combinations of knobs that cannot work, as sentences; pure numbers and no files."""
 
 from phalanx import balance, rules
+from phalanx.axes import Axes
 from phalanx.config import (
     SHAPE_FIELDS,
     Config,
@@ -11,6 +12,7 @@ from phalanx.config import (
     shape_problems,
     unknown_preset,
 )
+from phalanx.errors import ConfigError
 from phalanx.models.spec import PRESETS
 
 LABELLED = ("tag", "classify")  # task.kind of records with labels
@@ -32,8 +34,7 @@ def problems(config: Config) -> list[str]:
             f"balance.work gives the ranks {sum(work)} sequences of a step together, but train.global_batch is "
             f"{train.global_batch}; make them equal"
         )
-    found += _sharding_problems(config)
-    found += _model_parallel_problems(config)
+    found += _sharding_problems(config) + _list_problems(config) + _model_parallel_problems(config)
     changed = {key for key, info in type(optim).model_fields.items() if getattr(optim, key) != info.default}
     found += rules.problems(optim.model_dump(), changed)
     if data.held_out == 0 and not data.validation and train.eval_sequences > 0 and train.eval_every > 0:
@@ -67,18 +68,83 @@ def _sharding_problems(config: Config) -> list[str]:
         ]
     if config.parallel.data != "fsdp2":
         return []
-    asked = {
+    return [
+        f"{key} has no effect with parallel.data fsdp2; remove it, or set parallel.data=sharded"
+        for key in _asked_of_sharded(config)
+    ]
+
+
+def _asked_of_sharded(config: Config) -> list[str]:
+    """Keys that were set and that only the sharded engine reads."""
+    is_set = {
         "parallel.zero": config.parallel.zero != "auto",
         "parallel.reduce": config.parallel.reduce != "auto",
         "parallel.shard_degree": config.parallel.shard_degree != "auto",
         "balance.state": isinstance(config.balance.state, list),
         "optim.slots": config.optim.slots != 1,
     }
-    return [
-        f"{key} has no effect with parallel.data fsdp2; remove it, or set parallel.data=sharded"
-        for key, is_set in asked.items()
-        if is_set
-    ]
+    return [key for key, asked in is_set.items() if asked]
+
+
+def unused(config: Config) -> list[str]:
+    """What a user has set for nothing, as sentences, where that is no mistake: what one rank is told of many."""
+    keys = _asked_of_sharded(config) if config.parallel.data == "single" else []
+    why = "has no effect with parallel.data single, which shards nothing; remove it, or set parallel.data=auto"
+    return [f"{key} {why}" for key in keys]
+
+
+def _list_problems(config: Config) -> list[str]:
+    """Lists in order of rank that cannot both be right, on any number of ranks."""
+    work, state, degree = config.balance.work, config.balance.state, config.parallel.shard_degree
+    found = []
+    if isinstance(state, list) and degree not in ("auto", len(state)):
+        found.append(
+            f"balance.state has numbers for {len(state)} ranks, but with parallel.shard_degree {degree} so many hold a "
+            f"copy of the state together; give it {degree} numbers"
+        )
+    if isinstance(work, list) and isinstance(state, list) and degree == "auto" and len(work) != len(state):
+        found.append(
+            f"balance.work has numbers for {len(work)} ranks and balance.state for {len(state)}; give both one for "
+            "each rank"
+        )
+    if isinstance(work, list) and degree != "auto" and len(work) > 1 and len(work) % degree:
+        found.append(
+            f"balance.work has numbers for {len(work)} ranks, which parallel.shard_degree {degree} does not divide; "
+            "choose a divisor, or set parallel.shard_degree=auto"
+        )
+    return found
+
+
+def problems_with(config: Config, world: int) -> list[str]:
+    """What cannot be with so many ranks, as sentences; `parallel.data` is resolved."""
+    found = []
+    if config.parallel.data == "single" and world > 1:
+        found.append(f"parallel.data single trains on one rank, but there are {world}; set parallel.data=auto")
+    try:
+        copies = Axes(config.parallel.tensor, config.parallel.pipeline).data(world)
+    except ConfigError as error:
+        return [*found, str(error)]
+    degree = config.parallel.shard_degree
+    if degree != "auto" and copies > 1 and copies % degree:
+        ranks = f"{world} ranks" if copies == world else f"{copies} ranks that hold the same part of the model"
+        found.append(
+            f"parallel.shard_degree {degree} does not divide the {ranks}, so they cannot hold whole copies of "
+            "the state; choose a divisor, or set parallel.shard_degree=auto"
+        )
+    together = copies if degree == "auto" or copies == 1 else degree
+    lists = (("balance.work", config.balance.work, copies), ("balance.state", config.balance.state, together))
+    for key, numbers, count in lists:
+        if not isinstance(numbers, list) or len(numbers) == count:
+            continue
+        there = "is 1" if count == 1 else f"are {count}"
+        whose = "ranks that hold a copy of the state together"
+        if count == copies:
+            whose = "ranks" if copies == world else "copies of the model"
+        found.append(
+            f"{key} has a number for each of {len(numbers)} {whose}, but there {there}; give each rank one, or set "
+            f"{key}=auto"
+        )
+    return found
 
 
 def _model_parallel_problems(config: Config) -> list[str]:

@@ -423,8 +423,10 @@ def shape_problems(config: Config, spec: ModelSpec) -> list[str]:
         found += slices.problems(spec, parallel.tensor, config.data.seq_len, parallel.sequence is True, own_code)
     if not bert and parallel.pipeline > 1:
         numbers = None if parallel.stages == "auto" else parallel.stages
-        how = {"activations": config.memory.activations, "compiled": config.train.compile is True}
-        found += stages.problems(spec.layers, parallel.pipeline, parallel.schedule, numbers, **how)
+        keep, compiled = config.memory.activations, config.train.compile is True
+        found += stages.problems(
+            spec.layers, parallel.pipeline, parallel.schedule, numbers, activations=keep, compiled=compiled
+        )
     if config.data.seq_len > spec.max_seq_len:
         found.append(
             f"data.seq_len {config.data.seq_len} is longer than the model's {spec.max_seq_len} positions "

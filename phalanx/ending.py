@@ -21,9 +21,22 @@ def committed(paths: RunPaths) -> int:
     from phalanx.checkpoint.read import find
 
     if isinstance(paths.checkpoints, Url):
-        saved = (event for event in read_lines(paths.events) if event.get("kind") == Kind.CHECKPOINT_SAVED)
-        return max((event["step"] for event in saved if type(event.get("step")) is int), default=0)
+        return recorded(paths)
     return max(find(paths.checkpoints), default=0)
+
+
+def recorded(paths: RunPaths) -> int:
+    """The last step that the records say was saved; 0 where they say nothing."""
+    saved = (event for event in read_lines(paths.events) if event.get("kind") == Kind.CHECKPOINT_SAVED)
+    return max((event["step"] for event in saved if type(event.get("step")) is int), default=0)
+
+
+def stopped_early(paths: RunPaths, asked: str) -> str:
+    """What to say of a start that the signal `asked` has stopped before there were ranks."""
+    step = recorded(paths)
+    if not step:
+        return f"stopped by {asked} before any step was done; the same command starts again"
+    return f"stopped by {asked} before any further step; the same command goes on from the checkpoint of step {step}"
 
 
 def outcome(paths: RunPaths, code: int, first_attempt: int) -> tuple[int, bool]:

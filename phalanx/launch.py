@@ -6,7 +6,7 @@ import glob
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.text import Text
@@ -19,11 +19,15 @@ from phalanx.cluster.job import Part
 from phalanx.cluster.placement import from_environment
 from phalanx.cluster.rendezvous import look_again
 from phalanx.cluster.stopping import StopAsked, stoppable
+from phalanx.combinations import unused
 from phalanx.config import Config
 from phalanx.devices import DEVICES_TIMEOUT_S, Device, devices_of_ranks, models, warmed
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, write_event
 from phalanx.remote_run import fetch_records, mirrored
 from phalanx.report.terminal import open_terminal
+
+if TYPE_CHECKING:
+    from phalanx.report.console import Console
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Prepared:
     trainable: int
     unit: str  # what speed counts: tokens or samples
     weights: str | None  # what those it begins with are known by
+    warnings: list[str]  # events already, written before anything follows the file
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ def train(
     try:
         return _train(wanted, paths, ranks, environment, on_cpu)
     except StopAsked as asked:
-        open_terminal().print(f"stopped by {asked} before any step was done; the same command starts again")
+        open_terminal().print(ending.stopped_early(paths, str(asked)))
         return ExitCode.STOPPED
 
 
@@ -134,6 +139,7 @@ def run_ranks(
         everywhere = devices if nodes is None else nodes.devices
         facts = _facts(prepared, everywhere, len(everywhere)) | ({} if nodes is None else {"hosts": nodes.hosts})
         write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **facts)
+        _show_warnings(prepared, console)
     lowered = hardware.lowered(paths)
 
     def limit_has_fallen() -> bool:
@@ -192,7 +198,9 @@ def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device)
         sinks: list[Sink] = []
         if first:
             write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **_facts(prepared, [device], placement.world))
-            sinks = [Console(prepared.config.train.steps, paths.name, unit=prepared.unit)]
+            console = Console(prepared.config.train.steps, paths.name, unit=prepared.unit)
+            _show_warnings(prepared, console)
+            sinks = [console]
             sinks += _sinks(prepared.job, prepared.attempt)
         code = int(trainer.run(prepared.job, placement, sinks, attempt=prepared.attempt if first else 0))
         if first:
@@ -272,7 +280,7 @@ def prepare(
     text = recipe.to_yaml(config)
     answer = fork_call(resolve, text, unlike, world, local_world, writes, timeout_s=None, meanwhile=meanwhile)
     config = recipe.check(yaml.safe_load(answer["config"]), "the resolved configuration")
-    attempt = folder.next_attempt(paths)
+    attempt, warnings = folder.next_attempt(paths), [*unused(wanted), *answer["warnings"]]
     train_tokens, held_out_tokens = token_folders(answer)
     if writes:
         with folder.writing(paths):
@@ -281,12 +289,17 @@ def prepare(
             folder.write_start(paths, config, answer["tokenizer"])
             for key, value, reason in [*chosen, *answer["chosen"]]:
                 write_event(paths.events, Kind.RESOLVED, attempt, key=key, value=value, reason=reason)
-            for message in answer["warnings"]:
+            for message in warnings:
                 write_event(paths.events, Kind.WARNING, attempt, message=message)
     here = copies.here(config)
     job = Run(here, spec_if_any(here, paths), paths, train_tokens, held_out_tokens)
-    facts = (answer[name] for name in ("parameters", "trainable", "unit", "weights"))
-    return Prepared(config, job, attempt, *facts)
+    facts = {name: answer[name] for name in ("parameters", "trainable", "unit", "weights")}
+    return Prepared(config, job, attempt, warnings=warnings, **facts)
+
+
+def _show_warnings(prepared: Prepared, console: "Console") -> None:
+    for message in prepared.warnings:
+        console.on_event({"kind": Kind.WARNING, "message": message})
 
 
 def _check_wandb(project: str) -> None:
@@ -311,6 +324,8 @@ def _facts(prepared: Prepared, devices: Sequence[Device], world: int) -> dict[st
         "world": world,
         "device": devices[0].name.partition(":")[0],
         "device_names": models(devices),
+        # By rank; a rank that something else started knows its own device only.
+        "models": [device.model for device in devices] if len(devices) == world else None,
         "dtype": prepared.config.train.dtype,
         "engine": prepared.config.parallel.data,
         "steps": prepared.config.train.steps,

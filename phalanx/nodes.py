@@ -20,7 +20,7 @@ import yaml
 from rich.text import Text
 
 import phalanx
-from phalanx import launch, mirror, recipe, storage
+from phalanx import ending, launch, mirror, recipe, storage
 from phalanx.cluster import agent, other_node, rendezvous
 from phalanx.cluster.first_node import FirstNode, own_hello
 from phalanx.cluster.fork import fork_call
@@ -94,7 +94,7 @@ def train(
         run = _lead if meeting.node == 0 else _follow
         return run(wanted, paths, devices, meeting)
     except StopAsked as asked:
-        open_terminal().print(f"stopped by {asked} before any step was done; the same command starts again")
+        open_terminal().print(ending.stopped_early(paths, str(asked)))
         return ExitCode.STOPPED
 
 
@@ -231,7 +231,7 @@ def hosted(meeting: Meeting, hello: dict[str, Any]) -> Iterator[FirstNode]:
         try:
             yield first
         except StopAsked as asked:
-            first.finish(ExitCode.STOPPED, f"node 0 was stopped by {asked} before any step was done")
+            first.finish(ExitCode.STOPPED, f"node 0 was stopped by {asked} before the ranks were started")
             raise
         except PhalanxError as error:
             first.finish(error.exit_code, str(error))

@@ -17,11 +17,18 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from phalanx import rules
-from phalanx.axes import Axes
-from phalanx.combinations import is_own, problems
+from phalanx.combinations import is_own, problems, problems_with
 from phalanx.config import Config, get, is_bert, leaves, section_of
 from phalanx.errors import ConfigError
 from phalanx.model_config import LoraTarget
+
+# The layout is the cluster's business: one rank yesterday may be many today. And work is never resolved, nor are
+# processes that tokenise.
+FOUND_ANEW = (
+    "parallel.data", "parallel.zero", "parallel.reduce", "parallel.shard_degree", "parallel.sequence", "balance.work",
+    "balance.state", "data.workers",
+)  # fmt: skip
+FOUND_FOR_DEVICES = ("train.micro_batch", "train.compile", "memory.activations")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -218,33 +225,14 @@ def resolve(
         rounds, ranks = config.comm.compress != "none", f"{world} rank{'s' if world > 1 else ''}"
         value = "single" if world == 1 and not rounds else "sharded"
         chosen.append(("parallel.data", value, "comm.compress rounds weights" if rounds else ranks))
-    if config.parallel.data == "single" and world > 1:
-        raise ConfigError(f"parallel.data single trains on one rank, but there are {world}; set parallel.data=auto")
-    copies = Axes(config.parallel.tensor, config.parallel.pipeline).data(world)
-    degree = config.parallel.shard_degree
-    if degree != "auto" and copies > 1 and copies % degree:
-        ranks = f"{world} ranks" if copies == world else f"{copies} ranks that hold the same part of the model"
-        raise ConfigError(
-            f"parallel.shard_degree {degree} does not divide the {ranks}, so they cannot hold whole copies of "
-            "the state; choose a divisor, or set parallel.shard_degree=auto"
-        )
     if config.parallel.sequence == "auto":
         tensor, length = config.parallel.tensor, config.data.seq_len
         why = f"parallel.tensor is {tensor}" if length % tensor == 0 else f"data.seq_len is no multiple of {tensor}"
         chosen.append(("parallel.sequence", tensor > 1 and length % tensor == 0, why))
-    together = copies if degree == "auto" or copies == 1 else degree
-    for key, count in (("balance.work", copies), ("balance.state", together)):
-        numbers = get(config, key)
-        if isinstance(numbers, list) and len(numbers) != count:
-            there = "is 1" if count == 1 else f"are {count}"
-            whose = "ranks that hold a copy of the state together"
-            if count == copies:
-                whose = "ranks" if copies == world else "copies of the model"
-            raise ConfigError(
-                f"{key} has a number for each of {len(numbers)} {whose}, but there {there}; give each rank one, or set "
-                f"{key}=auto"
-            )
-    return update(config, {key: value for key, value, _ in chosen}), chosen
+    resolved = update(config, {key: value for key, value, _ in chosen})
+    if found := problems_with(resolved, world):
+        raise ConfigError(found[0] if len(found) == 1 else _list_of("the recipe", found))
+    return resolved, chosen
 
 
 def to_yaml(config: Config) -> str:
@@ -273,19 +261,7 @@ def continue_from(wanted: Config, saved: Config, folder: Path | str, same_device
             f"the run folder {folder} holds a run of another configuration: {'; '.join(different)}. "
             "Set these back to go on with it, or choose another --run-dir"
         )
-    # The layout is the cluster's business: one rank yesterday may be many today. And work is never resolved, nor are
-    # processes that tokenise.
-    layout = (
-        "parallel.data",
-        "parallel.zero",
-        "parallel.reduce",
-        "parallel.shard_degree",
-        "parallel.sequence",
-        "balance.work",
-        "balance.state",
-        "data.workers",
-    )
-    for key in (*layout, *(() if same_devices else ("train.micro_batch", "train.compile", "memory.activations"))):
+    for key in (*FOUND_ANEW, *(() if same_devices else FOUND_FOR_DEVICES)):
         kept.pop(key, None)
     return update(wanted, kept)
 
@@ -381,7 +357,7 @@ def _problem(error: Any) -> _Problem:
     """One problem that pydantic found: the key, and what would be legal."""
     (key, last), kind, value = _key_of(error["loc"]), error["type"], error["input"]
     if kind == "extra_forbidden":
-        return _Problem(key, f"unknown key {key}; {_nearest(key, last)}")
+        return _Problem(key, f"unknown key {key}; {nearest(key, last)}")
     if kind == "invalid_key" or (kind == "string_unicode" and not key):
         return _Problem(key, f"the key {_shown(value)} must be a name, such as train or optim")
     if kind in ("model_type", "model_attributes_type"):
@@ -399,8 +375,9 @@ def _problem(error: Any) -> _Problem:
     return _Problem(key, f"{key}: {error['msg']} (it is {_shown(value)}); mend it")
 
 
-def _nearest(key: str, last: str) -> str:
-    """What to write instead of an unknown key: the nearest of its section, of all keys, or one that ends alike."""
+def nearest(key: str, last: str) -> str:
+    """What to write instead of an unknown key, whose `last` part may hold dots of its own: the nearest of its section,
+    of all keys, or one that ends alike."""
     names = [name for name, _ in leaves()]
     section = key.rpartition(".")[0]
     if key in names:  # a dot inside the YAML key

@@ -130,6 +130,7 @@ class StepRecord:
     memory_bytes: int  # peak on the worst rank
     skipped: bool = False  # the update was not applied
     shares: list[int] | None = None  # sequences of each rank; None of one rank, and of most steps of very many
+    parts: int | None = None  # micro-batches of each rank; None as `shares`
     busy_s: list[float] | None = None  # what each rank worked without waiting; None as `shares`, or where not known
     loss_scale: float | None = None  # what the loss was multiplied by; None where nothing computes in float16
     time: float = field(default_factory=time.time)  # seconds since the epoch
@@ -282,6 +283,11 @@ class RunPaths:
     def cause(self, attempt: int, rank: int) -> Path:
         """Why a worker ended, written by itself."""
         return self.root / "logs" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.cause.json"
+
+    def logged(self) -> list[int]:
+        """The attempts that have left logs here."""
+        folders = self.log(1, 0).parent.parent.glob("attempt-*")
+        return [int(digits) for folder in folders if (digits := folder.name.removeprefix("attempt-")).isdecimal()]
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from torch import nn
 from phalanx.checkpoint.disk import Saver
 from phalanx.checkpoint.read import Checkpoint, newest_agreed
 from phalanx.comm.collectives import Pending, all_reduce
+from phalanx.comm.compressed import other_nodes
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import CheckpointError, CollectiveError, ConfigError, RunError
@@ -138,7 +139,7 @@ class ShardedModel:
         self._check_usable()
         if keep < 1:
             raise ConfigError(f"keep is {keep}, which would leave no checkpoint; keep at least 1")
-        header = {"step": self.steps, "extra": dict(extra or {})}
+        header = {"step": self.steps, "extra": dict(extra or {}), "nodes": list(self.mesh.topology.node_of)}
         try:
             json.dumps(header, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -176,6 +177,9 @@ class ShardedModel:
             self.engine.load(found.read)
             self.engine.commit(int(found.header["step"]))
             found.close()
+        moved = other_nodes(self.engine.sharding.compress, found.header.get("nodes"), self.mesh.topology)
+        if moved is not None and self.rank == 0:
+            refused.append(moved)
         for reason in refused:  # on rank 0
             warnings.warn(reason, stacklevel=2)
         extra: dict[str, Any] = found.header.get("extra", {})

@@ -21,7 +21,7 @@ from tests.helpers import ROOT
 PACKAGE = ROOT / "phalanx"
 PLAIN = {
     "phalanx", "errors", "axes", "records", "balance", "resharing", "hardware", "rules", "values", "model_config",
-    "config", "combinations", "recipe", "models.spec", "optim.overlap", "optim.timeline",
+    "config", "combinations", "recipe", "explain", "models.spec", "optim.overlap", "optim.timeline",
     "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
 }  # level 0: no torch  # fmt: skip
 
@@ -49,8 +49,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "values": set(),
     "model_config": {"values", "models.spec"},
     "config": {"errors", "model_config", "values", "models.spec", "parallel.slices", "parallel.stages"},
-    "combinations": {"config", "balance", "rules", "models.spec"},
-    "recipe": {"axes", "combinations", "config", "errors", "model_config", "rules"},
+    "combinations": {"axes", "config", "balance", "errors", "rules", "models.spec"},
+    "recipe": {"combinations", "config", "errors", "model_config", "rules"},
+    "explain": {"config", "errors", "recipe"},
     "shrink": {"config", "errors", "model_config", "models.spec", "recipe"},
     # level 1 without torch
     "cluster": PLAIN,
@@ -78,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharded_model": PLAIN | {"comm", "optim", "checkpoint"},
     "sharding": PLAIN | {"accelerator", "models", "comm", "optim", "cluster", "sharded_model"},
     "survey": PLAIN | {"cluster", "devices", "launch", "nodes", "report", "train"},
-    "nodes": PLAIN | {"cluster", "devices", "launch", "remote_run", "report", "train"},
+    "nodes": PLAIN | {"cluster", "devices", "launch", "remote_run", "ending", "report", "train"},
     "data_commands": PLAIN | {"data", "report", "train"},
     "cli": PLAIN | {"data_commands", "nodes", "survey", "launch", "generation", "report", "train"},
     "__main__": {"cli"},
@@ -90,6 +91,7 @@ MAY_USE: dict[str, set[str]] = {
     "model_config": {"pydantic"},
     "config": {"pydantic"},
     "recipe": {"pydantic", "yaml"},
+    "explain": {"pydantic"},
     "storage": {"fsspec"},
     "report": {"plotly", "rich", "yaml"},
     "accelerator": {"torch", "psutil"},

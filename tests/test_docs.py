@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import click
 import pytest
 import typer
-from pydantic import TypeAdapter
 
-from phalanx import cli, recipe
+from phalanx import cli, explain, recipe
 from phalanx.config import Config, leaves
 from phalanx.models.spec import PRESETS
 from phalanx.records import ExitCode, Kind, RunPaths, StepRecord, read_lines, read_steps
@@ -196,24 +195,6 @@ def test_hooks_run_the_environments_own_tools() -> None:
 # ------------------------------------------------------------------------------------------------------------ tables
 
 
-def values_of(schema: dict[str, Any]) -> str:
-    """Legal values in words, from a key's JSON schema."""
-    if "anyOf" in schema:
-        return " or ".join(values_of(option) for option in schema["anyOf"])
-    if "const" in schema or "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
-    # JSON schema's words, and those that pydantic uses for a limit behind a validator of our own.
-    words = {("minimum", "ge"): "from", ("exclusiveMinimum", "gt"): "above", ("maximum", "le"): "to"}
-    words |= {("exclusiveMaximum", "lt"): "below"}
-    limits = [(word, schema[name]) for names, word in words.items() for name in names if name in schema]
-    if schema.get("type") == "array" and schema["items"].get("type") == "integer":
-        return "a list of whole numbers"
-    shown = [f"{word} {limit}" for word, limit in limits if limit != 2**53]  # that one only keeps numbers exact
-    names = {"integer": "whole number", "number": "number", "string": "text", "array": "text or a list of texts"}
-    names |= {"boolean": "`true`, `false`", "null": "`null`", "object": "a mapping"}
-    return " ".join([names[schema["type"]], *shown])
-
-
 def key_table() -> str:
     """The table of all keys, as Markdown."""
     rows = ["| key | default | values | curve | meaning |", "|---|---|---|---|---|"]
@@ -221,9 +202,7 @@ def key_table() -> str:
         extra = info.json_schema_extra
         assert info.description
         assert isinstance(extra, dict)
-        default = info.default if isinstance(info.default, str) else json.dumps(info.default)
-        values = values_of(TypeAdapter(info.rebuild_annotation()).json_schema())
-        meaning = info.description.replace("|", "\\|")
+        default, values, meaning = explain.default(info), explain.values(info), info.description.replace("|", "\\|")
         rows.append(f"| `{key}` | `{default}` | {values} | {'**curve**' if extra['trajectory'] else ''} | {meaning} |")
     return "\n".join(rows) + "\n"
 

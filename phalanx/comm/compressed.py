@@ -13,11 +13,13 @@ the same bits, and they are the same for any number of nodes.
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
-from phalanx.comm.codec import BLOCK, Codec
+from phalanx.comm.codec import BLOCK, PLAIN, Codec
 from phalanx.comm.hierarchical import Event, Moving, Piece, Program, TwoLevel, Way, even, finishing, part_of
+from phalanx.comm.topology import Topology
 
 # What goes straight to its owner gains nothing by many pieces; those of an encoded tensor are short anyway.
 PIECE_BYTES = 2**20  # before it is encoded
@@ -147,3 +149,18 @@ class Compressed:
     def _elsewhere(self, cuts: Sequence[int]) -> int:
         sizes = [self._codec.size(stop - start) for start, stop in pairwise(cuts)]
         return sum(sizes) - sizes[self.rank]
+
+
+def other_nodes(compress: str, before: Any, topology: Topology) -> str | None:
+    """What to tell a user whose run goes on where ranks share nodes otherwise than `before` (the node of each rank, as
+    a checkpoint's header has it; None: not known); None where that changes nothing.
+
+    The sum of each node is rounded, so who shares one is part of the algorithm. On one node no sum is.
+    """
+    now = list(topology.node_of)
+    if compress == PLAIN or before in (None, now) or max(*before, *now) == 0:
+        return None
+    return (
+        f"compress: {compress} rounds the sum of each node, and the ranks share nodes otherwise than when the "
+        "checkpoint was saved, so the curve may differ a little from here on"
+    )

@@ -22,7 +22,9 @@ from phalanx.errors import CollectiveError, RunError
 from phalanx.records import Placement, StoreAddress
 
 LOST = ("gloo", "pair closure")  # in what gloo says of a peer; a plain send or receive does not name itself
-ROLL_CALL_S = 2.0  # how long the others get to say that the same collective failed for them
+# For how long nobody else says that a collective has failed for him, too, before the roll is closed; the others notice
+# it one after the other, when their neighbours leave.
+ROLL_CALL_S, LONGEST_ROLL_CALL_S, ROLL_LOOK_S = 2.0, 10.0, 0.1
 FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.05  # between two looks at the store: hundreds of ranks ask the same one
 
 
@@ -149,18 +151,15 @@ class Mesh:
         return mine[False], mine.get(True)
 
     def blame(self, error: RuntimeError) -> RuntimeError | CollectiveError:
-        """What to raise for `error`: if a collective failed, an error that names the ranks that were not in it.
+        """What to raise for `error`: if a collective failed, an error that names the ranks that say nothing of it.
 
-        Every rank in a failed collective gets an error of its own at about the same time and says so at the store;
-        those that say nothing are the late ones. A dead store leaves the error as it is.
+        Every rank in a failed collective gets an error of its own, sooner or later, and says so at the store. Those
+        that say nothing as long as others still do are lost, or held up. A dead store leaves the error as it is.
         """
         if not isinstance(error, dist.DistError) and not any(words in str(error) for words in LOST):
             return error
-        names = [f"failed/{rank}" for rank in range(self.world)]
         try:
-            self.store.set(names[self.rank], "1")
-            time.sleep(ROLL_CALL_S)
-            late = [str(rank) for rank, name in enumerate(names) if not self.store.check([name])]
+            late = self._silent()
         except RuntimeError:
             return error
         first_line = str(error).splitlines()[0]
@@ -170,9 +169,29 @@ class Mesh:
                 "they waited for one another in different ones; see that all make the same calls, as many times"
             )
         return CollectiveError(
-            f"rank{'s' if len(late) > 1 else ''} {', '.join(late)} of {self.world} did not take part in a collective "
-            f"within {self.timeout_s:g} s ({first_line}); look at the logs of the late, or raise comm.timeout_s"
+            f"rank{'s' if len(late) > 1 else ''} {', '.join(late)} of {self.world} did not answer when a collective "
+            f"had failed on others ({first_line}): lost, or held up for longer than {self.timeout_s:g} s; look at the "
+            "logs of those, or raise comm.timeout_s"
         )
+
+    def _silent(self) -> list[str]:
+        """The ranks that have not said that a collective failed for them, once nobody says so any more."""
+        names = [f"failed/{rank}" for rank in range(self.world)]
+        if not self.store.check([names[self.rank]]):
+            self.store.set(names[self.rank], "1")
+            self.store.add("failed", 1)
+        begun = heard = time.monotonic()
+        count = 0
+        while count < self.world and time.monotonic() < min(heard + ROLL_CALL_S, begun + LONGEST_ROLL_CALL_S):
+            now = self.store.add("failed", 0)
+            if now > count:
+                count, heard = now, time.monotonic()
+            else:
+                time.sleep(ROLL_LOOK_S)
+        silent = [str(rank) for rank, name in enumerate(names) if not self.store.check([name])]
+        if self.rank == 0:
+            time.sleep(3 * ROLL_LOOK_S)  # with rank 0 the store goes, at which the others still look
+        return silent
 
     def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)

@@ -176,7 +176,7 @@ def check(weights: Sequence[float]) -> None:
     """Raise ConfigError unless these are shares: numbers of which none is negative and one is positive."""
     if not all(0 <= weight < math.inf for weight in weights) or not sum(weights) > 0:
         raise ConfigError(
-            f"shards in proportion to {', '.join(f'{weight:g}' for weight in weights)} are impossible; give each rank "
+            f"weights {', '.join(f'{weight:g}' for weight in weights)} make no shares of the state; give each rank "
             "a number that is not negative, and at least one of them a positive one"
         )
 

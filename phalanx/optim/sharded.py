@@ -78,7 +78,10 @@ class Sharded:
                 "shard_degree out, so that there is one copy"
             )
         if len(weights) != degree:
-            raise ConfigError(f"shards for {len(weights)} ranks do not fit {degree}; give each rank a number")
+            raise ConfigError(
+                f"weights has a number for each of {len(weights)} ranks, but {degree} hold a copy of the state "
+                "together; give each of these one, or leave weights out"
+            )
         parameters = describe(model, units, rule)
         if sharding.compress == "int8":
             layout.check_rows(parameters)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from phalanx.comm.codec import PLAIN
 from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.topology import Topology
 from phalanx.comm.ways import Ways
 from phalanx.optim.engine import Precision
 from phalanx.optim.lane import Lane, Mark
@@ -96,6 +97,18 @@ class Timetable:
         last = max(self._orders)  # holds until then
         self._orders = {last: self._orders[last], step: orders(work, self._sharding, self._has_root)}
         moves_s = sum(work.reduce_s) + sum(work.gather_s)
-        told = {"step": step, "bytes_per_s": rate, "compute_s": work.compute_s, "transfers_s": moves_s}
-        if moves_s > WORTH_TELLING * work.compute_s:  # a link so fast is noise, whatever its rate
+        known = link_rate(rate, self._mesh.topology, self._sharding)
+        told = {"step": step, "bytes_per_s": known, "compute_s": work.compute_s, "transfers_s": moves_s}
+        # A link so fast is noise, whatever its rate, and on one node there is none.
+        if len(self._mesh.topology.nodes) > 1 and moves_s > WORTH_TELLING * work.compute_s:
             self._notices.append((Kind.ORDERED, told))
+
+
+def link_rate(rate: float, topology: Topology, sharding: Sharding) -> float | None:
+    """`rate`, bytes per second of the transfers, where it is that of the network between the nodes.
+
+    Ranks that share a node carry some of their bytes within it, copies of the state are apart, and parameters that are
+    gathered for each pass wait for the passes: there it is the rate of something else.
+    """
+    one_copy = sharding.degree in (None, len(topology.node_of))
+    return rate if topology.form == "ring" and one_copy and sharding.zero < 3 else None

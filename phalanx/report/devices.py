@@ -2,7 +2,8 @@
 
 What an even split would have cost is reckoned from the same records: with equal shares the device that needs most time
 for one would have held up all. Not all of its time grows with its share; which part does is known where the devices
-were measured.
+were measured. Of a device that had no share and was not measured nobody knows what one would have taken, and then
+nothing is said.
 """
 
 import html
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from phalanx import hardware
 from phalanx.errors import ConfigError
-from phalanx.records import RunPaths
+from phalanx.records import Kind, RunPaths, read_lines
 from phalanx.report import words
 
 Record = Mapping[str, Any]
@@ -27,26 +28,36 @@ DRAWN = len(COLORS)  # of more ranks than this only the extremes are drawn and s
 
 @dataclass(frozen=True)
 class Step:
-    """One step: sequences and busy seconds of each rank, and seconds of the whole."""
+    """One step: sequences and busy seconds of each rank, seconds of the whole, and micro-batches of each rank."""
 
     shares: tuple[int, ...]
     busy_s: tuple[float, ...]
     step_s: float
+    parts: int = 1
 
-    def even_s(self, lines: Mapping[int, Line]) -> float:
-        """What the step would have taken with equal shares; what no device was busy with (the link) stays as it is."""
+    def even_s(self, lines: Mapping[int, Line]) -> float | None:
+        """What the step would have taken with equal shares, in as many micro-batches; what no device was busy with (the
+        link) stays as it is. None where a rank had no share and its device has no line: what it was busy with counts
+        for nothing, and says nothing of a sequence."""
+        if any(not own and rank not in lines for rank, own in enumerate(self.shares)):
+            return None
         share = sum(self.shares) / len(self.shares)
         busy_s = max(
-            busy * _grows(lines.get(rank, (0.0, 1.0)), max(1, own), max(1.0, share))
+            busy * _grows(lines.get(rank, (0.0, 1.0)), self.parts, own, share)
             for rank, (own, busy) in enumerate(zip(self.shares, self.busy_s, strict=True))
         )
-        return max(0.0, self.step_s - max(self.busy_s)) + busy_s
+        return self.step_s - max(self.busy_s) + busy_s
+
+    def worked(self, rank: int) -> float:
+        """The part of the step in which a rank worked; some of what it did may lie a little before or behind."""
+        return min(1.0, self.busy_s[rank] / self.step_s)
 
 
-def _grows(line: Line, share: float, other: float) -> float:
-    """How many times as long a device of this line takes for another share."""
+def _grows(line: Line, parts: int, share: float, other: float) -> float:
+    """How many times as long a device of this line takes for another share in `parts` micro-batches; one without a
+    sequence costs as much as one of one."""
     fixed_s, sequence_s = line
-    return (fixed_s + other * sequence_s) / (fixed_s + share * sequence_s)
+    return (parts * fixed_s + max(other, parts) * sequence_s) / (parts * fixed_s + max(share, parts) * sequence_s)
 
 
 @dataclass(frozen=True)
@@ -63,14 +74,18 @@ class Device:
 
 @dataclass(frozen=True)
 class Summary:
-    """All devices over some steps; `step_s` and `even_s` are means of a step, as it was and with equal shares."""
+    """All devices over some steps; `step_s` and `even_s` are means of a step, as it was and with equal shares (None
+    where no step tells)."""
 
     devices: tuple[Device, ...]
     step_s: float
-    even_s: float
+    even_s: float | None
 
     @property
     def verdict(self) -> str:
+        """What an even split would have cost, as a sentence; empty where nobody knows."""
+        if self.even_s is None:
+            return ""
         ours, even = words.seconds(self.step_s), words.seconds(self.even_s)
         if self.even_s <= 1.005 * self.step_s:
             return f"an even split would have been as fast: {ours} a step"
@@ -89,7 +104,9 @@ def step_of(record: Record) -> Step | None:
     times = [words.number({"s": value}, "s") for value in busy_s]
     if sum(shares) == 0 or any(value is None or value < 0 for value in times):
         return None
-    return Step(tuple(shares), tuple(value for value in times if value is not None), step_s)
+    parts = record.get("parts")
+    known = parts if type(parts) is int and parts > 0 else 1  # older records do not name them
+    return Step(tuple(shares), tuple(value for value in times if value is not None), step_s, known)
 
 
 def summary(
@@ -106,21 +123,32 @@ def summary(
         return None
     steps = steps[1:] or steps
     whole_s, sequences = sum(step.step_s for step in steps), sum(sum(step.shares) for step in steps)
-    even_s = sum(step.even_s(lines or {}) for step in steps)
+    evens = [step.even_s(lines or {}) for step in steps]
     devices = []
     for rank in range(len(steps[-1].shares)):
         done, busy_s = sum(step.shares[rank] for step in steps), sum(step.busy_s[rank] for step in steps)
         rate = done / busy_s if busy_s > 0 and done else None
         last = steps[-1].shares[rank]
-        devices.append(Device(rank, names.get(rank, ""), done / sequences, last, busy_s / whole_s, rate))
-    return Summary(tuple(devices), whole_s / len(steps), even_s / len(steps))
+        devices.append(Device(rank, names.get(rank, ""), done / sequences, last, min(1.0, busy_s / whole_s), rate))
+    return Summary(tuple(devices), whole_s / len(steps), _mean([step.step_s for step in steps], evens))
+
+
+def _mean(steps_s: Sequence[float], evens: Sequence[float | None]) -> float | None:
+    """The mean of a step with equal shares, from the steps that tell it: as many times the mean of all."""
+    told = [(step_s, even_s) for step_s, even_s in zip(steps_s, evens, strict=True) if even_s is not None]
+    if not told:
+        return None
+    times = max(0.0, sum(even_s for _, even_s in told)) / sum(step_s for step_s, _ in told)
+    return times * sum(steps_s) / len(steps_s)
 
 
 def names_of(paths: RunPaths) -> dict[int, str]:
-    """What each rank's device is called, with its host where there are several; nothing where it was not measured."""
+    """What each rank's device is called: as it was measured, with its host where there are several, or as the last
+    start found it; nothing where neither says."""
     known = _known(paths)
     several = len({device.host for device in known}) > 1
-    return {device.rank: f"{device.model} on {device.host}" if several else device.model for device in known}
+    measured = {device.rank: f"{device.model} on {device.host}" if several else device.model for device in known}
+    return measured or dict(enumerate(_models(paths) or ()))
 
 
 def lines_of(paths: RunPaths) -> dict[int, Line]:
@@ -130,17 +158,26 @@ def lines_of(paths: RunPaths) -> dict[int, Line]:
 
 
 def _known(paths: RunPaths) -> tuple[hardware.Device, ...]:
+    """The devices of the last start as they were measured; none where others were, or none at all."""
     if not paths.hardware.exists():
         return ()
     try:
-        return hardware.read(paths.hardware).devices
+        devices = hardware.read(paths.hardware).devices
     except ConfigError:  # the report is of the steps
         return ()
+    return devices if _models(paths) in (None, [device.model for device in devices]) else ()
+
+
+def _models(paths: RunPaths) -> list[str] | None:
+    """What the devices of the last start are called, in order of rank, where it says."""
+    starts = [event for event in read_lines(paths.events) if event.get("kind") == Kind.RUN_STARTED]
+    models = starts[-1].get("models") if starts else None
+    return [str(model) for model in models] if isinstance(models, list) else None
 
 
 def compact(step: Step) -> str:
     """The last step in a few words, for a line that has little room."""
-    busy = [100 * seconds / step.step_s for seconds in step.busy_s]
+    busy = [100 * step.worked(rank) for rank in range(len(step.busy_s))]
     if len(busy) > DRAWN:
         shares = f"{min(step.shares)} to {max(step.shares)}"
         return f"shares {shares}, busy {min(busy):.0f} to {max(busy):.0f} %"
@@ -149,7 +186,7 @@ def compact(step: Step) -> str:
 
 def table(found: Summary) -> Table:
     """For a terminal; of many ranks the ones that waited least and most."""
-    shown = Table(caption=found.verdict, caption_justify="left", box=None, padding=(0, 2, 0, 0))
+    shown = Table(caption=found.verdict or None, caption_justify="left", box=None, padding=(0, 2, 0, 0))
     for title in TITLES:
         shown.add_column(title, justify="left" if title == "device" else "right", no_wrap=title != "device")
     for device in _few(found.devices):
@@ -188,9 +225,10 @@ def card(found: Summary | None) -> list[str]:
         f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in _cells(device))}</tr>"
         for device in _few(found.devices)
     )
-    few = f"; {2 * DRAWN} of {len(found.devices)} ranks" if len(found.devices) > 2 * DRAWN else ""
+    few = f"{2 * DRAWN} of {len(found.devices)} ranks" if len(found.devices) > 2 * DRAWN else ""
+    said = "; ".join(part for part in (found.verdict, few) if part)
     body = f'<table class="inside"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-    title = f"<h3>Devices<span>{html.escape(found.verdict + few)}</span></h3>"
+    title = f"<h3>Devices<span>{html.escape(said)}</span></h3>"
     return [f'<section class="card">{title}<div class="scroll">{body}</div></section>']
 
 
@@ -233,7 +271,7 @@ def _names(world: int) -> list[str]:
 
 def _values(step: Step, world: int) -> dict[str, float]:
     shares = [share / sum(step.shares) for share in step.shares]
-    busy = [seconds / step.step_s for seconds in step.busy_s]
+    busy = [step.worked(rank) for rank in range(len(step.busy_s))]
     if world <= DRAWN:
         return {f"share_{rank}": share for rank, share in enumerate(shares)} | {
             f"busy_{rank}": part for rank, part in enumerate(busy)

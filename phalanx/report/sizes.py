@@ -43,10 +43,17 @@ def show(found: dict[str, Any]) -> None:
 
 def notes(assumed: dict[str, Any]) -> list[str]:
     """What was assumed, and what the numbers leave out."""
+    zero = "" if assumed["zero"] is None else f" with parallel.zero {assumed['zero']}"
     found = [
-        f"Reckoned for {assumed['dtype']}, engine {assumed['engine']}, {assumed['micro_batch']} sample"
+        f"Reckoned for {assumed['dtype']}, engine {assumed['engine']}{zero}, {assumed['micro_batch']} sample"
         f"{'s' if assumed['micro_batch'] > 1 else ''} at a time, memory.activations={assumed['activations']}."
     ]
+    if assumed["zero_needs"]:
+        one, two = (assumed["zero_needs"][zero] for zero in ("1", "2"))
+        between = f"2 where it has {words.size(two)}, " if two < one else ""  # a few units save nothing by it
+        found.append(
+            f"parallel.zero is auto: the run takes 1 where each rank has {words.size(one)} free, {between}else 3."
+        )
     if assumed["micro_batch_measured"]:
         found.append(
             "train.micro_batch is auto: the run measures what fits; each further sequence takes as much again."

@@ -137,9 +137,9 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
         case Kind.SHARED | Kind.RESHARED:
             return _shared(event)
         case Kind.ORDERED:
-            rate = number(event, "bytes_per_s")
-            at = "" if rate is None else f" for a link of {size(rate)}/s"
-            return f"transfers in a new order from step {event.get('step', '?')} on{at}"
+            rate = number(event, "bytes_per_s")  # named where it is that of the network
+            at = "what was measured" if rate is None else f"a link of {size(rate)}/s"
+            return f"transfers in a new order from step {event.get('step', '?')} on, for {at}"
         case Kind.MEMORY_LIMITED:
             return "micro-batches are smaller where memory ran out before" + _limits(event)
         case Kind.CHECKPOINT_SAVED:

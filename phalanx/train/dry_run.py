@@ -37,7 +37,7 @@ from phalanx.train import adapters, copies
 from phalanx.train.engines import sharding_of
 from phalanx.train.own import Own
 from phalanx.train.own_checks import check_own
-from phalanx.train.probe import axes_of, depths_of, state_items
+from phalanx.train.probe import HALF, axes_of, depths_of, state_items
 from phalanx.train.subject import Subject, class_of_run, spec_from_run, subject_of
 from phalanx.train.trial import UNSHARDED
 
@@ -86,7 +86,13 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
     shard_over = 1 if config.parallel.data == "single" else copies
     sharding = sharding_of(config) if config.parallel.data == "sharded" else None
     shared = torch.float32 if config.train.dtype == "mixed" and ranks > 1 else dtype
-    memory = state_items(model, spec, Precision(dtype, shared), shard_over, rule, sharding)
+    items = functools.partial(state_items, model, spec, Precision(dtype, shared), shard_over, rule)
+    memory = items(sharding)
+    zero_needs = {}
+    if sharding is not None and config.parallel.zero == "auto":  # as probe.least_zero decides, once there is a device
+        for zero in (1, 2):
+            tried = sharding_of(update(config, {"parallel.zero": zero}))
+            zero_needs[str(zero)] = int(sum(items(tried).values()) / HALF)
     memory.pop(MEASURED)
     memory = {what: count // axes_of(config).model for what, count in memory.items()}
     most = max(balance.even(config.train.global_batch, copies))
@@ -113,6 +119,8 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
         "assumed": {
             "ranks": ranks,
             "engine": config.parallel.data,
+            "zero": None if sharding is None else sharding.zero,
+            "zero_needs": zero_needs,
             "dtype": config.train.dtype,
             "micro_batch": micro_batch,
             "micro_batch_measured": config.train.micro_batch == "auto",

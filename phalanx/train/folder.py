@@ -136,8 +136,10 @@ def saved_config(paths: RunPaths) -> Config | None:
 
 
 def next_attempt(paths: RunPaths) -> int:
-    """One more than the last attempt that left a trace."""
+    """One more than the last attempt that left a trace; of a run at a URL one that left nothing but logs here, since it
+    was killed before its records were copied and another machine went on."""
     traces = [*_numbers(read_lines(paths.events), "attempt"), *_numbers(read_lines(paths.metrics), "attempt")]
+    traces += paths.logged()
     return 1 + max(traces, default=0)
 
 

@@ -114,7 +114,7 @@ class Recorder:
         tokens_per_s = self._positions / step_s
         mfu, mfu_causal = self._speed.mfu(tokens_per_s)
         on_host = self._mesh.device.type == "cpu"
-        shares, busy_s = self._sharing.shown(done.step)
+        division, busy_s = self._sharing.shown(done.step)
         return StepRecord(
             step=done.step,
             attempt=self._attempt,
@@ -132,7 +132,8 @@ class Recorder:
             mfu_causal=mfu_causal,
             memory_bytes=int(max(memories)),
             skipped=skip != 0.0,
-            shares=shares,
+            shares=None if division is None else list(division.shares),
+            parts=None if division is None else division.parts,
             busy_s=busy_s,
             loss_scale=done.outcome.loss_scale,
         )

@@ -227,12 +227,17 @@ def _check_data(prepared: Prepared, vocab_size: int, config: Config, subject: Su
             continue
         file = held_out[name]
         less = "no record that is short enough"
+        remedy = "raise data.held_out, lower data.seq_len"
         if isinstance(file, TokenFile):
             less = f"only {file.tokens} tokens, less than one sequence of {config.data.seq_len}"
+            if not file.documents and name == HELD_OUT:
+                documents = sum(TokenFile(folder).documents for folder, _ in prepared.train)
+                less = f"no tokens: data.held_out {config.data.held_out:g} chose no document of {documents}"
+                remedy = "raise it, name a set in data.validation"
         if name != HELD_OUT:
             raise DataError(f"data.validation {name} has {less}; add documents, lower data.seq_len, or remove it")
         if config.train.eval_every and len(held_out) == 1:
             raise DataError(
-                f"train.eval_every asks for evaluations, but the held-out documents have {less}; raise data.held_out, "
-                "lower data.seq_len, or set train.eval_every=0"
+                f"train.eval_every asks for evaluations, but the held-out documents have {less}; {remedy}, or set "
+                "train.eval_every=0"
             )

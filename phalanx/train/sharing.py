@@ -204,15 +204,16 @@ class Sharing:
             self._say(Kind.RESHARED, {"step": step + 1, "shares": shares, "parts": parts, **details})
         return self._history.division
 
-    def shown(self, step: int) -> tuple[list[int] | None, list[float] | None]:
-        """Shares and seconds worked, in order of rank, for the record of a step; None where it does not name them."""
+    def shown(self, step: int) -> tuple[Division | None, list[float] | None]:
+        """The division and the seconds worked, in order of rank, for the record of a step; None where it does not name
+        them."""
         division, before = self._walked.get(step), self._walked.get(step - 1)
         if len(self.most) == 1 or division is None:
             return None, None
         if len(self.most) > SHOWN_RANKS and division == before and step % SHOWN_EVERY:
             return None, None
         busy_s = self._busy.get(step)
-        return list(division.shares), busy_s if busy_s and min(busy_s) > 0 else None
+        return division, busy_s if busy_s and min(busy_s) > 0 else None
 
 
 def recorded(paths: RunPaths) -> Recorded:

@@ -11,6 +11,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.models.draws import Draws
 from phalanx.models.llama import Llama
 from phalanx.optim import gradients
+from phalanx.optim.engine import Engine
 from phalanx.optim.sharded import Sharded
 from phalanx.parallel.apply import own_units
 from phalanx.parallel.parted import TIED, shares_ends
@@ -19,11 +20,12 @@ from phalanx.tasks.task import Batch, Task
 
 
 def run_pipeline(
-    engine: Sharded, model: Llama, task: Task, batches: Sequence[Batch], *, seed: int, step: int, nominal_weight: int,
-    pipeline: Pipeline,
+    engine: Engine, model: nn.Module, task: Task, batches: Sequence[Batch], *, seed: int, step: int,
+    nominal_weight: int, pipeline: Pipeline,
 ) -> Tensor:  # fmt: skip
     """As `run_micro_batches`, of stages. All ranks of a pipeline have the same batches; the loss sum is returned on the
     one that holds the last stage, and 0 on the others."""
+    assert isinstance(engine, Sharded) and isinstance(model, Llama)  # as the configuration sees to
     total = torch.zeros((), dtype=pipeline.precision.master, device=batches[0].samples.device)
 
     def run(part: nn.Module, batch: Batch) -> Tensor:
@@ -41,9 +43,10 @@ def run_pipeline(
 
 
 def evaluate_pipeline(
-    model: Llama, task: Task, steps: Iterable[Sequence[Batch]], mesh: Mesh, pipeline: Pipeline
+    model: nn.Module, task: Task, steps: Iterable[Sequence[Batch]], mesh: Mesh, pipeline: Pipeline
 ) -> tuple[float, int, dict[str, float]]:
     """As `evaluate`: what is counted is counted where the last stage is. `mesh` is that of all ranks."""
+    assert isinstance(model, Llama)
     counted: list[float] = []
 
     def run(part: nn.Module, batch: Batch) -> Tensor:

@@ -17,6 +17,7 @@ from phalanx import accelerator, mirror
 from phalanx.axes import Axes
 from phalanx.checkpoint.disk import Saver
 from phalanx.checkpoint.read import find, newest_agreed
+from phalanx.comm.compressed import other_nodes
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import Diverged, OutOfMemory, RunError
@@ -35,7 +36,7 @@ from phalanx.train.metrics import Recorder, speed_of
 from phalanx.train.profile import Inspection
 from phalanx.train.sinks import Records, Sink
 from phalanx.train.staged import evaluate_pipeline, run_pipeline
-from phalanx.train.state_shares import state_weights
+from phalanx.train.state_shares import settled_weights
 from phalanx.train.step import evaluate, run_micro_batches
 from phalanx.train.subject import subject_of
 
@@ -82,11 +83,7 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         mirrored = None if job.paths.url is None else functools.partial(mirror.before_commit, job.paths, {})
         saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, records.event, mirrored)
         subject = subject_of(config, job.spec, job.paths)
-        weights = state_weights(config, subject, mesh.data, placement.local_world)
-        if weights is not None and config.balance.state == "auto":
-            shares = [round(weight, 4) for weight in weights]
-            why = "equal parts do not fit beside parameters and activations everywhere"
-            records.event(Kind.RESOLVED, {"key": "balance.state", "value": shares, "reason": why})
+        weights = settled_weights(config, subject, mesh, placement.local_world, job.paths, records)
         speeds, link = know(config, subject, placement, mesh, job.paths, records, weights)
         known = (job.paths, speeds, link, weights)
         parts = build(config, job.spec, mesh, job.train_tokens, job.held_out_tokens, *known)
@@ -179,6 +176,9 @@ class Loop:
             if self.parts.engine.loss_scale is not None and "loss_scale" in header:
                 self.parts.engine.loss_scale.restore(header["loss_scale"])
             self.records.event(Kind.RESUMED, {"step": step, "checkpoint": checkpoint.path.name})
+            moved = other_nodes(self.job.config.comm.compress, header.get("nodes"), self.mesh.topology)
+            if moved is not None:
+                self.records.event(Kind.WARNING, {"message": moved})
             checkpoint.close()
         elif self.placement.attempt > 1:
             self.records.event(Kind.WARNING, {"message": "there is no checkpoint yet: starting again from step 1"})
@@ -248,11 +248,16 @@ class Loop:
         """Forward and backward of a step's micro-batches; the sum of the losses that this rank counts."""
         parts, config = self.parts, self.job.config
         pipeline = parts.parted.pipeline
-        how = {"seed": config.train.seed, "step": step, "nominal_weight": parts.nominal_weight}
-        if pipeline is None:
-            loss_sum = run_micro_batches(parts.engine, parts.model, parts.task, batches, **how)
-        else:
-            loss_sum = run_pipeline(parts.engine, parts.model, parts.task, batches, pipeline=pipeline, **how)
+        run = run_micro_batches if pipeline is None else functools.partial(run_pipeline, pipeline=pipeline)
+        loss_sum = run(
+            parts.engine,
+            parts.model,
+            parts.task,
+            batches,
+            seed=config.train.seed,
+            step=step,
+            nominal_weight=parts.nominal_weight,
+        )
         return loss_sum if parts.parted.speaks else torch.zeros_like(loss_sum)
 
     def note(self, record: StepRecord | None) -> None:
@@ -308,6 +313,7 @@ class Loop:
             "skipped": self.skipped,
             "attempt": self.placement.attempt,
             "world": self.mesh.world,
+            "nodes": list(self.mesh.topology.node_of),
             "division": self.parts.sharing.header(),
         }
         if self.parts.engine.loss_scale is not None:

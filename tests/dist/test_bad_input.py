@@ -121,8 +121,8 @@ def test_bad_data_and_shapes(override: str, words: str, bad_data: dict[str, Any]
 def test_evaluations_that_have_nothing_to_read_are_refused(here: Path) -> None:
     (here / "one.txt").write_text("a single document, which is trained on " * 20)
     found = refused(here, "train", "recipe.yaml", "data.source=one.txt", "train.eval_every=1", "data.held_out=1e-9")
-    assert "train.eval_every asks for evaluations, but the held-out documents have only 0 tokens" in found
-    assert found.endswith("raise data.held_out, lower data.seq_len, or set train.eval_every=0")
+    assert "have no tokens: data.held_out 1e-09 chose no document of 1" in found
+    assert found.endswith("raise it, name a set in data.validation, or set train.eval_every=0")
 
 
 def test_one_rank_that_is_asked_to_be_two(here: Path) -> None:
@@ -428,3 +428,9 @@ def test_data_commands(here: Path) -> None:
     found = refused(here, "data", "inspect", made[1], "--tokenizer", "gone")
     assert found.startswith("data.tokenizer is gone, which does not exist; name a local Hugging Face folder")
     assert "optim.lr=1 changes a recipe, but" in refused(here, "data", "inspect", made[1], "optim.lr=1")
+
+
+def test_what_one_rank_does_not_read_is_said_at_the_start(here: Path) -> None:
+    code, out, err = phalanx(here, "train", "recipe.yaml", "--ranks", "1", "parallel.data=single", "parallel.zero=2")
+    assert code == 0, err
+    assert "parallel.zero has no effect with parallel.data single" in " ".join(out.split())

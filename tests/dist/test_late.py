@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from phalanx.comm import mesh as meshes
 from phalanx.comm.mesh import join
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import CollectiveError
@@ -46,8 +47,27 @@ def test_the_late_rank_is_named(sleeper: int) -> None:
     answers = run_ranks(hang, 2, sleeper=sleeper)
     assert answers[sleeper] == "slept"
     named = answers[1 - sleeper]
-    assert named.startswith(f"{CollectiveError.__name__}: rank {sleeper} of 2 did not take part in a collective")
+    assert named.startswith(f"{CollectiveError.__name__}: rank {sleeper} of 2 did not answer when a collective")
     assert "comm.timeout_s" in named
+
+
+def noticing(placement: Placement, lost: int | None) -> str:
+    """What a rank says that notices a failure later than the one before it; `lost` does not."""
+    meshes.ROLL_CALL_S = 1.0
+    with join(placement, 20) as mesh:
+        mesh.sum([1.0])
+        if placement.rank == lost:
+            time.sleep(4)
+            return "nothing"
+        time.sleep(0.6 * placement.rank)
+        return str(mesh.blame(RuntimeError("gloo: the pair was closed")))
+
+
+def test_who_is_slow_to_notice_is_not_named() -> None:
+    *said, nothing = run_ranks(noticing, 4, lost=3)
+    assert nothing == "nothing"
+    assert all(each.startswith("rank 3 of 4 did not answer") for each in said), said
+    assert all(each.startswith("a collective failed on all 3 ranks") for each in run_ranks(noticing, 3, lost=None))
 
 
 def test_a_rank_whose_store_is_still_tried_is_waited_for() -> None:

@@ -421,9 +421,9 @@ def test_ranks_that_ask_for_unlike_things() -> None:
         zero, degree, length, nothing, negative, shape, rates = found
         assert "rank 1 calls phalanx.shard with zero=2, but rank 0 with zero=1" in zero
         assert "a copy of the state cannot be sharded over 3 ranks each, since there are 2" in degree
-        assert "shards for 3 ranks do not fit 2" in length
-        assert "shards in proportion to 0, 0 are impossible" in nothing
-        assert "shards in proportion to -1, 1 are impossible" in negative
+        assert "weights has a number for each of 3 ranks, but 2 hold a copy of the state together" in length
+        assert "weights 0, 0 make no shares of the state" in nothing
+        assert "weights -1, 1 make no shares of the state" in negative
         assert "rank 1 has another model than rank 0: they differ in scale" in shape
         assert "learning rates of step 1 are from 0.01 to 0.02; give all ranks the same" in rates
 
@@ -439,7 +439,7 @@ def absent(placement: Placement) -> str:
 
 def test_a_rank_that_is_late_is_named() -> None:
     said = run_ranks(absent, 2)[0]
-    assert "rank 1 of 2 did not take part in a collective within 1 s" in said
+    assert "rank 1 of 2 did not answer when" in said
     assert "raise timeout_s" in said
 
 

@@ -427,7 +427,7 @@ def test_the_others_end_when_a_rank_does(mistake: str, zero: int, said: str) -> 
     if said:
         assert found[1][0] == said
     else:  # the store, which knows who is late, is rank 0's: the others may come when it is gone
-        assert re.match(r"ranks? [\d, ]*\b1\b[\d, ]* of 4 did not take part", found[0][0]), found
+        assert re.match(r"ranks? [\d, ]*\b1\b[\d, ]* of 4 did not answer", found[0][0]), found
 
 
 # ---------------------------------------------------------------------------------------------- a lane that lags behind

@@ -11,9 +11,10 @@ from phalanx.comm.mesh import join
 from phalanx.errors import ConfigError
 from phalanx.optim.held import Held
 from phalanx.optim.sharded import Sharded
-from phalanx.records import Kind, Placement
+from phalanx.records import Kind, Placement, RunPaths
 from phalanx.train import trainer
-from phalanx.train.state_shares import FOR_STATE, state_weights
+from phalanx.train.sinks import Records
+from phalanx.train.state_shares import FOR_STATE, settled_weights, state_weights
 from phalanx.train.subject import subject_of
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -92,6 +93,44 @@ def test_a_run_cuts_its_state_so_and_walks_the_same_curve(tokens: Path, tmp_path
     (said,) = [each for each in runs.events(tmp_path / "tight", Kind.RESOLVED) if each["key"] == "balance.state"]
     assert said["value"][1] < 0.2
     assert farthest(outcome(tmp_path / "tight").losses, walk(1, tmp_path / "one", tokens).losses) < 1e-9
+
+
+def settling(
+    placement: Placement, run: str, data: str, starts: list[tuple[list[int], dict[str, Any]]]
+) -> list[list[float] | None]:
+    """What the ranks hold from one start to the next, with so many bytes free on each of them."""
+    paths, found = RunPaths(Path(run)), []
+    with join(placement, 30) as mesh:
+        for attempt, (free, changes) in enumerate(starts, start=1):
+            accelerator.memory_free = lambda device, local_world, free=free: free[placement.rank]  # type: ignore[misc]
+            described = runs.job(run, data, changes, placement.world)
+            records = Records(paths, attempt, [], active=mesh.rank == 0)
+            subject = subject_of(described.config, described.spec)
+            weights = settled_weights(described.config, subject, mesh, 1, paths, records)
+            found.append(None if weights is None else list(weights))
+    return found
+
+
+def test_what_was_found_is_taken_again_as_long_as_it_fits(tokens: Path, tmp_path: Path) -> None:
+    whole, state = bytes_of(tokens, 2)
+    tight = int((whole + state / 10) / FOR_STATE) + 20_000
+    starts = [
+        ([ROOMY, tight], {}),
+        ([ROOMY, ROOMY], {}),  # as before
+        ([ROOMY, whole // 2], {}),  # where nothing fits any more
+        ([ROOMY, ROOMY], {"parallel.zero": 2}),  # another layout
+        ([ROOMY, 2 * tight], {"parallel.zero": 2}),
+        ([ROOMY, ROOMY], {}),
+    ]
+    (tmp_path / "run").mkdir()
+    first, other = run_ranks(settling, 2, run=str(tmp_path / "run"), data=str(tokens), starts=starts)
+    assert first == other
+    cut, again, none, even, still, last = first
+    assert cut is not None
+    assert cut[1] < 0.2
+    assert (again, none, even, still, last) == (cut, [1.0, 0.0], None, None, [1.0, 0.0])
+    said = [each["value"] for each in runs.events(tmp_path / "run", Kind.RESOLVED)]
+    assert said == [cut, [1.0, 0.0], "even"]
 
 
 def unlike(placement: Placement, run: str, data: str, zeros: list[int]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.comm.compressed import other_nodes
 from phalanx.comm.mesh import join
 from phalanx.comm.topology import Topology
 from phalanx.errors import ConfigError
@@ -78,6 +79,24 @@ def test_interrupted_it_goes_on_bit_by_bit(
     assert all(torch.equal(tensor, in_two.state[name]) for name, tensor in whole.state.items())
     assert farthest(whole.losses, alone.losses) > 1e-6
     assert whole.losses[-1] == pytest.approx(alone.losses[-1], rel=0.01)
+
+
+def test_going_on_where_ranks_share_nodes_otherwise_is_told(tokens: Path, tmp_path: Path) -> None:
+    for way, steps in ((on_two_nodes, 1), (on_two_nodes, 2), (runs.train, 3)):
+        changes = {"comm.compress": "bf16", "train.steps": steps}
+        arguments = {"run": str(tmp_path / "run"), "data": str(tokens), "changes": changes}
+        run_ranks(way, 2, timeout_s=120, **arguments)
+        told = [event["message"] for event in runs.events(tmp_path / "run", Kind.WARNING)]
+        assert any("the ranks share nodes otherwise" in message for message in told) == (steps == 3), told
+
+
+def test_only_what_changes_a_compressed_sum_is_told() -> None:
+    pairs, one = Topology.of("aabb"), Topology.of("aa")
+    assert other_nodes("int8", [0, 1], pairs)
+    assert other_nodes("bf16", [0, 1], one)
+    for compress, before, now in (("none", [0, 1], pairs), ("int8", None, pairs), ("int8", [0, 0, 1, 1], pairs),
+                                  ("int8", [0, 0, 0], one)):  # fmt: skip
+        assert other_nodes(compress, before, now) is None
 
 
 @pytest.mark.parametrize("engine", ["single", "fsdp2"])

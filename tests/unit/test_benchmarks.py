@@ -103,6 +103,12 @@ def test_what_was_not_measured_does_not_hold() -> None:
     assert not harness.at_most("error", 0.6, 0.5).holds
 
 
+def test_a_ratio_near_one_is_not_shown_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"over": 0.99981}, {"over": 1.0}, {"over": 1234.56}]
+    harness.report({"name": "n", "machine": {}, "versions": {}, "rows": rows, "checks": []}, None)
+    assert {"0.9998", "1", "1235"} <= set(capsys.readouterr().out.split())
+
+
 def test_spread_of_one_and_of_many() -> None:
     assert harness.spread([2.0]) == (2.0, 2.0, 2.0)
     assert harness.spread([5.0, 1.0, 3.0, 2.0, 4.0]) == (2.0, 3.0, 4.0)

@@ -26,6 +26,7 @@ COMMANDS = [
     ["report"],
     ["config"],
     ["config", "schema"],
+    ["config", "explain"],
     ["config", "show"],
     ["config", "presets"],
     ["data"],
@@ -181,6 +182,7 @@ def test_presets_are_listed() -> None:
     assert re.search(
         r"^llama-3-8b +8\.03 billion parameters, 32 layers, width 4096, 32 heads \(8 kv\)", done.stdout, re.M
     )
+    assert len({line.index(" billion") for line in lines}) == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -197,6 +199,9 @@ WRONG = [
     (["config", "show", "recipe.yaml", "optim.lr=nan"], "optim.lr must be a finite number, not 'nan'"),
     (["config", "show", "recipe.yaml", "model.heads=4", "model.kv_heads=3"], "model.kv_heads is 3"),
     (["config", "show", "recipe.yaml", "model.preset=llama"], "model.preset 'llama' is not known"),
+    (["config", "explain", "optim.lrr"], "there is no key optim.lrr; did you mean optim.lr?"),
+    (["config", "explain", "seed"], "there is no key seed; did you mean train.seed?"),
+    (["config", "explain", "optin"], "there is no key optin; did you mean optim?"),
 ]
 
 

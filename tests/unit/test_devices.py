@@ -31,11 +31,50 @@ def test_an_even_split_would_have_waited_for_the_device_that_needs_longest_for_a
     assert Step((24, 8), (0.96, 0.8), 1.0).even_s({}) == pytest.approx(1.64)
     # With equal shares it is the step itself.
     assert Step((16, 16), (0.5, 0.9), 1.0).even_s({}) == pytest.approx(1.0)
-    # A rank without a share has still run one sequence that counts for nothing.
-    assert Step((4, 0), (0.4, 0.3), 0.4).even_s({}) == pytest.approx(0.6)
-    # Of which two thirds are what a micro-batch takes by itself, as was measured: two take 0.4 s.
+    # A rank without a share has still run one sequence that counts for nothing. Two thirds of that are what a
+    # micro-batch takes by itself, as was measured: two take 0.4 s.
     assert Step((4, 0), (0.4, 0.3), 0.4).even_s({1: (0.04, 0.02)}) == pytest.approx(0.4)
     assert Step((24, 8), (0.96, 0.8), 1.0).even_s({1: (0.4, 0.05)}) == pytest.approx(1.24)
+    # Two micro-batches take 0.8 s by themselves, and six sequences 0.3 s more.
+    assert Step((8, 4), (1.2, 1.0), 1.2, parts=2).even_s(dict.fromkeys((0, 1), (0.4, 0.05))) == pytest.approx(1.1)
+    # Work that lies a little before or behind its step makes an even split neither longer nor shorter.
+    assert Step((16, 16), (0.5, 1.1), 1.0).even_s({}) == pytest.approx(1.0)
+
+
+def test_of_a_device_that_had_no_share_and_was_not_measured_nothing_is_said() -> None:
+    assert Step((12, 0), (0.9, 0.3), 1.0).even_s({}) is None
+    found = devices.summary([record(step, [12, 0], [0.9, 0.3]) for step in (1, 2)], {})
+    assert found is not None
+    assert (found.even_s, found.verdict) == (None, "")
+    assert "even split" not in shown(devices.table(found)) + devices.card(found)[0]
+    # A step in which it had one tells what all of them would have taken.
+    some = devices.summary([MIXED[0], record(2, [10, 2], [0.9, 0.4]), record(3, [12, 0], [0.9, 0.3])], {})
+    assert some is not None
+    assert some.even_s == pytest.approx(1.3)
+
+
+def test_nobody_is_shown_as_busy_for_longer_than_a_step() -> None:
+    over = record(1, [3, 3], [1.2, 0.6])
+    found = devices.summary([over], {})
+    assert found is not None
+    assert [device.busy for device in found.devices] == [1.0, 0.6]
+    step = devices.step_of(over)
+    assert step is not None
+    assert devices.compact(step) == "shares 3+3, busy 100/60 %"
+    assert devices.columns([over], 2)["busy_0"] == [1.0]
+
+
+def test_devices_that_were_not_measured_are_called_as_the_start_found_them(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert devices.names_of(paths) == {}
+    append_line(paths.events, {"kind": Kind.RUN_STARTED, "models": ["cpu", "T4"]})
+    assert devices.names_of(paths) == {0: "cpu", 1: "T4"}
+    times = ((1, 0.1),)
+    measured = [Device(rank, 0, rank, "here", "cpu", model, 1, 1, times, None) for rank, model in enumerate("ab")]
+    hardware.write(paths.hardware, Hardware({}, tuple(measured), None))
+    assert (devices.names_of(paths), devices.lines_of(paths)) == ({0: "cpu", 1: "T4"}, {})  # others were measured
+    append_line(paths.events, {"kind": Kind.RUN_STARTED, "models": ["a", "b"]})
+    assert (devices.names_of(paths), len(devices.lines_of(paths))) == ({0: "a", 1: "b"}, 2)
 
 
 def test_a_summary_leaves_out_the_first_step_and_steps_of_other_worlds() -> None:

@@ -20,6 +20,7 @@ from phalanx.report import sizes, words
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Batch
 from phalanx.train.dry_run import LiveBytes, activation_bytes, dry_run, height_of
+from phalanx.train.probe import least_zero
 from phalanx.train.subject import subject_of
 from tests.helpers import ROOT, run_ranks
 from tests.numerics import runs
@@ -191,3 +192,20 @@ def test_labels_that_only_the_data_know_are_reckoned_as_two() -> None:
     named = dry_run(checked(shape, **{**tree, "task": {"kind": "tag", "labels": ["O", "B-X", "I-X"]}}), 1)
     assert named["model"]["parts"]["head"] == 3 * 64 + 3
     assert not any("task.labels" in note for note in sizes.notes(named["assumed"]))
+
+
+def test_it_says_which_zero_is_taken_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = checked(MODEL | {"layers": 12}, train={"dtype": "fp32"})
+    found = dry_run(config, 4)
+    needs = found["assumed"]["zero_needs"]
+    reckoned, auto = sizes.notes(found["assumed"])[:2]
+    assert "engine sharded with parallel.zero 1," in reckoned
+    assert auto.startswith(f"parallel.zero is auto: the run takes 1 where each rank has {words.size(needs['1'])} free")
+    config, _ = recipe.resolve(config, device="cpu", world=4)
+    for free, taken in ((1.01 * needs["1"], 1), (0.99 * needs["1"], 2), (0.99 * needs["2"], 3)):
+        monkeypatch.setattr("phalanx.accelerator.memory_free", lambda *_, free=free: free)
+        assert least_zero(config, subject_of(config, recipe_spec(config)), ["cpu"], world=4, local_world=4) == taken
+    fixed = sizes.notes(dry_run(checked(MODEL, parallel={"zero": 3}), 4)["assumed"])
+    assert "engine sharded with parallel.zero 3," in fixed[0]
+    assert not any("is auto: the run takes 1" in note for note in fixed)
+    assert "parallel.zero" not in " ".join(sizes.notes(dry_run(checked(MODEL), 1)["assumed"]))

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.data.tokens import TokenFile, TokenWriter
 from phalanx.errors import RunError
-from phalanx.records import RunPaths
+from phalanx.records import Kind, RunPaths, write_event
 from phalanx.train import folder
 
 
@@ -134,3 +134,13 @@ def test_every_file_of_a_tokenizer_goes_with_the_run(tmp_path: Path) -> None:
     folder.write_start(paths, recipe.check({"model": {"preset": "llama-3.2-1b"}}, "here"), tokenizer)
     assert sorted(file.name for file in paths.tokenizer.iterdir()) == sorted(TOKENIZER_FILES)
     assert {"added_tokens.json", "chat_template.json", "spiece.model", "vocab.txt"} <= set(TOKENIZER_FILES)
+
+
+def test_an_attempt_that_left_only_logs_counts(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert folder.next_attempt(paths) == 1
+    write_event(paths.events, Kind.RUN_STARTED, 3)
+    assert folder.next_attempt(paths) == 4
+    paths.log(5, 0).parent.mkdir(parents=True)
+    (paths.log(5, 0).parent.parent / "attempt-of-mine").mkdir()
+    assert folder.next_attempt(paths) == 6

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.ending import outcome
+from phalanx.ending import outcome, stopped_early
 from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps, write_event
 from tests.helpers import ROOT, wait_until
 
@@ -126,3 +126,13 @@ def test_what_was_saved_has_not_failed(
     for kind in written:
         write_event(paths.events, kind, 2)
     assert outcome(paths, code, 2) == expected
+
+
+def test_a_start_that_is_stopped_early_says_what_the_next_one_goes_on_from(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert stopped_early(paths, "SIGINT").endswith("before any step was done; the same command starts again")
+    for step in (4, 8):
+        write_event(paths.events, Kind.CHECKPOINT_SAVED, 1, step=step)
+    assert stopped_early(paths, "SIGINT") == (
+        "stopped by SIGINT before any further step; the same command goes on from the checkpoint of step 8"
+    )

@@ -5,7 +5,10 @@ import random
 
 import pytest
 
+from phalanx.comm.topology import Topology
+from phalanx.optim.order import Sharding
 from phalanx.optim.rates import Rates, changed, observe, remade, step_rate
+from phalanx.optim.timetable import link_rate
 
 MB = 1e6
 
@@ -71,3 +74,13 @@ def test_noise_is_no_change_and_half_the_rate_is_one(jitter: float) -> None:
     rates, made = walk(rates, noisy(25 * MB, 6))
     assert made in ([1], [2]) and rates.in_use is not None
     assert abs(math.log(rates.in_use / (25 * MB))) < 3 * jitter
+
+
+def test_a_rate_is_called_the_networks_only_where_it_is() -> None:
+    apart, pairs, together = Topology.of("abcd"), Topology.of("aabb"), Topology.of("aaaa")
+    assert link_rate(MB, apart, Sharding(2, "per_step")) == MB
+    assert link_rate(MB, apart, Sharding(1, "per_step", degree=4)) == MB
+    assert link_rate(MB, pairs, Sharding(2, "per_step")) is None
+    assert link_rate(MB, together, Sharding(2, "per_step")) is None
+    assert link_rate(MB, apart, Sharding(1, "per_step", degree=2)) is None
+    assert link_rate(MB, apart, Sharding(3, "per_micro_batch")) is None

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx import recipe
+from phalanx.combinations import unused
 from phalanx.config import Config, get, leaves
 from phalanx.errors import ConfigError
 
@@ -214,12 +215,52 @@ def test_a_list_of_shares_is_one_of_all_ranks() -> None:
             recipe.resolve(config, device="cpu", world=world)
 
 
+def test_all_that_cannot_be_with_so_many_ranks_comes_at_once() -> None:
+    lists = {"work": [30, 2], "state": [1, 2]}
+    config = recipe.check(tree(balance=lists, parallel={"data": "single"}), "here")
+    with pytest.raises(ConfigError) as caught:
+        recipe.resolve(config, device="cpu", world=3)
+    assert [line.split()[1] for line in str(caught.value).splitlines()[1:]] == [
+        "parallel.data",
+        "balance.work",
+        "balance.state",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("balance", "degree", "sentence"),
+    [
+        ({"state": [1, 2, 3]}, 2, "balance.state has numbers for 3 ranks, but with parallel.shard_degree 2"),
+        ({"work": [30, 2], "state": [1]}, "auto", "balance.work has numbers for 2 ranks and balance.state for 1"),
+        ({"work": [30, 1, 1]}, 2, "balance.work has numbers for 3 ranks, which parallel.shard_degree 2 does not"),
+    ],
+)
+def test_lists_that_fit_no_number_of_ranks_are_a_mistake_of_the_recipe(
+    balance: dict[str, Any], degree: int | str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe.check(tree(balance=balance, parallel={"shard_degree": degree}, train={"micro_batch": 99}), "here")
+    assert "has 2 problems" in str(caught.value)
+    assert sentence in str(caught.value)
+
+
 def test_one_rank_alone_is_not_asked_of_many() -> None:
     config = recipe.check(tree(parallel={"data": "single"}), "here")
     with pytest.raises(
         ConfigError, match=r"parallel.data single trains on one rank, but there are 2; set parallel.data"
     ):
         recipe.resolve(config, device="cpu", world=2)
+
+
+def test_what_one_rank_does_not_read_is_told() -> None:
+    asked = {"zero": 2, "reduce": "per_step"}
+    config = recipe.check(tree(parallel={"data": "single", **asked}, optim={"slots": 2}), "here")
+    assert [sentence.split()[0] for sentence in unused(config)] == ["parallel.zero", "parallel.reduce", "optim.slots"]
+    assert unused(config)[0] == (
+        "parallel.zero has no effect with parallel.data single, which shards nothing; remove it, or set "
+        "parallel.data=auto"
+    )
+    assert unused(recipe.check(tree(parallel=asked), "here")) == []  # a recipe for many may run on one
 
 
 def test_going_on_keeps_what_auto_was_resolved_to() -> None:

@@ -60,6 +60,14 @@ DETAILS = ("step", "loss", "pids", "pid", "rank", "signal", "exit_code", "bytes"
         ({"kind": "evaluated", "step": 4, "set": "math", "loss": 2.0}, "math loss 2.0000, perplexity 7.4 after step 4"),
         ({"kind": "finished", "step": 200, "seconds": 185}, "finished after step 200, 3 min 05 s"),
         ({"kind": "attempt_started", "attempt": 2, "pids": {"0": 8}}, "attempt 2 started with 1 rank (pid 8)"),
+        (
+            {"kind": "ordered", "step": 3, "bytes_per_s": 2.0**20},
+            "transfers in a new order from step 3 on, for a link of 1 MiB/s",
+        ),
+        (
+            {"kind": "ordered", "step": 3, "bytes_per_s": None},
+            "transfers in a new order from step 3 on, for what was measured",
+        ),
         ({"kind": "of_a_later_version", "time": 1, "weight": 3}, "of_a_later_version, weight 3"),
     ],
 )

@@ -1,0 +1,47 @@
+"""What `phalanx config explain` says of keys."""
+
+import pytest
+
+from phalanx.config import leaves
+from phalanx.errors import ConfigError
+from phalanx.explain import explain
+
+
+def test_a_key_is_explained_with_all_that_is_known_of_it() -> None:
+    assert explain("optim.lr", 80).splitlines() == [
+        "optim.lr: peak learning rate",
+        "  values   number above 0",
+        "  default  0.0003",
+        "  curve    yes: it defines the loss curve, so a run folder keeps it",
+    ]
+    zero = explain("parallel.zero", 80)
+    assert "  values   auto, 1, 2, 3\n" in zero
+    assert "  default  auto\n" in zero
+    assert "  auto     gets its value at each start;" in zero
+    assert zero.endswith("  curve    no: it may differ from one start to the next")
+    assert max(map(len, zero.splitlines())) <= 80
+    assert "first start and keeps it unless the run goes on with other" in explain("train.micro_batch", 120)
+    assert "first start and keeps it;" in explain("optim.decay_steps", 120)
+    assert "stays auto" in explain("balance.work", 120)
+
+
+@pytest.mark.parametrize("key", [key for key, _ in leaves()])
+def test_every_key_can_be_explained(key: str) -> None:
+    assert explain(key, 60).startswith(f"{key}: ")
+
+
+def test_a_section_and_all_keys_are_listed_with_a_line_each() -> None:
+    assert [line.split()[:2] for line in explain("checkpoint", 80).splitlines()] == [
+        ["checkpoint.every", "100"],
+        ["checkpoint.keep", "3"],
+    ]
+    assert [line.split()[0] for line in explain("", 80).splitlines()] == [key for key, _ in leaves()]
+    assert max(map(len, explain("", 80).splitlines())) == 80
+    assert explain("model.lora", 300).count("\n") == explain("", 300).count("\nmodel.lora.") - 1
+
+
+def test_a_key_that_there_is_not_is_refused_with_its_neighbour() -> None:
+    with pytest.raises(ConfigError, match=r"^there is no key optim.lrr; did you mean optim.lr\?$"):
+        explain("optim.lrr", 80)
+    with pytest.raises(ConfigError, match=r"^there is no key xyzzy; the sections are model, task, data"):
+        explain("xyzzy", 80)
