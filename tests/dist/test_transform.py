@@ -96,7 +96,8 @@ def test_a_cut_model_is_the_same_model(world: int) -> None:
         assert found.keys() == KINDS.keys()
         for kind, (loss, logits, gradients) in found.items():
             assert loss < 1e-6, (kind, loss)  # transformers takes its logarithms in float32
-            assert logits < 1e-12, (kind, logits)
+            # And the norms of queries and keys: ours are as wide as what they are given.
+            assert logits < (1e-7 if kind == "qwen3" else 1e-12), (kind, logits)
             assert gradients < 1e-6, (kind, gradients)
 
 
@@ -164,8 +165,8 @@ def refusals(placement: Placement) -> list[str]:
         assert axis is not None
         models = [
             nn.Linear(2, 2),
-            made("llama", num_attention_heads=3, num_key_value_heads=3, head_dim=8),
-            made("llama", num_attention_heads=6, num_key_value_heads=3, head_dim=8, attention_dropout=0.0),
+            made("llama", num_attention_heads=1, num_key_value_heads=1),
+            made("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3),
             made("neox", vocab_size=1),
             made("llama", attention_dropout=0.1),
         ]
@@ -188,7 +189,7 @@ def test_what_cannot_be_cut_is_refused_with_a_sentence() -> None:
     assert others == [first]
     known, heads, kv_heads, vocabulary, dropout, empty = first
     assert all(name in known for name in KNOWN)
-    assert "3 attention heads" in heads
+    assert "1 attention heads" in heads
     assert "3 key and value heads" in kv_heads
     assert "vocabulary of 1" in vocabulary
     assert "attention_dropout 0.1" in dropout
