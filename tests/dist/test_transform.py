@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from phalanx.errors import ConfigError
 from phalanx.parallel.transform import KNOWN, full_state_dict, parts_of, transform
@@ -126,6 +128,34 @@ def test_weights_of_rank_0_reach_everybody() -> None:
         for kind, (loss, logits, gradients) in found.items():
             assert max(loss, gradients) < 1e-6, kind
             assert logits < 1e-12, (kind, logits)
+
+
+def fully_sharded(placement: Placement) -> float:
+    """Cut over two ranks, then sharded by PyTorch over the two copies; both of them see the same batch."""
+    with among(placement, 2) as mesh:
+        assert mesh.tensor is not None
+        other = made("qwen2")
+        mine = transform(copy.deepcopy(other), mesh.tensor)
+        parts = parts_of(mine)
+        for block in mine.get_submodule("model.layers").children():
+            fully_shard(block, mesh=mesh.data.shard)
+        fully_shard(mine, mesh=mesh.data.shard)
+        for model in (mine, other):
+            model(**batch()).loss.backward()
+        whole = {name: p.full_tensor().detach() for name, p in mine.state_dict().items()}
+        state = full_state_dict(mine, mesh.tensor, whole)
+        assert all(torch.equal(state[name], tensor) for name, tensor in other.state_dict().items() if state)
+        theirs, found = dict(other.named_parameters()), []
+        for name, parameter in mine.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            grad = theirs[name].grad
+            assert grad is not None
+            found.append(float((parameter.grad.full_tensor() - taken(grad, parts.get(name))).abs().max()))
+        return max(found)
+
+
+def test_a_cut_model_is_sharded_by_pytorch_over_its_copies() -> None:
+    assert max(run_ranks(fully_sharded, 4, 120)) < 1e-6
 
 
 def on_meta(placement: Placement) -> list[list[Any]]:
