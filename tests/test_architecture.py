@@ -1,7 +1,8 @@
 """What may import what, twice: as written, and as it happens in a fresh process; and habits that a reader can check.
 
 A module belongs to a unit: its package, or itself where it lies beside the packages. `models.spec` (shapes as plain
-numbers) is a unit of its own below everything that needs torch, and `optim.overlap` (orders as plain numbers) another.
+numbers) is a unit of its own below everything that needs torch, and so are `optim.overlap` (orders as plain numbers)
+and `parallel.slices` (parts of parameters).
 """
 
 import ast
@@ -21,7 +22,7 @@ PACKAGE = ROOT / "phalanx"
 PLAIN = {
     "phalanx", "errors", "axes", "records", "balance", "resharing", "hardware", "rules", "values", "model_config",
     "config", "combinations", "recipe", "models.spec", "optim.overlap", "optim.timeline",
-    "optim.prefetch", "optim.rates", "parallel.stages", "patience", "storage", "mirror",
+    "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -43,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim.rates": set(),
     "optim.overlap": {"optim.timeline"},
     "optim.prefetch": {"optim.overlap", "optim.timeline"},
+    "parallel.slices": {"models.spec"},
     "parallel.stages": {"balance", "errors", "models.spec"},
     "values": set(),
     "model_config": {"values", "models.spec"},

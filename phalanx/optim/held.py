@@ -328,8 +328,8 @@ def _at(bucket: torch.Tensor, fragment: Fragment) -> torch.Tensor:
 
 
 def reduced(helds: Sequence[Held], copies: Mapping[str, int]) -> Iterator[tuple[torch.Tensor, int]]:
-    """The summed gradients of the own ranges, each with how many ranks of one model hold it alike; `copies` says that of
-    parameters which more than one does."""
+    """The summed gradients of the own ranges, each with how many ranks of one model hold it alike; `copies` says that
+    of parameters which more than one does."""
     for held in helds:
         if not copies:
             yield from ((part, 1) for part in held.reduced)
