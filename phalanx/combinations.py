@@ -172,6 +172,11 @@ def _model_parallel_problems(config: Config) -> list[str]:
         found.append(f"{what} cut models of the Llama family only, not that of {kind}; remove it")
     if config.model.lora is not None and parallel.tensor == 1:
         found.append(f"{what} cannot be combined with model.lora; remove one of them")
+    if parallel.tensor > 1 and config.optim.rule == "adamw8bit":
+        found.append(
+            "optim.rule adamw8bit rounds the moments of whole rows of a matrix together, which parallel.tensor cuts; "
+            "set optim.rule=adamw"
+        )
     if parallel.pipeline > 1 and parallel.zero == 3:
         found.append(
             "parallel.zero 3 would gather every block again for each micro-batch of a pipeline; set parallel.zero=2"

@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tasks": {"models", "errors", "records", "balance"},
     "data": {"config", "models", "errors", "records", "balance", "storage"},
     "optim": PLAIN | {"comm", "accelerator"},
-    "parallel": PLAIN | {"comm", "accelerator", "models", "optim"},
+    "parallel": PLAIN | {"phases", "comm", "accelerator", "models", "optim"},
     "checkpoint": PLAIN | {"comm", "accelerator", "optim"},
     # level 3
     "train": PLAIN
