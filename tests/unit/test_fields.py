@@ -352,6 +352,79 @@ def sharded(placement: Placement) -> dict[str, Seen]:
     return found
 
 
+def _tensor(base: Seen, seen: Seen) -> None:
+    assert (layout("one")["queries"], layout("tensor")["queries"]) == ([16, 16], [8, 16])
+
+
+def _sequence(base: Seen, seen: Seen) -> None:
+    """Norms between the matrices see some of the positions, or all."""
+    assert (layout("tensor")["norm"], layout("tensor, not sequence")["norm"]) == ("PartialNorm", "RMSNorm")
+
+
+def _pipeline(base: Seen, seen: Seen) -> None:
+    assert (layout("one")["blocks"], layout("pipeline")["blocks"]) == (["0", "1", "2", "3"], ["0", "1", "2"])
+
+
+def _schedule(base: Seen, seen: Seen) -> None:
+    """The first stage begins to go back when all micro-batches have gone forward, or before."""
+    assert (layout("pipeline")["ahead"], layout("gpipe")["ahead"]) == (2, 4)
+
+
+def _stages(base: Seen, seen: Seen) -> None:
+    assert layout("stages")["blocks"] == ["0"]
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tensor": {"tensor": 2, "sequence": True},
+    "tensor, not sequence": {"tensor": 2, "sequence": False},
+    "pipeline": {"pipeline": 2},
+    "gpipe": {"pipeline": 2, "schedule": "gpipe"},
+    "stages": {"pipeline": 2, "stages": [1, 3]},
+}
+
+
+def layout(name: str) -> Seen:
+    """What the first of two ranks holds of a model of four blocks."""
+    return _layouts()[0][name]
+
+
+@functools.cache
+def _layouts() -> list[dict[str, Seen]]:
+    return run_ranks(held, 2, timeout_s=60)
+
+
+def held(placement: Placement) -> dict[str, Seen]:
+    import torch
+
+    from phalanx.axes import Axes
+    from phalanx.comm.mesh import beside, join
+    from phalanx.models.custom import on_meta
+    from phalanx.models.llama import Llama
+    from phalanx.optim.engine import Precision
+    from phalanx.parallel.parted import part
+    from phalanx.train.subject import spec_from_run
+
+    found = {}
+    with join(placement, 30) as outer:
+        for name, keys in LAYOUTS.items():
+            model_keys = BASE["model"] | {"layers": 4, "vocab_size": 300}
+            asked = recipe.check({**BASE, "model": model_keys, "parallel": keys}, "the test's recipe")
+            with beside(outer.device, 30, Axes(asked.parallel.tensor, asked.parallel.pipeline)) as mesh:
+                model = on_meta(spec_from_run(asked), Llama)
+                parted = part(model, asked, mesh, Precision(torch.float32, torch.float32))
+                block = next(iter(model.get_submodule("layers").children()))
+                found[name] = {
+                    "queries": list(block.get_submodule("attention.q").get_parameter("weight").shape),
+                    "norm": type(block.get_submodule("mlp_norm")).__name__,
+                    "blocks": [number for number, _ in model.get_submodule("layers").named_children()],
+                }
+                if parted.pipeline is not None:
+                    kinds = [move.action.kind for move in parted.pipeline._moves(4, True) if move.kind == "do"]
+                    found[name]["ahead"] = kinds.index("B")
+    return found
+
+
 def _hardware(base: Seen, seen: Seen) -> None:
     """What the file says holds, and nothing is measured."""
     assert run_ranks(speeds_of_file, 2, timeout_s=60) == [[1.0, 3.0]] * 2
@@ -534,6 +607,11 @@ CASES: dict[str, Case] = {
     "parallel.zero": Case({}, _zero),
     "parallel.reduce": Case({}, _reduce),
     "parallel.shard_degree": Case({}, _shard_degree),
+    "parallel.tensor": Case({}, _tensor),
+    "parallel.sequence": Case({}, _sequence),
+    "parallel.pipeline": Case({}, _pipeline),
+    "parallel.schedule": Case({}, _schedule),
+    "parallel.stages": Case({}, _stages),
     "balance.work": Case({}, _work),
     "balance.state": Case({}, _state),
     "optim.slots": Case({}, _slots),

@@ -290,6 +290,11 @@ FREE = {
     "parallel.zero": 2,
     "parallel.reduce": "per_step",
     "parallel.shard_degree": 1,
+    "parallel.tensor": 2,
+    "parallel.sequence": False,
+    "parallel.pipeline": 2,
+    "parallel.schedule": "gpipe",
+    "parallel.stages": [1, 1],
     "balance.work": "even",
     "balance.state": "even",
     "balance.hardware": "given.json",
@@ -310,10 +315,17 @@ def test_every_key_is_either_free_or_part_of_the_trajectory() -> None:
     assert free == set(FREE)
 
 
+BESIDE: dict[str, dict[str, Any]] = {  # keys that mean nothing alone
+    "parallel.schedule": {"parallel.pipeline": 2},
+    "parallel.stages": {"parallel.pipeline": 2},
+}
+
+
 @pytest.mark.parametrize("key", sorted(FREE))
 def test_what_does_not_shape_the_curve_may_change(key: str) -> None:
     saved = recipe.check(tree(train={"steps": 5, "micro_batch": 1, "compile": False}), "here")
-    wanted = recipe.update(saved, {key: FREE[key]})
+    saved = recipe.update(saved, {"model.layers": 2})
+    wanted = recipe.update(saved, {key: FREE[key]} | BESIDE.get(key, {}))
     going_on = recipe.continue_from(wanted, saved, FOLDER)
     assert get(going_on, key) == FREE[key] != get(saved, key)
 
