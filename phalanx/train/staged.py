@@ -34,16 +34,19 @@ def plan_of(
     return divide(spec.layers, ranks, schedule, speeds=speeds, head=head_worth(spec))
 
 
-def make_pipeline(model: Model, plan: Stages, schedule: str, mesh: Mesh, precision: Precision) -> Pipeline:
-    """Cut `model`, on meta, down to the stages of this rank, and give what runs them. Raises ConfigError for a model
-    that cannot be cut."""
+def make_pipeline(
+    model: Model, plan: Stages, schedule: str, mesh: Mesh, precision: Precision, sequence: bool = False
+) -> Pipeline:
+    """Cut `model`, on meta, down to the stages of this rank, and give what runs them; after its layers were cut into
+    slices, if they are (`sequence`: along the sequence, too). Raises ConfigError for a model that cannot be cut."""
     if not isinstance(model, Llama):
         raise ConfigError(
             f"parallel.pipeline cuts models of the Llama family only, not a {type(model).__name__}; remove it"
         )
     assert mesh.pipe is not None, "a mesh without stages"
     model.keep([plan.layers[stage] for stage in plan.of(mesh.pipe.rank)])
-    return Pipeline(plan, schedule, mesh.pipe, mesh.device, precision, mesh.traffic)
+    over = mesh.axes.tensor if sequence else 1
+    return Pipeline(plan, schedule, mesh.pipe, mesh.device, precision, mesh.traffic, over)
 
 
 def copies_of(model: Llama, pipeline: Pipeline) -> dict[str, int]:
@@ -102,8 +105,10 @@ def evaluate_pipeline(
     for batches in steps:
         here = [batch.to(mesh.device) for batch in batches]
         pipeline.forward(len(here), _Passes(pipeline, model, here, run, end))
-        weight += sum(batch.weight for batch in here) if pipeline.has_loss else 0
-    total_loss, total_weight = mesh.sum([sum(counted), float(weight)])
+        weight += sum(batch.weight for batch in here)
+    # Ranks that share the layers of the last stage have all the same.
+    counts = pipeline.has_loss and (mesh.tensor is None or mesh.tensor.rank == 0)
+    total_loss, total_weight = mesh.sum([sum(counted), float(weight)] if counts else [0.0, 0.0])
     return total_loss / max(total_weight, 1.0), int(total_weight), {}
 
 
@@ -142,7 +147,7 @@ class _Passes:
         engine: Sharded | None = None,
     ) -> None:
         self._plan, self._model, self._batches, self._run, self._end = pipeline.plan, model, batches, run, end
-        self._engine = engine
+        self._engine, self._sequence = engine, pipeline.sequence
         self._modules: dict[int, list[tuple[str, nn.Module]]] = {}
         units = own_units(model)
         for stage in pipeline.held:
@@ -152,7 +157,8 @@ class _Passes:
             self._modules[stage] = [unit for unit in units if unit[0] in names]
 
     def shape(self, micro_batch: int) -> Sequence[int]:
-        return (*self._batches[micro_batch].inputs["tokens"].shape, self._model.spec.hidden)
+        rows, length = self._batches[micro_batch].inputs["tokens"].shape
+        return rows, length // self._sequence, self._model.spec.hidden
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         part = functools.partial(self._model, stage=self._plan.layers[stage], hidden=hidden)
