@@ -128,7 +128,7 @@ class Walker:
             activations.recompute(self.model.blocks(), selective=False)
         if self.compiled:
             for block in self.model.blocks():  # what a compiler does to autograd, without the minute of its C++
-                block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")  # type: ignore[method-assign]
+                block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
         rule = AdamW(BETA, 0.95, 1e-6, 0.1)
         same: dict[str, Any] = {"rule": rule, "nominal_weight": NOMINAL, "precision": self.precision}
         self.engine: Engine = (
@@ -251,7 +251,7 @@ def check(found: Found, wanted: Found, near: float = 1e-8) -> None:
 
 # --------------------------------------------------------------------------------------------------------- trajectories
 
-TIED = {"tie_embeddings": True}
+TIED: dict[str, Any] = {"tie_embeddings": True}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     # ranks, how it is run, the model
     "two stages": (2, {"pipeline": 2, "schedule": "1f1b"}, {}),
