@@ -225,10 +225,10 @@ def resolve(
         rounds, ranks = config.comm.compress != "none", f"{world} rank{'s' if world > 1 else ''}"
         value = "single" if world == 1 and not rounds else "sharded"
         chosen.append(("parallel.data", value, "comm.compress rounds weights" if rounds else ranks))
-    if config.parallel.sequence == "auto":
+    if config.parallel.sequence == "auto" and config.parallel.tensor > 1:
         tensor, length = config.parallel.tensor, config.data.seq_len
         why = f"parallel.tensor is {tensor}" if length % tensor == 0 else f"data.seq_len is no multiple of {tensor}"
-        chosen.append(("parallel.sequence", tensor > 1 and length % tensor == 0, why))
+        chosen.append(("parallel.sequence", length % tensor == 0, why))
     resolved = update(config, {key: value for key, value, _ in chosen})
     if found := problems_with(resolved, world):
         raise ConfigError(found[0] if len(found) == 1 else _list_of("the recipe", found))

@@ -79,8 +79,7 @@ def part(model: Model, config: "Config", mesh: Mesh, precision: Precision) -> Pa
     if mesh.pipe is not None:
         numbers = None if parallel.stages == "auto" else parallel.stages
         plan = plan_of(model.spec, mesh.pipe.size, parallel.schedule, numbers)
-        parts = parallel.tensor if parallel.sequence is True else 1
-        pipeline = make_pipeline(model, plan, parallel.schedule, mesh, precision, parts)
+        pipeline = make_pipeline(model, plan, parallel.schedule, mesh, precision, parallel.sequence is True)
     held: dict[str, Slice] = {}
     if mesh.tensor is not None:
         held = split(model, cut_among(mesh, model.spec.kv_heads, parallel.sequence is True))
@@ -106,13 +105,14 @@ def plan_of(
 
 
 def make_pipeline(
-    model: Llama, plan: Stages, schedule: str, mesh: Mesh, precision: Precision, parts: int = 1
+    model: Llama, plan: Stages, schedule: str, mesh: Mesh, precision: Precision, sequence: bool = False
 ) -> Pipeline:
-    """Cut `model`, on meta, down to the stages of this rank, and give what runs them; `parts` of the sequence are on
-    ranks of their own."""
+    """Cut `model`, on meta, down to the stages of this rank, and give what runs them; `sequence`: ranks that share its
+    layers cut hidden states along the sequence."""
     assert mesh.pipe is not None, "a mesh without stages"
     model.keep([plan.layers[stage] for stage in plan.of(mesh.pipe.rank)])
-    return Pipeline(plan, schedule, mesh.pipe, mesh.device, precision, mesh.traffic, parts)
+    over = mesh.axes.tensor if sequence else 1
+    return Pipeline(plan, schedule, mesh.pipe, mesh.device, precision, mesh.traffic, over)
 
 
 def copies_at_ends(model: Llama, pipeline: Pipeline) -> dict[str, int]:

@@ -54,14 +54,14 @@ class Pipeline:
 
     def __init__(
         self, plan: Stages, schedule: str, axis: Axis, device: torch.device, precision: Precision, traffic: Traffic,
-        parts: int = 1,
+        sequence: int = 1,
     ) -> None:  # fmt: skip
-        """`traffic` counts what is sent, and the host's waiting; of hidden states a rank has one of `parts` of the
-        sequence."""
+        """`traffic` counts what is sent, and the host's waiting. `sequence`: over so many ranks hidden states are cut
+        along the sequence, where several share each layer."""
         assert axis.size == plan.ranks, (axis.size, plan.ranks)
-        self.plan, self.rank, self.parts = plan, axis.rank, parts
+        self.plan, self.rank = plan, axis.rank
         self.held = plan.of(axis.rank)
-        self.precision = precision
+        self.precision, self.sequence = precision, sequence
         self._schedule = schedule
         # Twice as many as a rank may have under way and nobody waits for: what is sent and has arrived keeps memory.
         self.messages = Messages(axis.group, device, traffic, most=2 * (plan.last + 1))

@@ -42,6 +42,12 @@ class Parts:
     nominal_weight: int
     starting_weights: Fill
 
+    def close(self) -> None:
+        """End what works beside the main thread."""
+        self.engine.close()
+        if self.parted.pipeline is not None:
+            self.parted.pipeline.close()
+
 
 def build(
     config: "Config",

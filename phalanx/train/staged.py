@@ -60,8 +60,10 @@ def evaluate_pipeline(
     for batches in steps:
         here = [batch.to(mesh.device) for batch in batches]
         pipeline.forward(len(here), _Passes(pipeline, model, here, run, end))
-        weight += sum(batch.weight for batch in here) if pipeline.has_loss else 0
-    total_loss, total_weight = mesh.sum([sum(counted), float(weight)])
+        weight += sum(batch.weight for batch in here)
+    # Ranks that share the layers of the last stage have all the same.
+    counts = pipeline.has_loss and (mesh.tensor is None or mesh.tensor.rank == 0)
+    total_loss, total_weight = mesh.sum([sum(counted), float(weight)] if counts else [0.0, 0.0])
     return total_loss / max(total_weight, 1.0), int(total_weight), {}
 
 
@@ -100,8 +102,7 @@ class _Passes:
         engine: Sharded | None = None,
     ) -> None:
         self._plan, self._model, self._batches, self._run, self._end = pipeline.plan, model, batches, run, end
-        self._parts = pipeline.parts
-        self._engine = engine
+        self._engine, self._sequence = engine, pipeline.sequence
         self._modules: dict[int, list[tuple[str, nn.Module]]] = {}
         units = own_units(model)
         for stage in pipeline.held:
@@ -112,7 +113,7 @@ class _Passes:
 
     def shape(self, micro_batch: int) -> Sequence[int]:
         rows, length = self._batches[micro_batch].inputs["tokens"].shape
-        return rows, length // self._parts, self._model.spec.hidden
+        return rows, length // self._sequence, self._model.spec.hidden
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
         part = functools.partial(self._model, stage=self._plan.layers[stage], hidden=hidden)

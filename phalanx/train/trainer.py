@@ -103,7 +103,7 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
                 raise
             raise named from error
         finally:
-            parts.engine.close()
+            parts.close()
             records.close()
 
 

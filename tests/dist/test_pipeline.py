@@ -25,10 +25,13 @@ from phalanx.optim.order import Sharding
 from phalanx.optim.sharded import Sharded
 from phalanx.optim.single import Single
 from phalanx.optim.update import AdamW
-from phalanx.parallel import activations
+from phalanx.parallel import activations, slices
 from phalanx.parallel.apply import own_units
 from phalanx.parallel.materialize import drawn, materialise
 from phalanx.parallel.parted import copies_at_ends, make_pipeline, plan_of, saved_elsewhere
+from phalanx.parallel.sliced import filled_by_rows
+from phalanx.parallel.slices import Slice
+from phalanx.parallel.tensor import cut_among, split
 from phalanx.records import Placement
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Batch
@@ -99,6 +102,7 @@ class Walker:
     packed: bool = False
     recompute: bool = False
     compiled: bool = False
+    sequence: bool = False
 
     def __post_init__(self) -> None:
         kind = getattr(torch, self.dtype)
@@ -107,16 +111,17 @@ class Walker:
         with torch.device("meta"):
             self.model = Llama(self.spec)
         self.shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
+        held = split(self.model, cut_among(self.mesh, self.spec.kv_heads, self.sequence)) if self.mesh.tensor else {}
         self.pipeline = None
         if self.schedule:
             assert self.mesh.pipe is not None
             plan = plan_of(self.spec, self.mesh.pipe.size, self.schedule, self.numbers)
-            self.pipeline = make_pipeline(self.model, plan, self.schedule, self.mesh, self.precision)
+            self.pipeline = make_pipeline(self.model, plan, self.schedule, self.mesh, self.precision, self.sequence)
         if self.recompute:
             activations.recompute(self.model.blocks(), selective=False)
         if self.compiled:
             for block in self.model.blocks():  # what a compiler does to autograd, without the minute of its C++
-                block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")  # type: ignore[method-assign]
+                block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
         rule = AdamW(BETA, 0.95, 1e-6, 0.1)
         same: dict[str, Any] = {"rule": rule, "nominal_weight": NOMINAL, "precision": self.precision}
         self.engine: Engine = (
@@ -125,9 +130,10 @@ class Walker:
             else Sharded(
                 self.model, own_units(self.model), mesh=self.mesh.data, **same,
                 sharding=Sharding(zero=self.zero, slots=self.slots), copies=copies_at_ends(self.model, self.pipeline),
+                sharding=Sharding(zero=self.zero, slots=self.slots), copies=self.copies(held),
             )
         )  # fmt: skip
-        materialise(self.model, self.engine, drawn(self.model, SEED))
+        materialise(self.model, self.engine, filled_by_rows(drawn(self.model, SEED), held))
 
     def step(self, number: int) -> list[float]:
         """One step; returns this rank's loss sum, the norm, and whether the update was skipped."""
@@ -152,6 +158,14 @@ class Walker:
             return evaluate(self.model, self.task, batches, self.mesh)
         return evaluate_pipeline(self.model, self.task, batches, self.mesh, self.pipeline)
 
+    def copies(self, held: dict[str, Slice]) -> dict[str, int]:
+        """How many ranks of one model hold each parameter alike."""
+        assert self.pipeline is not None
+        names, tensor = dict(self.model.named_parameters()), self.mesh.axes.tensor
+        slices_alike = slices.copies_of(names, held, tensor) if tensor > 1 else {}
+        ends_alike = copies_at_ends(self.model, self.pipeline)
+        return {name: slices_alike.get(name, 1) * ends_alike.get(name, 1) for name in names}
+
     def saved_elsewhere(self) -> frozenset[str]:
         return frozenset() if self.pipeline is None else saved_elsewhere(self.model, self.pipeline)
 
@@ -175,9 +189,11 @@ class Walker:
         return found
 
 
-def walk(placement: Placement, steps: int, spec: dict[str, Any], pipeline: int = 1, **how: Any) -> dict[str, Any]:
+def walk(
+    placement: Placement, steps: int, spec: dict[str, Any], pipeline: int = 1, tensor: int = 1, **how: Any
+) -> dict[str, Any]:
     torch.manual_seed(0)
-    with join(placement, 30, axes=Axes(pipeline=pipeline)) as mesh:
+    with join(placement, 30, axes=Axes(tensor, pipeline)) as mesh:
         return Walker(mesh, replace(SPEC, **spec), **how).outcome(steps)
 
 
@@ -229,7 +245,7 @@ def check(found: Found, wanted: Found, near: float = 1e-8) -> None:
 
 # --------------------------------------------------------------------------------------------------------- trajectories
 
-TIED = {"tie_embeddings": True}
+TIED: dict[str, Any] = {"tie_embeddings": True}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     # ranks, how it is run, the model
     "two stages": (2, {"pipeline": 2, "schedule": "1f1b"}, {}),
@@ -256,6 +272,16 @@ def test_walks_as_one_process_does(case: str) -> None:
     check(found, wanted)
     for name, values in found.state("param", copies=True).items():
         assert torch.equal(values, found.state("param")[name])  # to the last bit, or they would drift apart
+
+
+@pytest.mark.parametrize(("schedule", "sequence"), [("1f1b", True), ("zero_bubble", False)])
+def test_stages_of_slices_walk_as_one_process_does(schedule: str, sequence: bool) -> None:
+    found = run(4, 6, TIED, tensor=2, pipeline=2, schedule=schedule, sequence=sequence)
+    wanted = alone(6, json.dumps(TIED))
+    assert [loss / 2 for loss in found.losses] == pytest.approx(wanted.losses, rel=1e-8)  # two have the last stage
+    for rank in found.ranks:
+        assert rank["norms"] == pytest.approx(wanted.ranks[0]["norms"], rel=1e-8)
+        assert rank["evaluated"][:2] == pytest.approx(wanted.ranks[0]["evaluated"][:2], rel=1e-8)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
