@@ -411,11 +411,9 @@ class Sharded:
         self._carrier.gather(unit.helds, op.part, lambda: mark.set() if op.part == self._parts - 1 else None)
 
     def _release_behind(self, unit: Unit, gradient: Gradient, marks: Marks) -> None:
-        """The backward pass of a unit has made its gradient: its parameters, and those behind, need not be there while
-        that is sent."""
+        """The backward pass of a unit is through: its parameters need not be there while its gradient is sent."""
         self._carrier.wait(gradient.ready)
-        first = int(self._units[0].module is self.model)  # nothing comes behind that one, nor tells of its end
-        if self._whole and unit.number > first:
+        if self._whole and unit.number > (self._units[0].module is self.model):  # of the first nothing tells the end
             self._carrier.wait(marks.used_again[unit.number])
         while self._whole and self._whole[0][1].reached:
             self._release(*self._whole.popleft())

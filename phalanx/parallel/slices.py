@@ -134,7 +134,7 @@ def problems(spec: ModelSpec, tensor: int, seq_len: int, sequence: bool, own_cod
         found.append(
             f"{set_} does not divide model.intermediate={spec.intermediate}; set parallel.tensor to a divisor of it"
         )
-    if spec.vocab_size < tensor:
+    if 1 < spec.vocab_size < tensor:  # 1 stands for one that is not known yet
         found.append(f"{set_} leaves ranks without a row of the vocabulary of {spec.vocab_size}; set fewer ranks")
     if sequence and seq_len % tensor:
         found.append(
