@@ -229,7 +229,7 @@ class ParallelSection(Section):
         "less; interleaved: two stages for each rank; zero_bubble: gradients of weights fill the gaps",
     )
     stages: Annotated[Literal["auto"] | list[Count], BeforeValidator(as_stages)] = knob(
-        "auto", "blocks of each stage, in order; auto: as even as the ends of the model let them be"
+        "auto", "blocks of each stage, in order; auto: as even as the head lets them be, fewer where devices are slower"
     )
 
 

@@ -28,6 +28,7 @@ from phalanx.parallel.materialize import frozen_only, materialise
 from phalanx.phases import phase
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, StepRecord
 from phalanx.tasks.task import Batch
+from phalanx.train import stage_lengths
 from phalanx.train.build import Parts, build
 from phalanx.train.clock import clock_of
 from phalanx.train.engines import agreed
@@ -85,8 +86,8 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         subject = subject_of(config, job.spec, job.paths)
         weights = settled_weights(config, subject, mesh, placement.local_world, job.paths, records)
         speeds, link = know(config, subject, placement, mesh, job.paths, records, weights)
-        known = (job.paths, speeds, link, weights)
-        parts = build(config, job.spec, mesh, job.train_tokens, job.held_out_tokens, *known)
+        config = stage_lengths.settled(config, subject, mesh, job.paths, records)
+        parts = build(config, job.spec, mesh, job.train_tokens, job.held_out_tokens, job.paths, speeds, link, weights)
         loop = Loop(job, placement, mesh, parts, records, saver, stop)
         try:
             with loop.inside:
