@@ -1,6 +1,6 @@
 """How well the sharded engine hides communication: beside the bound of its schedule, DDP, ZeRO and FSDP2.
 
-    sudo python3 benchmarks/overlap.py [--quick] [--json FILE]
+    sudo python3 benchmarks/overlap.py [--quick] [--blocks 8|16|32] [--json FILE]
 
 Four nodes are network namespaces of this machine with links of 400 Mbit/s (links.py). The blocks of a real module wait
 inside their forward and backward passes, so that computation takes a given multiple of communication: r is
@@ -330,12 +330,24 @@ def measure(*sizes: Size) -> tuple[list[Row], list[Check]]:
     return rows, checks
 
 
+def only(blocks: int) -> tuple[Size, ...]:
+    """A part of the whole, for half an hour is long: models of so many blocks, and what goes with the smallest."""
+    every = Size()
+    together = tuple(each for each in every.together if each[0] == blocks)
+    first = blocks == every.blocks[0]
+    size = replace(every, blocks=(blocks,), together=together, slower=first, clipping=first, real=every.real * first)
+    return (size, SEVERAL) if first else (size,)
+
+
 def main() -> None:
-    arguments = options(__doc__.splitlines()[0]).parse_args()
+    parser = options(__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, choices=Size.blocks, help="models of so many blocks only (default: all)")
+    arguments = parser.parse_args()
     if (reason := links.why_not()) is not None:
         print(f"overlap: not measured; {reason}")
         return
-    rows, checks = measure(*((QUICK, QUICK_SEVERAL) if arguments.quick else (Size(), SEVERAL)))
+    sizes = (Size(), SEVERAL) if arguments.blocks is None else only(arguments.blocks)
+    rows, checks = measure(*((QUICK, QUICK_SEVERAL) if arguments.quick else sizes))
     report(result("overlap", machine(None, 1), rows, checks), arguments.json)
 
 
