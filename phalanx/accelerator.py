@@ -184,6 +184,13 @@ class HostCopy:
         return self._host.tolist()
 
 
+def used_here(tensor: torch.Tensor) -> None:
+    """Have the memory of a tensor that was made for another stream, once it is let go of, wait for what this thread has
+    queued."""
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
 def side_stream(device: torch.device) -> Any:
     """A stream of work beside the device's usual one, which can be entered as a context; None for a CPU."""
     return None if device.type == "cpu" else torch.Stream(device)

@@ -33,6 +33,7 @@ def problems(config: Config) -> list[str]:
             f"{train.global_batch}; make them equal"
         )
     found += _sharding_problems(config)
+    found += _model_parallel_problems(config)
     changed = {key for key, info in type(optim).model_fields.items() if getattr(optim, key) != info.default}
     found += rules.problems(optim.model_dump(), changed)
     if data.held_out == 0 and not data.validation and train.eval_sequences > 0 and train.eval_every > 0:
@@ -78,6 +79,55 @@ def _sharding_problems(config: Config) -> list[str]:
         for key, is_set in asked.items()
         if is_set
     ]
+
+
+def _model_parallel_problems(config: Config) -> list[str]:
+    """What several ranks that hold one model together cannot do, and keys of theirs where there are none."""
+    parallel, balance_of = config.parallel, config.balance
+    found = []
+    unread = {
+        "tensor": {"parallel.sequence": parallel.sequence is True},
+        "pipeline": {"parallel.schedule": parallel.schedule != "1f1b", "parallel.stages": parallel.stages != "auto"},
+    }
+    for axis, keys in unread.items():
+        found += [
+            f"{key} has no effect with parallel.{axis} 1; remove it, or set parallel.{axis}"
+            for key, is_set in keys.items()
+            if is_set and getattr(parallel, axis) == 1
+        ]
+    together = [name for name in ("tensor", "pipeline") if getattr(parallel, name) > 1]
+    if not together:
+        return found
+    what = " and ".join(f"parallel.{name}" for name in together)
+    if parallel.data in ("single", "fsdp2"):
+        found.append(f"{what} cannot be combined with parallel.data {parallel.data}; set parallel.data=sharded")
+    if is_own(config) or is_bert(config) or config.model.code is not None:
+        kind = "a task of one's own" if is_own(config) else "a BERT" if is_bert(config) else "model.code"
+        found.append(f"{what} cut models of the Llama family only, not that of {kind}; remove it")
+    if config.model.lora is not None:
+        found.append(f"{what} cannot be combined with model.lora; remove one of them")
+    if parallel.pipeline > 1 and parallel.zero == 3:
+        found.append(
+            "parallel.zero 3 would gather every block again for each micro-batch of a pipeline; set parallel.zero=2"
+        )
+    if parallel.pipeline > 1 and parallel.reduce == "per_micro_batch":
+        found.append(
+            "parallel.reduce per_micro_batch cannot be combined with parallel.pipeline, whose micro-batches overlap; "
+            "set parallel.reduce=per_step"
+        )
+    if parallel.stages != "auto" and parallel.pipeline > 1:
+        stages = parallel.pipeline * (2 if parallel.schedule in ("interleaved", "zero_bubble") else 1)
+        if len(parallel.stages) != stages:
+            found.append(
+                f"parallel.stages has {len(parallel.stages)} numbers, but parallel.pipeline {parallel.pipeline} with "
+                f"schedule {parallel.schedule} makes {stages} stages; give one for each"
+            )
+    if balance_of.work == "measured-once" or balance_of.hardware is not None:
+        key = "balance.work measured-once" if balance_of.work == "measured-once" else "balance.hardware"
+        found.append(
+            f"{key} rests on measuring the whole model on each device, but with {what} none holds it; remove it"
+        )
+    return found
 
 
 def _inside_problems(train: TrainSection) -> list[str]:

@@ -32,6 +32,7 @@ from phalanx.values import (
     as_list,
     as_shares,
     as_sources,
+    as_stages,
     as_work,
     knob,
     no_bool,
@@ -212,6 +213,22 @@ class ParallelSection(Section):
         "auto",
         "when gradients are summed over ranks; per_micro_batch keeps no whole gradients, but sends them each time; "
         "auto: per_step with zero 1, else per_micro_batch",
+    )
+    tensor: Count = knob(
+        1, "neighbouring ranks that share every layer, each with a slice of its matrices; a divisor of the heads"
+    )
+    sequence: bool | Auto = knob(
+        "auto",
+        "with tensor, cut what is between the matrices along the sequence; auto: where data.seq_len divides",
+    )
+    pipeline: Count = knob(1, "stages, each some of the blocks on ranks of its own, one behind the other")
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = knob(
+        "1f1b",
+        "which stage works on which micro-batch when; gpipe: all forward, then all backward; 1f1b: in turns, holding "
+        "less; interleaved: two stages for each rank; zero_bubble: gradients of weights fill the gaps",
+    )
+    stages: Annotated[Literal["auto"] | list[Count], BeforeValidator(as_stages)] = knob(
+        "auto", "blocks of each stage, in order; auto: as even as the ends of the model let them be"
     )
 
 

@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from phalanx import rules
+from phalanx.axes import Axes
 from phalanx.combinations import is_own, problems
 from phalanx.config import Config, get, is_bert, leaves, section_of
 from phalanx.errors import ConfigError
@@ -216,18 +217,26 @@ def resolve(
         chosen.append(("parallel.data", value, "comm.compress rounds weights" if rounds else ranks))
     if config.parallel.data == "single" and world > 1:
         raise ConfigError(f"parallel.data single trains on one rank, but there are {world}; set parallel.data=auto")
+    copies = Axes(config.parallel.tensor, config.parallel.pipeline).data(world)
     degree = config.parallel.shard_degree
-    if degree != "auto" and world > 1 and world % degree:
+    if degree != "auto" and copies > 1 and copies % degree:
+        ranks = f"{world} ranks" if copies == world else f"{copies} ranks that hold the same part of the model"
         raise ConfigError(
-            f"parallel.shard_degree {degree} does not divide the {world} ranks, so they cannot hold whole copies of "
+            f"parallel.shard_degree {degree} does not divide the {ranks}, so they cannot hold whole copies of "
             "the state; choose a divisor, or set parallel.shard_degree=auto"
         )
-    together = world if degree == "auto" or world == 1 else degree
-    for key, count in (("balance.work", world), ("balance.state", together)):
+    if config.parallel.sequence == "auto":
+        tensor, length = config.parallel.tensor, config.data.seq_len
+        why = f"parallel.tensor is {tensor}" if length % tensor == 0 else f"data.seq_len is no multiple of {tensor}"
+        chosen.append(("parallel.sequence", tensor > 1 and length % tensor == 0, why))
+    together = copies if degree == "auto" or copies == 1 else degree
+    for key, count in (("balance.work", copies), ("balance.state", together)):
         numbers = get(config, key)
         if isinstance(numbers, list) and len(numbers) != count:
             there = "is 1" if count == 1 else f"are {count}"
-            whose = "ranks" if count == world else "ranks that hold a copy of the state together"
+            whose = "ranks that hold a copy of the state together"
+            if count == copies:
+                whose = "ranks" if copies == world else "copies of the model"
             raise ConfigError(
                 f"{key} has a number for each of {len(numbers)} {whose}, but there {there}; give each rank one, or set "
                 f"{key}=auto"
@@ -268,6 +277,7 @@ def continue_from(wanted: Config, saved: Config, folder: Path | str, same_device
         "parallel.zero",
         "parallel.reduce",
         "parallel.shard_degree",
+        "parallel.sequence",
         "balance.work",
         "balance.state",
         "data.workers",

@@ -59,6 +59,14 @@ def as_shares(value: Any) -> Any:
     return value
 
 
+def as_stages(value: Any) -> Any:
+    """One word, or numbers of blocks in order of stage."""
+    numbers = value if isinstance(value, list) else [None]
+    if value != "auto" and not all(type(n) is int and n >= 1 for n in numbers or [None]):
+        raise ValueError(f"must be 'auto' or a list of whole numbers from 1, not {reprlib.repr(value)}")
+    return value
+
+
 def as_sources(value: Any) -> Any:
     """Sources in one list; what is wrong with an entry of a mixture in words that name it."""
     entries = as_list(value)

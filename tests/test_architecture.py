@@ -19,8 +19,8 @@ from tests.helpers import ROOT
 
 PACKAGE = ROOT / "phalanx"
 PLAIN = {
-    "phalanx", "errors", "records", "balance", "resharing", "hardware", "rules", "values", "model_config", "config",
-    "combinations", "recipe", "models.spec", "optim.overlap", "optim.timeline",
+    "phalanx", "errors", "axes", "records", "balance", "resharing", "hardware", "rules", "values", "model_config",
+    "config", "combinations", "recipe", "models.spec", "optim.overlap", "optim.timeline",
     "optim.prefetch", "optim.rates", "patience", "storage", "mirror",
 }  # level 0: no torch  # fmt: skip
 
@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": {"errors", "patience", "records"},
     "mirror": {"errors", "records", "storage"},
     "balance": {"errors"},
+    "axes": {"errors"},
     "resharing": {"balance"},
     "hardware": {"balance", "errors", "records"},
     "rules": set(),
@@ -46,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model_config": {"values", "models.spec"},
     "config": {"errors", "model_config", "values", "models.spec"},
     "combinations": {"config", "balance", "rules", "models.spec"},
-    "recipe": {"combinations", "config", "errors", "model_config", "rules"},
+    "recipe": {"axes", "combinations", "config", "errors", "model_config", "rules"},
     "shrink": {"config", "errors", "model_config", "models.spec", "recipe"},
     # level 1 without torch
     "cluster": PLAIN,

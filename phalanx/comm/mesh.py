@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx import accelerator
+from phalanx.axes import Axes
 from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.objects import JsonGroup
 from phalanx.comm.topology import Topology, this_host
@@ -23,11 +24,28 @@ ROLL_CALL_S = 2.0  # how long the others get to say that the same collective fai
 FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.05  # between two looks at the store: hundreds of ranks ask the same one
 
 
+@dataclass(frozen=True)
+class Axis:
+    """A group of ranks along an axis of model parallelism: who they are among all ranks, and this one's place."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
 @dataclass
 class Mesh:
     """The groups of one attempt. Independent streams of collectives have groups of their own, so that none can overtake
     or delay another's: `shard` carries gradients and parameters, `transfers` those that the sharded engine sends
-    itself and `agreement` the few bytes that go with them, `control` a few bytes a step, `checkpoint` saves."""
+    itself and `agreement` the few bytes that go with them, `control` a few bytes a step, `checkpoint` saves.
+
+    Where several ranks hold one copy of the model, `data` is the mesh of those that hold the same part of it as this
+    rank, one in each copy: an engine shards over them, and knows nothing of the others but `model`.
+    """
 
     rank: int
     world: int
@@ -43,8 +61,20 @@ class Mesh:
     topology: Topology  # which ranks share a node
     on_host: bool  # every rank's device is a CPU
     alike: bool  # all devices are of one kind
+    axes: Axes = Axes()
+    members: tuple[tuple[int, ...], ...] = ()  # of all meshes like this one, by number among all ranks; (): all in one
+    tensor: Axis | None = None  # ranks that hold slices of the same layers
+    pipe: Axis | None = None  # ranks that hold the stages of one copy
+    model: Axis | None = None  # ranks that hold one copy together
+    everyone: dist.ProcessGroup | None = None  # of all ranks, for what engines of all of them agree on; None: alone
+    inner: "Mesh | None" = None
     made: list[dist.ProcessGroup] = field(default_factory=list)  # by `split`
     bookkeeping: Traffic = field(default_factory=Traffic)  # a few numbers a step, which are no part of its traffic
+
+    @property
+    def data(self) -> "Mesh":
+        """This rank and those that hold the same part of other copies of the model; the mesh itself if that is all."""
+        return self if self.inner is None else self.inner
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum numbers over all ranks, in float64, and wait for the result."""
@@ -67,9 +97,12 @@ class Mesh:
     def forget(self) -> None:
         """Let go of the groups, which were destroyed. As long as anything holds one its threads run on, and where the
         interpreter ends before them the process aborts."""
+        if self.inner is not None:
+            self.inner.forget()
         self.made.clear()
         for name in ("shard", "control", "checkpoint", "transfers", "agreement", "store"):
             self.__dict__.pop(name, None)
+        self.tensor = self.pipe = self.model = self.everyone = self.inner = None
 
     def split(self, degree: int, through_host: bool) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
         """Groups for hybrid sharding: that of this rank and its neighbours, `degree` of them, over which a copy of the
@@ -84,14 +117,16 @@ class Mesh:
             backend = "gloo"
         elif degree == self.world:
             return self.transfers, None
-        neighbours = [list(range(first, first + degree)) for first in range(0, self.world, degree)]
-        copies = [list(range(place, self.world, degree)) for place in range(degree)] if degree < self.world else []
         mine: dict[bool, dist.ProcessGroup] = {}
-        for ranks in (*neighbours, *copies):  # every rank makes every group, in the same order
-            group = dist.new_group(ranks, backend=backend, timeout=wait)
-            if self.rank in ranks:
-                mine[ranks in copies] = group
-                self.made.append(group)
+        me = dist.get_rank()
+        for everyone in self.members or (tuple(range(self.world)),):  # every rank makes every group, in the same order
+            neighbours = [everyone[first : first + degree] for first in range(0, self.world, degree)]
+            copies = [everyone[place::degree] for place in range(degree)] if degree < self.world else []
+            for ranks in (*neighbours, *copies):
+                group = dist.new_group(list(ranks), backend=backend, timeout=wait)
+                if me in ranks:
+                    mine[ranks in copies] = group
+                    self.made.append(group)
         return mine[False], mine.get(True)
 
     def blame(self, error: RuntimeError) -> RuntimeError | CollectiveError:
@@ -127,12 +162,14 @@ class Mesh:
 
 
 @contextlib.contextmanager
-def join(placement: Placement, timeout_s: float, storage_s: float = 0.0) -> Iterator[Mesh]:
+def join(placement: Placement, timeout_s: float, storage_s: float = 0.0, axes: Axes = Axes()) -> Iterator[Mesh]:
     """Meet the other ranks, make the groups, and leave them on exit. `storage_s`: how much longer the group for saves
-    waits, for a rank whose remote store is still being tried.
+    waits, for a rank whose remote store is still being tried. `axes`: how many ranks hold one copy of the model.
 
-    Raises CollectiveError naming the missing ranks when they do not arrive within `timeout_s`.
+    Raises CollectiveError naming the missing ranks when they do not arrive within `timeout_s`, and ConfigError where
+    the ranks are no multiple of those that a copy needs.
     """
+    axes.data(placement.world)
     device = torch.device(placement.device)
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.PrefixStore(f"attempt-{placement.attempt}", _store(placement, timeout))
@@ -148,7 +185,7 @@ def join(placement: Placement, timeout_s: float, storage_s: float = 0.0) -> Iter
     )
     mesh = None
     try:
-        mesh = _mesh(device, offers, store, timeout_s, storage_s)
+        mesh = _mesh(device, offers, store, timeout_s, storage_s, axes)
         yield mesh
     finally:
         dist.destroy_process_group()
@@ -157,27 +194,39 @@ def join(placement: Placement, timeout_s: float, storage_s: float = 0.0) -> Iter
 
 
 @contextlib.contextmanager
-def beside(device: torch.device, timeout_s: float) -> Iterator[Mesh]:
+def beside(device: torch.device, timeout_s: float, axes: Axes = Axes()) -> Iterator[Mesh]:
     """A mesh of its own in a process whose ranks have met already, whoever saw to that: its groups are made anew, so
     that they disturb nobody's, and are gone on exit. Every rank must make it, on its `device`."""
+    axes.data(dist.get_world_size())
     # torch keeps this store to itself, but it is where every rank is known to look.
     store = dist.PrefixStore("beside", dist.distributed_c10d._get_default_store())
     meeting = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
     offers = JsonGroup(meeting).all_objects(_offer(device))
     dist.destroy_process_group(meeting)
-    mesh = _mesh(device, offers, store, timeout_s, 0.0)
+    mesh = _mesh(device, offers, store, timeout_s, 0.0, axes)
     try:
         yield mesh
     finally:
-        for group in (*mesh.made, mesh.control, mesh.checkpoint, mesh.transfers, mesh.agreement):
+        for group in _groups(mesh):
             dist.destroy_process_group(group)
         mesh.forget()
 
 
-def _mesh(device: torch.device, offers: list[str], store: dist.Store, timeout_s: float, storage_s: float) -> Mesh:
-    """New groups of all ranks of the default group."""
+def _groups(mesh: Mesh) -> list[dist.ProcessGroup]:
+    """All that were made for a mesh."""
+    own = [*mesh.made, mesh.control, mesh.checkpoint, mesh.transfers, mesh.agreement]
+    if mesh.inner is None:
+        return own
+    axes = [axis.group for axis in (mesh.tensor, mesh.pipe, mesh.model) if axis is not None]
+    return [*_groups(mesh.inner), mesh.inner.shard.get_group(), *axes, *own]
+
+
+def _mesh(
+    device: torch.device, offers: list[str], store: dist.Store, timeout_s: float, storage_s: float, axes: Axes
+) -> Mesh:
+    """New groups of all ranks of the default group, and those along the axes of model parallelism."""
     timeout = datetime.timedelta(seconds=timeout_s)
-    return Mesh(
+    mesh = Mesh(
         rank=dist.get_rank(),
         world=dist.get_world_size(),
         device=device,
@@ -191,7 +240,56 @@ def _mesh(device: torch.device, offers: list[str], store: dist.Store, timeout_s:
         timeout_s=timeout_s,
         topology=Topology.of([offer.split("\t")[2] for offer in offers]),
         on_host=all(offer.split("\t")[0] == "gloo" for offer in offers),
-        alike=len({offer.split("\t")[0] for offer in offers}) == 1,
+        alike=_alike(offers),
+        axes=axes,
+    )
+    mesh.everyone = mesh.agreement if mesh.world > 1 else None
+    if axes.model > 1:
+        _along_axes(mesh, offers, timeout, datetime.timedelta(seconds=timeout_s + storage_s))
+    return mesh
+
+
+def _alike(offers: Sequence[str]) -> bool:
+    """Whether all devices are of one kind."""
+    return len({offer.split("\t")[0] for offer in offers}) == 1
+
+
+def _along_axes(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wait_saved: datetime.timedelta) -> None:
+    """Give `mesh` the groups of model parallelism. Every rank makes every group, in the same order."""
+    axes, world, rank = mesh.axes, mesh.world, mesh.rank
+
+    def of(axis: str, backend: str | None, timeout: datetime.timedelta = wait) -> Axis:
+        mine: Axis | None = None
+        for ranks in axes.groups(axis, world):
+            used = _backend([offers[each] for each in ranks]) if backend is None else backend
+            group = dist.new_group(list(ranks), backend=used, timeout=timeout)
+            if rank in ranks:
+                mine = Axis(group, ranks, ranks.index(rank))
+        assert mine is not None
+        return mine
+
+    mesh.tensor = of("tensor", None) if axes.tensor > 1 else None
+    mesh.pipe = of("pipe", None) if axes.pipeline > 1 else None
+    mesh.model = of("model", "gloo")
+    shard = of("data", None)
+    theirs = [offers[each] for each in shard.ranks]
+    mesh.inner = replace(
+        mesh,
+        rank=shard.rank,
+        world=shard.size,
+        shard=DeviceMesh.from_group(
+            shard.group, mesh.device.type, mesh=list(shard.ranks), mesh_dim_names=("shard",)
+        ),
+        control=of("data", "gloo").group,
+        checkpoint=of("data", "gloo", wait_saved).group,
+        transfers=of("data", None).group,
+        agreement=of("data", "gloo").group,
+        topology=mesh.topology.part(shard.ranks),
+        alike=_alike(theirs),
+        members=tuple(axes.groups("data", world)),
+        inner=None,
+        made=[],
+        bookkeeping=Traffic(),
     )
 
 
@@ -204,6 +302,7 @@ def alone(mesh: Mesh) -> Iterator[Mesh]:
         yield replace(
             mesh, rank=0, world=1, control=group, checkpoint=group, transfers=group, agreement=group, traffic=Traffic(),
             topology=Topology.of(["here"]), on_host=mesh.device.type == "cpu", alike=True,
+            axes=Axes(), members=((dist.get_rank(),),), tensor=None, pipe=None, model=None, everyone=None, inner=None,
             made=[],
         )  # fmt: skip
     finally:

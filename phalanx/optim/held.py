@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from phalanx import accelerator
 from phalanx.optim.engine import Precision
 from phalanx.optim.lane import POLL_S, Lane, Mark
 from phalanx.optim.layout import Bucket, Fragment, Member
@@ -20,9 +21,10 @@ class Pool:
     """Gradient buffers that are given back when they are summed. Who computes faster than the lane sends waits here,
     but never for a lane that itself waits for the main thread."""
 
-    def __init__(self, most: int = IN_FLIGHT) -> None:
-        """`most` buffers of one size, where their number is limited."""
-        self._most = most
+    def __init__(self, most: int = IN_FLIGHT, keeps: bool = True) -> None:
+        """`most` buffers of one size, where their number is limited; `keeps`: those given back are used again, else
+        their memory is for anybody."""
+        self._most, self._keeps = most, keeps
         self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Mark]]] = {}
         self._taken: dict[tuple[int, torch.dtype], int] = {}
         self._changed = threading.Condition()
@@ -46,11 +48,14 @@ class Pool:
     def give_back(self, buffer: torch.Tensor, lane: Lane) -> None:
         """On the lane."""
         size = (buffer.numel(), buffer.dtype)
+        if not self._keeps:
+            accelerator.used_here(buffer)
         here = Mark(lane)
         here.set()
         with self._changed:
             self._taken[size] -= 1
-            self._free[size].append((buffer, here))
+            if self._keeps:
+                self._free[size].append((buffer, here))
             self._changed.notify_all()
 
     @contextlib.contextmanager
@@ -287,6 +292,7 @@ class Held:
             if not gradient.first:
                 sum_so_far.add_(into)
             if self._pool is not None and part is self.bucket.parts[-1]:
+                gradient.buffer = None
                 self._pool.give_back(buffer, self._lane)
 
         return buffer[part.start : part.stop], into, summed

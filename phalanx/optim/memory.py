@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from phalanx.comm.codec import CODECS, PLAIN
 from phalanx.optim.engine import Precision
-from phalanx.optim.held import IN_FLIGHT, IN_FLIGHT_RELEASED
+from phalanx.optim.held import IN_FLIGHT
 from phalanx.optim.layout import Bucket
 from phalanx.optim.order import PREFETCH, Sharding
 from phalanx.optim.update import Rule
@@ -23,7 +23,7 @@ def held_bytes(
 
     With E elements in all buckets, own of them the rank's, and bytes c of the type computed in and m of the master's:
     zero 1 holds E c of parameters and E m of gradients, zero 2 own m of gradients and a few buckets' on their way, zero
-    3 besides that of parameters only two units and the model's own. Masters are own m, and what the rule keeps of own,
+    3 besides that of parameters only two units and the model's own, and one bucket's gradient at that time. Masters are own m, and what the rule keeps of own,
     once for each slot; but where c = m, there is one slot and parameters are kept as they are, masters are they.
     """
     compute, shared, master = (kind.itemsize for kind in (precision.compute, precision.shared, precision.master))
@@ -47,8 +47,10 @@ def held_bytes(
         sums = (own + everything) * master
     else:
         sizes = Counter(bucket.elements for bucket in trained)
-        most = IN_FLIGHT_RELEASED if released else IN_FLIGHT
-        sums = (own + sum(size * min(count, most) for size, count in sizes.items())) * master
+        if released:  # one is sent while one unit is whole, or one is filled while two are
+            sums = (own + max(sizes, default=0)) * master
+        else:
+            sums = (own + sum(size * min(count, IN_FLIGHT) for size, count in sizes.items())) * master
     masters_apart = released or sharding.slots > 1 or compute != master or sharding.compress != PLAIN
     kept = 0.0
     for bucket in trained:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from phalanx.optim.overlap import Work
 from phalanx.optim.timeline import Node, Op, Program, Span, Timeline, Walk, place
 
+FASTER = 0.02  # part of a step
+
 
 def plan_zero3(work: Work, depth: int) -> tuple[Op, ...]:
     """One step's operations if parameters are held only while they are used: gathered for every forward pass, and for
@@ -17,18 +19,19 @@ def plan_zero3(work: Work, depth: int) -> tuple[Op, ...]:
     While a unit computes, up to `depth` units after it are gathered, so never more than depth + 1 are whole; so it is
     with whole gradients, unless they are kept for a reduction per step. A unit that is used twice in a row, where the
     forward pass turns into the backward pass or that into the next micro-batch's, is gathered once. A step's reduces
-    all come before the next step's gathers. Of two rules the better one is taken: gathers first, or
-    reduces first.
+    all come before the next step's gathers. Of two rules one is taken: reduces first, since what was sent needs no
+    memory any more, unless gathers first are faster by more than FASTER.
     """
     assert depth >= 0, depth
-    orders = []
+    orders = {}
     program = _released(work, depth, steps=2)
     for first in ("gather", "reduce"):
         walk = Walk(program, work.parts)
         # Gathers among themselves, and reduces too, in order of use: they become ready in no other.
         place(walk, {node: float((node[0] == "reduce") != (first == "reduce")) for node in program.needs}, {})
-        orders.append(tuple(op for op, _, _ in walk.moved if op.micro_batch < work.micro_batches))
-    return min(orders, key=lambda order: simulate_zero3(work, order, depth).step_s)
+        orders[first] = tuple(op for op, _, _ in walk.moved if op.micro_batch < work.micro_batches)
+    gathers_s, reduces_s = (simulate_zero3(work, orders[first], depth).step_s for first in ("gather", "reduce"))
+    return orders["gather" if gathers_s * (1 + FASTER) < reduces_s else "reduce"]
 
 
 def simulate_zero3(work: Work, order: Sequence[Op], depth: int) -> Timeline:

@@ -28,7 +28,7 @@ from phalanx.errors import ConfigError
 from phalanx.optim import gradients, layout
 from phalanx.optim.carrier import Carrier
 from phalanx.optim.engine import Allocator, Outcome, Piece, Precision, Shard
-from phalanx.optim.held import IN_FLIGHT, IN_FLIGHT_RELEASED, Gradient, Held, Pool, place
+from phalanx.optim.held import IN_FLIGHT_RELEASED, Gradient, Held, Pool, place
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import PART_BYTES, PREFETCH, Sharding
 from phalanx.optim.passes import Marks, Passes
@@ -110,7 +110,7 @@ class Sharded:
     def initialise(self, fill: Callable[[Shard], None]) -> None:
         parameters = dict(self.model.named_parameters())
         whole = self.sharding.zero == 1 and self.sharding.reduce == "per_step"
-        self._pool = pool = None if whole else Pool(IN_FLIGHT_RELEASED if self._released else IN_FLIGHT)
+        self._pool = pool = None if whole else Pool(IN_FLIGHT_RELEASED, keeps=False) if self._released else Pool()
         helds: list[Held] = []
         replaced: dict[int, nn.Parameter] = {}
         self._slots: list[Slot] = [{} for _ in range(self.sharding.slots)]
@@ -228,6 +228,8 @@ class Sharded:
                 self._put(self._gather_updated, now, unit, op.part, passes.next_fresh[op.bucket])
             elif reduces:
                 for held in unit.trained:
+                    if self._released and op.part == 0:
+                        self._put(self._release_behind, unit, sent[id(held)], passes.marks)
                     self._put(self._reduce, now, unit, held, sent[id(held)], op.part, last)
             reduces_left -= op.kind == "reduce"
             if not reduces_left and op.kind == "reduce" and last:
@@ -398,6 +400,16 @@ class Sharded:
                 self._whole.append((unit, used))
         mark = (marks.regathered if again else marks.gathered)[unit.number]
         self._carrier.gather(unit.helds, op.part, lambda: mark.set() if op.part == self._parts - 1 else None)
+
+    def _release_behind(self, unit: Unit, gradient: Gradient, marks: Marks) -> None:
+        """The backward pass of a unit has made its gradient: its parameters, and those behind, need not be there while
+        that is sent."""
+        self._carrier.wait(gradient.ready)
+        first = int(self._units[0].module is self.model)  # nothing comes behind that one, nor tells of its end
+        if self._whole and unit.number > first:
+            self._carrier.wait(marks.used_again[unit.number])
+        while self._whole and self._whole[0][1].reached:
+            self._release(*self._whole.popleft())
 
     def _restore(self, unit: Unit) -> None:
         slot = self._slots[self._current]

@@ -37,7 +37,7 @@ from phalanx.train import adapters, copies
 from phalanx.train.engines import sharding_of
 from phalanx.train.own import Own
 from phalanx.train.own_checks import check_own
-from phalanx.train.probe import depths_of, state_items
+from phalanx.train.probe import axes_of, depths_of, state_items
 from phalanx.train.subject import Subject, class_of_run, spec_from_run, subject_of
 from phalanx.train.trial import UNSHARDED
 
@@ -82,12 +82,14 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
 
     dtype, rule = _compute_dtype(config), make_rule(config.optim)
-    shard_over = 1 if config.parallel.data == "single" else ranks
+    copies = axes_of(config).data(ranks)
+    shard_over = 1 if config.parallel.data == "single" else copies
     sharding = sharding_of(config) if config.parallel.data == "sharded" else None
     shared = torch.float32 if config.train.dtype == "mixed" and ranks > 1 else dtype
     memory = state_items(model, spec, Precision(dtype, shared), shard_over, rule, sharding)
     memory.pop(MEASURED)
-    most = max(balance.even(config.train.global_batch, ranks))
+    memory = {what: count // axes_of(config).model for what, count in memory.items()}
+    most = max(balance.even(config.train.global_batch, copies))
     micro_batch = min(1 if config.train.micro_batch == "auto" else config.train.micro_batch, most)
     at_once, sequences = {}, {}
     for mode in MODES:

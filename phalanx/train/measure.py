@@ -71,6 +71,8 @@ def know(
     assert config.train.micro_batch != "auto"
     group = JsonGroup(mesh.checkpoint)
     models = _all(group, accelerator.name(mesh.device))
+    if mesh.axes.model > 1:
+        return _copies(config, mesh, paths), None
     divides = mesh.world > 1 and config.balance.work in ("auto", "measured-once")
     wanted = divides or len(set(models)) > 1 or config.balance.hardware is not None
     answer: dict[str, Any] = {}
@@ -105,6 +107,18 @@ def know(
     speeds = hardware.speeds(known) if known is not None and used else [Speed(1.0)] * mesh.world
     link = known.link if known is not None and used and all(device.times for device in known.devices) else None
     return [replace(speed, most=few) for speed, few in zip(speeds, most, strict=True)], link
+
+
+def _copies(config: "Config", mesh: Mesh, paths: RunPaths) -> list[Speed]:
+    """The same where several ranks hold one copy of the model, so that none can measure it: the copies count as alike,
+    and each takes what the least of its ranks may have."""
+    assert config.train.micro_batch != "auto"
+    mine = min(config.train.micro_batch, hardware.limits(paths).get(mesh.rank, UNBOUND))
+    most = [UNBOUND] * mesh.data.world
+    for rank, few in enumerate(mesh.gather(mine)):
+        copy = mesh.axes.place(rank, mesh.world).data
+        most[copy] = min(most[copy], int(few))
+    return [Speed(1.0, most=few) for few in most]
 
 
 def _keep(paths: RunPaths, known: Hardware, records: Records) -> None:
@@ -196,7 +210,7 @@ def remembering(paths: RunPaths, mesh: Mesh, sharing: Sharing, subject: Subject)
     except (RuntimeError, MemoryError) as error:
         if not accelerator.is_out_of_memory(error):
             raise
-        tried = sharing.largest(mesh.rank)
+        tried = sharing.largest(mesh.data.rank)
         said = f"rank {mesh.rank} ran out of memory with micro-batches of"
         if tried <= 1:
             raise OutOfMemory(
@@ -214,6 +228,11 @@ def run(config: "Config", spec: ModelSpec | None, placement: Placement, file: Pa
     """One rank of a job that does nothing but measure; rank 0 writes `file`. Raises as training does."""
     threads = accelerator.threads_of(placement.threads, placement.local_world)
     accelerator.use(torch.device(placement.device), threads)
+    if config.parallel.tensor * config.parallel.pipeline > 1:
+        raise ConfigError(
+            "what is measured is the whole model on each device, but parallel.tensor and parallel.pipeline cut it; set "
+            "both to 1 to measure"
+        )
     with join(placement, config.comm.timeout_s) as mesh:
         config = agreed(config, mesh)
         subject = subject_of(config, spec)

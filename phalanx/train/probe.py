@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx import accelerator
+from phalanx.axes import Axes
 from phalanx.comm.mesh import join
 from phalanx.config import Config
 from phalanx.errors import ConfigError
@@ -56,6 +57,11 @@ class Finding:
             f"one sample takes {self.sequence_bytes / gib:.3f} GiB, the state {self.state_bytes / gib:.2f} GiB, "
             f"and {self.free_bytes / gib:.1f} GiB are free for this rank"
         )
+
+
+def axes_of(config: Config) -> Axes:
+    """How many ranks hold one copy of the model."""
+    return Axes(config.parallel.tensor, config.parallel.pipeline)
 
 
 def depths_of(subject: Subject, config: Config) -> Sequence[int | None]:
@@ -170,12 +176,12 @@ def check_state(config: Config, subject: Subject, device_name: str, *, world: in
 
 def _least_state_bytes(config: Config, subject: Subject, device: torch.device, world: int) -> int:
     """What a rank holds at least: where the state may be cut unevenly, its whole part may be elsewhere."""
-    state = config.balance.state
-    if config.parallel.data != "sharded" or world == 1 or state == "even":
+    state, copies = config.balance.state, axes_of(config).data(world)
+    if config.parallel.data != "sharded" or copies == 1 or state == "even":
         return state_bytes(config, subject, device, world)
     if isinstance(state, list):
         return state_bytes(config, subject, device, world, rank=state.index(min(state)))
-    together = sharding_of(config).degree or world
+    together = sharding_of(config).degree or copies
     none_here = (0.0,) + (1.0,) * (together - 1) if together > 1 else None
     return state_bytes(config, subject, device, world, none_here, rank=0)
 
@@ -184,13 +190,14 @@ def state_bytes(
     config: Config, subject: Subject, device: torch.device, world: int, weights: Weights = None, rank: int | None = None
 ) -> int:
     """Bytes that a rank holds besides activations; `weights` as for `sharding_of`, without a `rank` of that which holds
-    most."""
+    most. Where several ranks hold one copy of the model they are taken to hold equal parts of it."""
     compute = compute_dtype(config.train.dtype, device)
     shared = torch.float32 if config.train.dtype == "mixed" and world > 1 else compute
-    ranks = 1 if config.parallel.data == "single" else world
+    ranks = 1 if config.parallel.data == "single" else axes_of(config).data(world)
     sharding = sharding_of(config, weights) if config.parallel.data == "sharded" else None
     model, rule = subject.model(), make_rule(config.optim)
-    return sum(state_items(model, subject.spec, Precision(compute, shared), ranks, rule, sharding, rank).values())
+    items = state_items(model, subject.spec, Precision(compute, shared), ranks, rule, sharding, rank)
+    return sum(items.values()) // axes_of(config).model
 
 
 def least_zero(config: Config, subject: Subject, devices: Sequence[str], *, world: int, local_world: int) -> int:

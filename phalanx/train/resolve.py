@@ -35,7 +35,7 @@ from phalanx.train.folder import of_tokens
 from phalanx.train.measure import given, work_of
 from phalanx.train.own import Own
 from phalanx.train.own_checks import check_own
-from phalanx.train.probe import Finding, check_state, largest_micro_batch, least_zero
+from phalanx.train.probe import Finding, axes_of, check_state, largest_micro_batch, least_zero
 from phalanx.train.subject import Subject, class_of_run, subject_of
 
 ZERO_WHY = {
@@ -43,6 +43,7 @@ ZERO_WHY = {
     2: "gradients would take more than half of a memory, too",
     3: "parameters and gradients would take more than half of a memory",
 }
+MICRO_BATCHES = 4  # for each stage of a pipeline: it is idle for about a fifth of a step then
 Chosen = list[tuple[str, Any, str]]  # key, value, reason
 
 
@@ -126,8 +127,10 @@ def _fitting(config: Config, subject: Subject, devices: Sequence[str], world: in
     for device in devices:
         check_state(config, subject, device, world=world, local_world=local_world)
     # Where shares follow the devices one may get nearly all there is, though they are alike now.
-    work, batch = config.balance.work, config.train.global_batch
-    most = max(work) if isinstance(work, list) else max(balance.even(batch, world)) if work == "even" else batch
+    work, batch, copies = config.balance.work, config.train.global_batch, axes_of(config).data(world)
+    most = max(work) if isinstance(work, list) else max(balance.even(batch, copies)) if work == "even" else batch
+    if config.parallel.pipeline > 1:  # of few micro-batches all stages but one would wait for most of a step
+        most = max(1, most // (MICRO_BATCHES * copies * config.parallel.pipeline))
 
     def probe(tried: Config) -> list[Finding]:
         return [

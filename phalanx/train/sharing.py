@@ -49,11 +49,14 @@ class Sharing:
     ) -> None:
         """`work` as in the recipe; `total` sequences of a step; `speeds` in order of rank, with each rank's limit.
 
-        `part_s` is what a micro-batch costs all ranks for its collectives.
+        `part_s` is what a micro-batch costs all ranks for its collectives. Where several ranks hold one copy of the
+        model, `speeds` are those of the copies, and whatever is said of ranks here goes for copies: one is as slow as
+        the slowest of its ranks.
         """
         self.balance_s = 0.0
         self.most = [speed.most for speed in speeds]
         self._mesh, self._work = mesh, work
+        self._copy = [mesh.axes.place(rank, mesh.world).data for rank in range(mesh.world)]  # of the model, by rank
         self._say: Say = lambda kind, details: None
         if isinstance(work, list):
             self.division, self._why = balance.in_parts(work, self.most), "balance.work says so"
@@ -93,7 +96,7 @@ class Sharing:
 
     def begin(self, step: int, header: Mapping[str, Any] | None, paths: RunPaths, group: JsonGroup, say: Say) -> None:
         """Go on after `step`, from the header of its checkpoint if there is one. Collective; `say` writes events."""
-        if self._mesh.world == 1:
+        if len(self.most) == 1:
             return
         self._say = say
         mine = recorded(paths) if self._mesh.rank == 0 else Recorded([], 0)
@@ -150,7 +153,7 @@ class Sharing:
         """Begin to tell all what rank 0 has decided, and whether this rank was `asked` to stop. Collective."""
         began = time.thread_time()
         first = self._mesh.rank == 0
-        told = [self._decided.parts, *self._decided.shares] if first else [0] * (1 + self._mesh.world)
+        told = [self._decided.parts, *self._decided.shares] if first else [0] * (1 + len(self.most))
         self._message = torch.tensor([int(asked), *told])
         self._answered = all_reduce(self._message, self._mesh.control, self._mesh.bookkeeping)
         self.balance_s += time.thread_time() - began
@@ -178,8 +181,10 @@ class Sharing:
             self._heard.setdefault(int(of), {})[rank] = busy_s
         told = sorted(of for of, by_rank in self._heard.items() if len(by_rank) == self._mesh.world)
         for of in told:
-            by_rank = self._heard.pop(of)
-            self._busy[of] = [by_rank[rank] for rank in range(self._mesh.world)]
+            by_copy = [0.0] * len(self.most)
+            for rank, busy_s in self._heard.pop(of).items():
+                by_copy[self._copy[rank]] = max(by_copy[self._copy[rank]], busy_s)
+            self._busy[of] = by_copy
         return told
 
     def _next(self, step: int, heard: list[int]) -> Division:
@@ -202,9 +207,9 @@ class Sharing:
     def shown(self, step: int) -> tuple[list[int] | None, list[float] | None]:
         """Shares and seconds worked, in order of rank, for the record of a step; None where it does not name them."""
         division, before = self._walked.get(step), self._walked.get(step - 1)
-        if self._mesh.world == 1 or division is None:
+        if len(self.most) == 1 or division is None:
             return None, None
-        if self._mesh.world > SHOWN_RANKS and division == before and step % SHOWN_EVERY:
+        if len(self.most) > SHOWN_RANKS and division == before and step % SHOWN_EVERY:
             return None, None
         busy_s = self._busy.get(step)
         return list(division.shares), busy_s if busy_s and min(busy_s) > 0 else None
