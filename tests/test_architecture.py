@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generation": PLAIN | {"models", "data", "train"},
     "sharded_model": PLAIN | {"comm", "optim", "checkpoint"},
     "sharding": PLAIN | {"accelerator", "models", "comm", "optim", "cluster", "sharded_model"},
-    "scripts": PLAIN | {"accelerator", "cluster", "comm"},
+    "scripts": PLAIN | {"accelerator", "cluster", "comm", "parallel"},
     "compat": PLAIN | {"accelerator", "cluster", "comm", "models", "parallel", "scripts"},
     "survey": PLAIN | {"cluster", "devices", "launch", "nodes", "report", "train"},
     "nodes": PLAIN | {"cluster", "devices", "launch", "remote_run", "report", "train"},

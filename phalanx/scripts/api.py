@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from phalanx.errors import ConfigError
+from phalanx.parallel import transform as cut
 from phalanx.scripts import session as sessions
 from phalanx.scripts.ranks import Ranks
 from phalanx.scripts.session import Session
@@ -90,20 +92,34 @@ def transform(
     """Divide a model's tensors over the ranks that `phalanx.init` has set aside for it; gives the same model back.
 
     Without such ranks the model stays as it is. `load_state_dict_from_rank0`: rank 0 alone has weights worth keeping;
-    FSDP must then have `sync_module_states=True`. Raises ConfigError before `phalanx.init`, and for a model that cannot
+    they are sent where tensors are divided, and else FSDP must have `sync_module_states=True`. Raises ConfigError before `phalanx.init`, and for a model that cannot
     be divided. Collective.
     """
     session = sessions.current()
     if session is None:
         raise ConfigError("phalanx.transform divides a model over ranks, which are not known yet; call phalanx.init first")
+    session.layers |= _layers(model)
     if session.ranks.tensor > 1:
-        raise ConfigError("tensor parallelism of models of one's own is not here yet; set tensor=1")
-    _cast(model, device, dtype)
+        _cut(model, session, load_state_dict_from_rank0, device, dtype)
+    else:
+        _cast(model, device, dtype)
+        session.needs_sync |= load_state_dict_from_rank0 and session.ranks.world > 1
     session.done.add("transform")
     session.models.append(id(model))
-    session.needs_sync |= load_state_dict_from_rank0 and session.ranks.world > 1
-    session.layers |= _layers(model)
     return model
+
+
+def _cut(
+    model: nn.Module, session: Session, from_rank0: bool, device: torch.device | None, dtype: torch.dtype | None
+) -> None:
+    """Divide a model, whose ranks begin with the values of the first of them; from rank 0 all ranks get theirs."""
+    axis = session.axis()
+    if not from_rank0:
+        for parameter in model.parameters():
+            if not parameter.is_meta:
+                dist.broadcast(parameter.data, axis.ranks[0], group=axis.group)
+    cut.transform(model, axis, load_state_dict_from_rank0=from_rank0, device=device, dtype=dtype)
+    session.slices |= cut.parts_of(model)
 
 
 def _cast(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:

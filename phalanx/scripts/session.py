@@ -64,6 +64,11 @@ class Session:
             self.groups[kind] = mesh.own_group(lists)
         return self.groups[kind]
 
+    def axis(self) -> mesh.Axis:
+        """The ranks that hold slices of the same tensors, and this one's place among them."""
+        ranks = next(each for each in self.ranks.tensor_groups() if self.rank in each)
+        return mesh.Axis(self.group("tensor"), tuple(ranks), self.ranks.tensor_rank(self.rank))
+
     def shard_natively(self, degree: int) -> None:
         """The script itself shards over so many ranks; then ranks are counted by that."""
         if self.ranks.world % degree == 0:

@@ -19,6 +19,7 @@ from phalanx.errors import ConfigError
 from phalanx.scripts.norm import clip_grad_norm_
 from phalanx.scripts.session import Session, check_wrap, current, device, local_world
 from phalanx.scripts.shards import with_empty_shards
+from phalanx.scripts.whole import put_together
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 REPLACED = "_phalanx_replaces"
@@ -82,6 +83,7 @@ def _asking(original: Callable[..., None]) -> Callable[..., None]:
             elif not isinstance(given, InitThenTie):
                 options["param_init_fn"] = InitThenTie(given, post_param_init_fn)
         original(self, module, process_group, sharding_strategy, *others, **options)
+        self._register_state_dict_hook(put_together)
 
     return init
 

@@ -15,6 +15,8 @@ from torch import nn
 from phalanx.compat.sagemaker.small import empty_module_params
 from phalanx.errors import ConfigError
 from phalanx.models.draws import key
+from phalanx.models.layers import RMSNorm
+from phalanx.parallel.tensor import CUT_MODULES, part_of
 from phalanx.scripts.session import current, device
 
 logger = logging.getLogger("phalanx.sagemaker")
@@ -116,10 +118,18 @@ class DelayedParamIniter:
             return
         host = torch.device("cpu")
         empty_module_params(module, host)
+        slices = module.slices if isinstance(module, CUT_MODULES) else {}
+        for name, part in slices.items():  # what is drawn is the whole, so that slices are those of one model
+            old = module.get_parameter(name)
+            module._parameters[name] = nn.Parameter(torch.empty(part.shape, dtype=old.dtype), old.requires_grad)
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.dtype.is_floating_point:
+                parameter.fill_(float("nan"))  # which no rule leaves
         marked = [name for name, each in module._buffers.items() if each is not None and each.is_meta]
         for name in marked:
             module._buffers[name] = _marked(module._buffers[name])
         self._draw(module)
+        self._check_drawn(module)
         for name in marked:
             if _is_marked(module._buffers[name]):
                 raise ConfigError(
@@ -127,7 +137,20 @@ class DelayedParamIniter:
                     "not say what it holds; build the model with buffers on a device (accelerate's "
                     "init_empty_weights), or pass init_method_using_config"
                 )
+        for name, part in slices.items():
+            module._parameters[name] = part_of(module.get_parameter(name), part)
         module._apply(lambda tensor: tensor.to(device()), recurse=False)
+
+    def _check_drawn(self, module: nn.Module) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.numel() or not bool(parameter.isnan().all()):
+                continue
+            if not isinstance(module, RMSNorm):
+                raise ConfigError(
+                    f"{self._name_of(module)}.{name} is a parameter that the model does not say the first values of; "
+                    "pass init_method_using_config"
+                )
+            parameter.fill_(1.0)
 
     def _draw(self, module: nn.Module) -> None:
         name = self._name_of(module)
