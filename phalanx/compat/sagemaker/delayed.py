@@ -161,7 +161,8 @@ class DelayedParamIniter:
             if parent is not None and parent is not self._model and not _own(parent):
                 # A block may change what a layer in it has begun with (GPT-2 scales the last of each by the depth).
                 torch.default_generator.manual_seed(key(self._seed, name, "block") & (2**63 - 1))
-                self._by_owner(name, parent)
+                with _set_aside(parent, module):
+                    self._by_owner(name, parent)
 
     def _first_values(self, name: str, module: nn.Module) -> None:
         if self._by_owner(name, module):
@@ -184,6 +185,23 @@ class DelayedParamIniter:
                 init(module)
                 return True
         return False
+
+
+@contextlib.contextmanager
+def _set_aside(block: nn.Module, but: nn.Module) -> Iterator[None]:
+    """Let nothing of a block be changed but one module, whose draws then do not depend on what is there already."""
+    others = [each for each in block.modules() if each is not but]
+    kept = [each._parameters for each in others]
+    for each in others:
+        each._parameters = {
+            name: None if parameter is None else nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            for name, parameter in each._parameters.items()
+        }
+    try:
+        yield
+    finally:
+        for each, parameters in zip(others, kept, strict=True):
+            each._parameters = parameters
 
 
 def _own(module: nn.Module) -> list[str]:
