@@ -1,6 +1,6 @@
 """Saves beside the training, sharded and local, goes on from there, and writes the whole model at the end.
 
-    phalanx run --nproc 4 examples/sagemaker/checkpoint_and_resume.py FOLDER [sharded|local] [STOP AFTER]
+phalanx run --nproc 4 examples/sagemaker/checkpoint_and_resume.py FOLDER [sharded|local] [STOP AFTER]
 """
 
 import os

@@ -1,10 +1,9 @@
 """Hybrid sharding: each copy of the model is sharded over two GPUs; the smddp backend moves it."""
 
+# The backend, by its two lines.
+import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
 import torch
 import torch.distributed as dist
-
-# The backend, by its two lines.
-import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401, I001
 
 dist.init_process_group(backend="smddp")
 

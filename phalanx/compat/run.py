@@ -5,6 +5,7 @@ goes to the CPU.
 """
 
 import functools
+import datetime
 import os
 import runpy
 import socket
@@ -20,9 +21,16 @@ from phalanx.errors import ConfigError
 from phalanx.records import Kind, Placement
 
 # What most scripts import, once in the parent of the ranks.
-PRELOAD = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "phalanx.scripts.wrapping")
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "phalanx.scripts.wrapping",
+)
 DEVICES_TIMEOUT_S = 120.0
 GRACE_S = 30.0
+LAST_S = datetime.timedelta(days=365)  # that ranks may go on after rank 0 has ended
 PARAMETERS = "SM_HP_MP_PARAMETERS"
 
 
@@ -100,29 +108,34 @@ def _check(settings: str | None, world: int) -> None:
 def become(
     placement: Placement, script: str, arguments: Sequence[str], settings: str | None = None, ours: bool = False
 ) -> int:
-    """Be one rank of a script, in this process; `ours`: one that this package has started, and not torchrun or Slurm."""
+    """Be one rank of a script, in this process; `ours`: one that `run` has started, and not torchrun or Slurm."""
     import torch
 
     from phalanx import accelerator
-    from phalanx.compat.sagemaker.install import install
     from phalanx.compat.on_host import on_host
+    from phalanx.compat.sagemaker.install import install
 
     accelerator.use(torch.device(placement.device), accelerator.threads_of(placement.threads, placement.local_world))
-    server = _announce(placement, ours)
+    store = _announce(placement, ours)
     if settings is not None:
         os.environ[PARAMETERS] = settings
     install()
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     with on_host(placement.rank, placement.local_world):
-        runpy.run_path(script, run_name="__main__")
-    del server  # which other ranks may have asked until now
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                raise
+    if store is not None:
+        _leave(store, placement)
     return 0
 
 
 def _announce(placement: Placement, ours: bool) -> Any:
-    """Set the variables by which scripts, and torch itself, know where they are. Gives what keeps the ranks' store,
-    where that is this rank."""
+    """Set the variables by which scripts, and torch itself, know where they are. Gives the ranks' store, where
+    this package has made it."""
     address = placement.store
     known = {
         "RANK": placement.rank,
@@ -137,18 +150,24 @@ def _announce(placement: Placement, ours: bool) -> Any:
     if not ours or address is None:
         return None
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # there is one already: nobody else is to open it
-    if address.listen_fd is None:
-        return None
     import torch.distributed as dist
 
     return dist.TCPStore(
         address.host,
         address.port,
         placement.world,
-        is_master=True,
+        is_master=address.listen_fd is not None,
         wait_for_workers=False,
         master_listen_fd=address.listen_fd,
     )
+
+
+def _leave(store: Any, placement: Placement) -> None:
+    """Rank 0, which keeps the store, leaves last: the others may still ask it. One that fails ends them all."""
+    if placement.rank:
+        store.set(f"left/{placement.rank}", "")
+    else:
+        store.wait([f"left/{rank}" for rank in range(1, placement.world)], LAST_S)
 
 
 def _free_port() -> int:

@@ -92,12 +92,14 @@ def transform(
     """Divide a model's tensors over the ranks that `phalanx.init` has set aside for it; gives the same model back.
 
     Without such ranks the model stays as it is. `load_state_dict_from_rank0`: rank 0 alone has weights worth keeping;
-    they are sent where tensors are divided, and else FSDP must have `sync_module_states=True`. Raises ConfigError before `phalanx.init`, and for a model that cannot
-    be divided. Collective.
+    they are sent where tensors are divided, and else FSDP must have `sync_module_states=True`. Raises ConfigError
+    before `phalanx.init`, and for a model that cannot be divided. Collective.
     """
     session = sessions.current()
     if session is None:
-        raise ConfigError("phalanx.transform divides a model over ranks, which are not known yet; call phalanx.init first")
+        raise ConfigError(
+            "phalanx.transform divides a model over ranks, which are not known yet; call phalanx.init first"
+        )
     session.layers |= _layers(model)
     if session.ranks.tensor > 1:
         _cut(model, session, load_state_dict_from_rank0, device, dtype)

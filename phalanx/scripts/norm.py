@@ -66,9 +66,7 @@ def _sharded(root: FullyShardedDataParallel) -> Iterator[tuple[str, Tensor | Non
                 yield name, flat.grad.narrow(0, place.offset_in_shard, place.numel_in_shard)
 
 
-def _norm(
-    gradients: list[tuple[str, Tensor]], session: Session, group: dist.ProcessGroup, norm_type: float
-) -> Tensor:
+def _norm(gradients: list[tuple[str, Tensor]], session: Session, group: dist.ProcessGroup, norm_type: float) -> Tensor:
     device = gradients[0][1].device if gradients else torch.device("cpu")
     if norm_type == math.inf:
         parts = [gradient.abs().max().float() for _, gradient in gradients]

@@ -1,6 +1,6 @@
 """Who is where among the ranks of a script: slices of tensors innermost, then shards, then whole copies. Pure.
 
-    rank = (copy * shard + place of the shard) * tensor + place of the slice
+rank = (copy * shard + place of the shard) * tensor + place of the slice
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Groups = list[list[int]]
 
 @dataclass(frozen=True)
 class Ranks:
-    """`tensor` ranks hold slices of the same tensors, `shard` of them shards of the same state; what is left are copies.
+    """`tensor` ranks hold slices of the same tensors, `shard` of those shards of the same state; the rest are copies.
 
     Each list of groups has every rank in exactly one of them, and is the same on all ranks.
     """

@@ -97,8 +97,7 @@ def placement(
     """
     if session.native:
         return _native(session, process_group, strategy, device_mesh), strategy
-    ours = session.groups.get("wrap")
-    if process_group is not None and process_group is ours:
+    if process_group is not None and _same(process_group, session.groups.get("wrap")):
         return process_group, strategy  # FSDP itself has handed it on to a part of the model
     if process_group is not None or device_mesh is not None:
         what = "process_group" if process_group is not None else "device_mesh"
@@ -116,6 +115,13 @@ def placement(
         chosen = session.groups.get("wrap") or (session.group("shard"), session.group("copy"))
     session.groups["wrap"] = chosen
     return chosen, strategy
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two are the same group, or pair of groups, which FSDP puts together anew."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    return one is other
 
 
 def _native(session: Session, process_group: Any, strategy: ShardingStrategy | None, mesh: DeviceMesh | None) -> Any:

@@ -36,7 +36,9 @@ def beside(placement: Placement, folder: str) -> list[Any]:
 
         go = threading.Event()
         slow = files.DistributedFileSystemWriter(
-            folder, pre_write_hooks=[lambda writer: go.wait(30)], post_write_hooks=[lambda writer: order.append("written")]
+            folder,
+            pre_write_hooks=[lambda writer: go.wait(30)],
+            post_write_hooks=[lambda writer: order.append("written")],
         )
         order: list[str] = []
         state = {"x": torch.full((4,), 1.0 + placement.rank * 0), "step": 7}

@@ -40,9 +40,7 @@ def test_delayed_initialisation_begins_alike_on_any_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(("kind", "later"), [("sharded", 4), ("sharded", 8), ("local", 4), ("local", 8)])
-def test_saved_stopped_and_resumed_is_uninterrupted(
-    kind: str, later: int, alone: list[float], tmp_path: Path
-) -> None:
+def test_saved_stopped_and_resumed_is_uninterrupted(kind: str, later: int, alone: list[float], tmp_path: Path) -> None:
     """Also with more copies than before; the whole model then is one that transformers loads."""
     folder = str(tmp_path / "saved")
     first = losses(example("checkpoint_and_resume", 4, folder, kind, "3"))

@@ -15,7 +15,9 @@ SMALL = {"vocab_size": 32, "use_cache": False}
 CONFIGS = {
     "gpt2": GPT2Config(n_embd=64, n_layer=3, n_head=4, n_positions=16, **SMALL),
     "gptj": GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=16, **SMALL),
-    "gpt_neox": GPTNeoXConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, **SMALL),
+    "gpt_neox": GPTNeoXConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, **SMALL
+    ),
     "llama": LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, **SMALL),
 }
 
@@ -107,7 +109,9 @@ def test_a_function_of_ones_own_takes_the_place_of_the_models() -> None:
         for module in model.modules():
             initer.get_param_init_fn()(module)
     assert model[0].weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
-    lazy = DelayedParamIniter(nn.Sequential(nn.Linear(2, 2, device="meta")), init_method_using_config=lambda module: None)
+    lazy = DelayedParamIniter(
+        nn.Sequential(nn.Linear(2, 2, device="meta")), init_method_using_config=lambda module: None
+    )
     with pytest.raises(AssertionError, match="has to call empty_module_params"):
         lazy.get_param_init_fn()(nn.Linear(2, 2, device="meta"))
 

@@ -7,7 +7,9 @@ from phalanx.scripts.ranks import Ranks
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_each_kind_of_group_has_every_rank_once_and_agrees_with_the_places(tensor: int, shard: int, copies: int) -> None:
+def test_each_kind_of_group_has_every_rank_once_and_agrees_with_the_places(
+    tensor: int, shard: int, copies: int
+) -> None:
     ranks = Ranks(tensor * shard * copies, tensor, shard)
     assert ranks.copies == copies
     everyone = list(range(ranks.world))

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import phalanx.compat.sagemaker  # noqa: F401  # makes them known
 from phalanx.compat.sagemaker.names import NAMES
 from phalanx.errors import ConfigError
-
-import phalanx.compat.sagemaker  # noqa: F401, I001  # makes them known
 
 
 @pytest.mark.parametrize("module", NAMES)

@@ -4,8 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-from phalanx.errors import ConfigError, PhalanxError
 from phalanx.compat import run
+from phalanx.errors import ConfigError, PhalanxError
 
 USAGE = "usage: python -m phalanx.compat.sagemaker [--smp-config FILE] [--nproc N] SCRIPT [ARGUMENTS]"
 

@@ -194,7 +194,9 @@ def _set_aside(block: nn.Module, but: nn.Module) -> Iterator[None]:
     kept = [each._parameters for each in others]
     for each in others:
         each._parameters = {
-            name: None if parameter is None else nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            name: None
+            if parameter is None
+            else nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
             for name, parameter in each._parameters.items()
         }
     try:

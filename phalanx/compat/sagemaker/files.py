@@ -1,4 +1,4 @@
-"""Checkpoint folders: PyTorch's reader and writer with hooks around the writing; paths that are not of a file system."""
+"""Checkpoint folders: PyTorch's reader and writer, with hooks around the writing; paths of no file system."""
 
 import functools
 import os

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import optimizer as dcp_optimizer
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
-from torch.distributed.checkpoint import optimizer as dcp_optimizer
 
 from phalanx.compat.sagemaker import loader, saver
 from phalanx.compat.sagemaker.files import DistributedFileSystemReader
@@ -100,7 +100,9 @@ def load_model_checkpoint(
 
 def _check(kind: StateDictType) -> None:
     if kind != StateDictType.SHARDED_STATE_DICT:
-        raise ConfigError(f"checkpoints of this kind are sharded, not {kind.name}; give StateDictType.SHARDED_STATE_DICT")
+        raise ConfigError(
+            f"checkpoints of this kind are sharded, not {kind.name}; give StateDictType.SHARDED_STATE_DICT"
+        )
 
 
 def _group(model: Any, given: tuple[Any, ...] | None) -> tuple[dist.ProcessGroup, int]:
@@ -112,4 +114,6 @@ def _group(model: Any, given: tuple[Any, ...] | None) -> tuple[dist.ProcessGroup
 def _place(folder: str | os.PathLike[str]) -> str:
     """Slices of tensors have folders of their own."""
     session = current()
-    return os.path.join(folder, f"tp{session.ranks.tensor_rank(session.rank)}_ep0" if session is not None else "tp0_ep0")
+    return os.path.join(
+        folder, f"tp{session.ranks.tensor_rank(session.rank)}_ep0" if session is not None else "tp0_ep0"
+    )

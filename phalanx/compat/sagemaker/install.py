@@ -1,6 +1,7 @@
 """Makes `import torch.sagemaker` and the smddp backend resolve to Phalanx, by a finder of modules."""
 
 import importlib
+import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
@@ -51,7 +52,7 @@ class Finder:
         return importlib.machinery.ModuleSpec(name, Loader(), is_package=True)
 
 
-class Loader:
+class Loader(importlib.abc.Loader):
     """Makes a module of the table; its names are looked up when they are asked for."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:

@@ -90,7 +90,7 @@ NAMES: dict[str, dict[str, str]] = {
 
 # Modules of older versions: what to do instead.
 INSTEAD = {
-    "smdistributed.modelparallel": "version 1 of that library is another one; take a plain FSDP script and `tsm.init()`",
+    "smdistributed.modelparallel": "version 1 of that library is another one; begin with a plain FSDP script",
     "smdistributed.dataparallel.torch.distributed": 'use torch.distributed with backend="smddp"',
     "smdistributed.dataparallel.torch.parallel": "use torch.nn.parallel.DistributedDataParallel",
     "torch.sagemaker.nn.huggingface": 'build the model with attn_implementation="sdpa"',

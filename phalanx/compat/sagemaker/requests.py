@@ -154,7 +154,7 @@ def plan(
 
 
 def _same(plan: SavePlan, before: SavePlan) -> bool:
-    return [item for item in plan.items] == [item for item in before.items]
+    return list(plan.items) == list(before.items)
 
 
 def _some(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
@@ -235,5 +235,3 @@ def __getattr__(name: str) -> Any:
     if name == "DEFAULT_ASYNC_REQUEST_QUEUE":
         return default_queue()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-

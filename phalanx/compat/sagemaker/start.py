@@ -141,10 +141,8 @@ def _warn_of_flushes(session: Session) -> None:
     session.flushes = flushes
 
 
-
-
 def _warn_of_open_saves(queue: AsyncCallsQueue) -> None:
     if (count := queue.get_num_unfinalized_calls()) > 0:
         sys.stderr.write(
-            f"{count} checkpoints are incomplete: call maybe_finalize_async_calls(blocking=True) before the script ends\n"
+            f"{count} checkpoints are incomplete: call maybe_finalize_async_calls(blocking=True) before the end\n"
         )

@@ -58,8 +58,8 @@ class Ranker:
 
 def _group(kind: str) -> Callable[[Session], dist.ProcessGroup | None]:
     """A group of the session; None where FSDP is left as the script has it."""
-    return lambda session: None if session.native or (session.degree == 1 and session.ranks.tensor == 1) else (
-        session.group(kind)
+    return lambda session: (
+        None if session.native or (session.degree == 1 and session.ranks.tensor == 1) else (session.group(kind))
     )
 
 

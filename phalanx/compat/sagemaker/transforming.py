@@ -54,9 +54,7 @@ def transform(
         )
     if config:
         raise ConfigError(f"tsm.transform got config={config!r}, of which nothing is known here; leave it out")
-    return api.transform(
-        model, load_state_dict_from_rank0=load_state_dict_from_rank0, device=device, dtype=dtype
-    )
+    return api.transform(model, load_state_dict_from_rank0=load_state_dict_from_rank0, device=device, dtype=dtype)
 
 
 def setup_transformer_engine_cp_groups(*args: Any, **options: Any) -> None:
@@ -71,7 +69,9 @@ class _OfTransformed(type):
         session = current()
         if session is None:
             return False
-        return id(instance) in session.models if cls.__name__ == "TransformerLMHead" else type(instance) in session.layers
+        return (
+            id(instance) in session.models if cls.__name__ == "TransformerLMHead" else type(instance) in session.layers
+        )
 
 
 class TransformerLMHead(metaclass=_OfTransformed):
