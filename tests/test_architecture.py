@@ -1,7 +1,8 @@
 """What may import what, twice: as written, and as it happens in a fresh process; and habits that a reader can check.
 
 A module belongs to a unit: its package, or itself where it lies beside the packages. `models.spec` (shapes as plain
-numbers) is a unit of its own below everything that needs torch, and `optim.overlap` (orders as plain numbers) another.
+numbers) is a unit of its own below everything that needs torch, and so are `optim.overlap` (orders as plain numbers)
+and `parallel.slices` (parts of parameters).
 """
 
 import ast
@@ -21,7 +22,7 @@ PACKAGE = ROOT / "phalanx"
 PLAIN = {
     "phalanx", "errors", "axes", "records", "balance", "resharing", "hardware", "rules", "values", "model_config",
     "config", "combinations", "recipe", "models.spec", "optim.overlap", "optim.timeline",
-    "optim.prefetch", "optim.rates", "patience", "storage", "mirror",
+    "optim.prefetch", "optim.rates", "parallel.slices", "patience", "storage", "mirror",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -43,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim.rates": set(),
     "optim.overlap": {"optim.timeline"},
     "optim.prefetch": {"optim.overlap", "optim.timeline"},
+    "parallel.slices": {"models.spec"},
     "values": set(),
     "model_config": {"values", "models.spec"},
     "config": {"errors", "model_config", "values", "models.spec"},
@@ -148,7 +150,7 @@ def unit_of(module: str) -> str:
     parts = module.split(".")
     if parts[1:3] in (["models", "spec"], ["models", "spec_problems"]):
         return "models.spec"
-    if parts[1:2] == ["optim"] and ".".join(parts[1:]) in PLAIN:
+    if parts[1:2] in (["optim"], ["parallel"]) and ".".join(parts[1:]) in PLAIN:
         return ".".join(parts[1:])
     return parts[1] if len(parts) > 1 else "phalanx"
 

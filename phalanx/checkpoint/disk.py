@@ -20,14 +20,17 @@ from phalanx.checkpoint.local import Local
 from phalanx.checkpoint.read import (
     FORMAT,
     VERSION,
+    WINDOWED,
     Checkpoint,
     Group,
     OnEvent,
     Parameters,
+    Span,
     agree,
+    all_columns,
     canonical,
     examine,
-    first_gap,
+    first_missing,
     manifest_checksum,
     step_folder,
 )
@@ -261,20 +264,24 @@ def sentence(error: Exception, path: Path | Url) -> str:
 
 def build_manifest(job: Job, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The manifest of a checkpoint, checksum included. Raises ValueError where the pieces of all ranks leave a gap."""
-    spans: defaultdict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
-    for entry in files.values():
-        for name, kind, start, stop, _dtype in entry["pieces"]:
-            spans[name, kind].append((start, stop))
+    spans: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
     sizes = {name: torch.Size(shape).numel() for name, (shape, _dtype) in job.parameters.items()}
+    windowed = False
+    for entry in files.values():
+        for name, kind, start, stop, _dtype, *window in entry["pieces"]:
+            if name not in sizes:
+                raise ValueError(f"pieces of {name} were saved, but it is not among the parameters")
+            first, last = window[0] if window else all_columns(job.parameters[name][0])
+            spans[name, kind].append((start, stop, (first, last)))
+            windowed = windowed or bool(window)
     for name, kind in [*spans, *((name, "param") for name in sizes)]:
-        if name not in sizes:
-            raise ValueError(f"pieces of {name} were saved, but it is not among the parameters")
-        gap = first_gap(spans[name, kind], 0, sizes[name])
-        if gap is not None:
-            raise ValueError(f"no rank saved elements [{gap[0]}, {gap[1]}) of {kind} of parameter {name}")
+        missing = first_missing(spans[name, kind], 0, sizes[name], all_columns(job.parameters[name][0]))
+        if missing is not None:
+            (first, last), _ = missing
+            raise ValueError(f"no rank saved elements [{first}, {last}) of {kind} of parameter {name}")
     manifest: dict[str, Any] = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": WINDOWED if windowed else VERSION,
         "header": job.header,
         "parameters": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in job.parameters.items()},
         "files": files,

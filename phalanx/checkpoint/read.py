@@ -4,6 +4,7 @@ A checkpoint is a folder `step-00000050/`, local or at a URL, of safetensors fil
 written last. A piece is
 a run of elements [start, stop) of one row-major flattened parameter (`kind` "param") or of a state that has its shape
 ("exp_avg", ...), so a checkpoint written by any number of ranks is read on any other number by coordinates alone.
+With a window it is a run of elements of some columns (windows.py), which no reader need know of.
 Nothing is unpickled.
 """
 
@@ -23,15 +24,17 @@ from torch import Tensor
 
 from phalanx import storage
 from phalanx.checkpoint.files import LocalFiles, RemoteFiles
+from phalanx.checkpoint.windows import Window, bands, covers, lift, project, rectangles
 from phalanx.errors import CheckpointError, StorageError
 from phalanx.records import MANIFEST, Kind, Url
 
 FORMAT = "phalanx-pieces"
-VERSION = 1
+VERSION, WINDOWED = 1, 2  # without and with windows: who does not know of them must not read these
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 Parameters = dict[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype such as "float32"
-
+Span = tuple[int, int, Window]  # elements [start, stop) of a window
+_ELEMENTS = 1 << 22  # of columns that are read at a time, with what lies between them
 
 Place = TypeVar("Place", Path, Url, Path | Url)
 
@@ -82,6 +85,21 @@ def manifest_checksum(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(canonical({key: value for key, value in manifest.items() if key != "checksum"})).hexdigest()
 
 
+def all_columns(shape: tuple[int, ...]) -> Window:
+    """The window that is a whole parameter of `shape`."""
+    return 0, max(1, shape[-1]) if shape else 1
+
+
+def first_missing(spans: list[Span], start: int, stop: int, asked: Window) -> tuple[tuple[int, int], Window] | None:
+    """The first elements of [start, stop) of a window that no span covers, and the columns they are numbered in."""
+    for band in bands((window for _, _, window in spans), asked):
+        here = [(project(low, w, band), project(high, w, band)) for low, high, w in spans if covers(w, band)]
+        gap = first_gap(here, project(start, asked, band), project(stop, asked, band))
+        if gap is not None:
+            return gap, band
+    return None
+
+
 def first_gap(spans: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int] | None:
     """The first part of [start, stop) that no span covers; None when all of it is covered. Spans may overlap."""
     at = start
@@ -115,12 +133,13 @@ class Checkpoint:
                 Path(name).name: entry for name, entry in manifest["files"].items()
             }
             self.bytes = sum(int(entry["bytes"]) for entry in self.files.values())
-            self._pieces: defaultdict[tuple[str, str], list[tuple[int, int, str]]] = defaultdict(list)
+            self._pieces: defaultdict[tuple[str, str], list[tuple[int, int, Window, str]]] = defaultdict(list)
             for file, entry in self.files.items():
-                for name, kind, start, stop, _dtype in entry["pieces"]:
-                    self._pieces[name, kind].append((start, stop, file))
+                for name, kind, start, stop, _dtype, *window in entry["pieces"]:
+                    first, last = window[0] if window else all_columns(self.parameters[name][0])
+                    self._pieces[name, kind].append((start, stop, (first, last), file))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._refuse(MANIFEST, f"does not have the fields of version {VERSION} ({error!r})") from error
+            raise self._refuse(MANIFEST, f"does not have the fields of its version ({error!r})") from error
         for file, entry in self.files.items():
             with self._reading(file, "is missing"):
                 size = self._source.size(file)
@@ -144,30 +163,45 @@ class Checkpoint:
             if f"{crc:08x}" != self.files[file]["crc32"]:
                 raise self._refuse(file, f"has CRC-32 {crc:08x} where {self.files[file]['crc32']} was written")
 
-    def read(self, name: str, kind: str, start: int, stop: int, out: Tensor) -> None:
-        """Fill `out` with elements [start, stop) of a parameter's `kind`.
+    def read(
+        self, name: str, kind: str, start: int, stop: int, out: Tensor, window: tuple[int, int] | None = None
+    ) -> None:
+        """Fill `out` with elements [start, stop) of a parameter's `kind`, or of a `window` of its columns.
 
-        `out` is 1-D, of stop - start elements, of any dtype and on any device. Only the bytes asked for are read.
-        Raises CheckpointError where no piece covers the range.
+        `out` is 1-D, of stop - start elements, of any dtype and on any device. Only the bytes asked for are read, and
+        those between columns. Raises CheckpointError where no piece covers the range.
         """
         assert out.shape == (stop - start,), (name, kind, start, stop, tuple(out.shape))
         pieces = self._pieces.get((name, kind), [])
-        gap = first_gap([(low, high) for low, high, _ in pieces], start, stop)
-        if gap is not None:
+        whole = all_columns(self.parameters[name][0] if name in self.parameters else ())
+        asked = whole if window is None else window
+        missing = first_missing([(low, high, w) for low, high, w, _ in pieces], start, stop, asked)
+        if missing is not None:
+            (first, last), band = missing
+            columns = "" if band == whole else f" in columns {band[0]} to {band[1]}"
             raise CheckpointError(
-                f"checkpoint {self.path} holds no elements [{gap[0]}, {gap[1]}) of {kind} of parameter {name}, so it"
-                " does not fit this model; resume with the configuration that wrote it"
+                f"checkpoint {self.path} holds no elements [{first}, {last}){columns} of {kind} of parameter {name}, so"
+                " it does not fit this model; resume with the configuration that wrote it"
             )
-        at = start
-        while at < stop:
-            # Of all pieces that hold this element the one that reaches farthest, so that replicas are read once.
-            low, high, file = max((piece for piece in pieces if piece[0] <= at), key=lambda piece: piece[1])
-            end = min(high, stop)
-            with self._reading(file):
-                values = self._source.values(file, tensor_name(name, kind, low, high), at - low, end - low)
-            with torch.no_grad():  # `out` may be a view of a parameter that wants gradients
-                out[at - start : end - start].copy_(values)
-            at = end
+        for band in bands((w for _, _, w, _ in pieces), asked):
+            at, end = project(start, asked, band), project(stop, asked, band)
+            here = [piece for piece in pieces if covers(piece[2], band)]
+            while at < end:
+                # Of all pieces that hold this element the one that reaches farthest, so that replicas are read once.
+                begun = (piece for piece in here if project(piece[0], piece[2], band) <= at)
+                low, high, w, file = max(begun, key=lambda piece: project(piece[1], piece[2], band))
+                reach = min(project(high, w, band), end)
+                # Where all of them are the same columns, what is asked for is one run.
+                width = stop if band == w == asked else band[1] - band[0]
+                key = tensor_name(name, kind, low, high)
+                for first, rows, columns in rectangles(at, reach, width, _rows(w)):
+                    source, target = lift(first, band, w) - low, lift(first, band, asked) - start
+                    with self._reading(file):
+                        values = self._source.values(file, key, source, source + _extent(rows, columns, w))
+                    into = out[target : target + _extent(rows, columns, asked)]
+                    with torch.no_grad():  # `out` may be a view of a parameter that wants gradients
+                        _grid(into, rows, columns, asked).copy_(_grid(values, rows, columns, w))
+                at = reach
 
     def close(self) -> None:
         """Let go of the open files; a later `read` opens them again."""
@@ -191,8 +225,12 @@ class Checkpoint:
             manifest = json.loads(raw.decode("ascii"))
         except (ValueError, RecursionError) as error:
             raise self._refuse(MANIFEST, "is torn: it is not complete JSON") from error
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
-            raise self._refuse(MANIFEST, f"is not of format {FORMAT} version {VERSION}")
+        if (
+            not isinstance(manifest, dict)
+            or manifest.get("format") != FORMAT
+            or manifest.get("version") not in (VERSION, WINDOWED)
+        ):
+            raise self._refuse(MANIFEST, f"is not of format {FORMAT} version {VERSION} or {WINDOWED}")
         # Comparing the spelling as well leaves no byte of the file that could change unnoticed.
         if manifest_checksum(manifest) != manifest.get("checksum") or canonical(manifest) != raw:
             raise self._refuse(MANIFEST, "does not match its own checksum")
@@ -203,6 +241,22 @@ class Checkpoint:
             f"checkpoint {self.path} cannot be used because its file {file} {problem}; put an intact copy of the file"
             " there or resume from another checkpoint"
         )
+
+
+def _rows(window: Window) -> int:
+    """How many rows of a window are read at a time."""
+    return max(1, _ELEMENTS // (window[1] - window[0]))
+
+
+def _extent(rows: int, columns: int, window: Window) -> int:
+    """Elements of a window from the first to the last of a rectangle in it."""
+    return (rows - 1) * (window[1] - window[0]) + columns
+
+
+def _grid(flat: Tensor, rows: int, columns: int, window: Window) -> Tensor:
+    """That rectangle, as a view of them."""
+    step = flat.stride(0)
+    return flat.as_strided((rows, columns), ((window[1] - window[0]) * step, step))
 
 
 def find(folder: Path | Url) -> list[int]:

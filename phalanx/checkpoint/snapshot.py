@@ -26,6 +26,13 @@ class Stored:
     start: int
     stop: int
     dtype: torch.dtype
+    window: tuple[int, int] | None = None
+
+    @property
+    def row(self) -> list[Any]:
+        """As a manifest lists it."""
+        listed: list[Any] = [self.name, self.kind, self.start, self.stop, str(self.dtype).removeprefix("torch.")]
+        return listed if self.window is None else [*listed, list(self.window)]
 
 
 class HostBuffer:
@@ -59,7 +66,7 @@ class HostBuffer:
                 offset_bytes = self._copy(tensor, offset_bytes)
         for device in devices:
             torch.accelerator.synchronize(device)  # the one place of a save where the host waits for the device
-        return [Stored(p.name, p.kind, p.start, p.stop, p.dtype) for p in ordered]
+        return [Stored(p.name, p.kind, p.start, p.stop, p.dtype, p.window) for p in ordered]
 
     def chunks(self, total_bytes: int) -> Iterator[memoryview]:
         """The first `total_bytes` of the buffer in order, in chunks of at most CHUNK_BYTES."""
@@ -124,5 +131,5 @@ class Content:
     def entry(self) -> dict[str, Any]:
         """Its manifest entry (bytes, crc32, pieces), once `chunks` has come to its end."""
         assert self._crc is not None
-        rows = [[p.name, p.kind, p.start, p.stop, str(p.dtype).removeprefix("torch.")] for p in self._stored]
+        rows = [piece.row for piece in self._stored]
         return {"bytes": len(self._head) + self._data_bytes, "crc32": f"{self._crc:08x}", "pieces": rows}

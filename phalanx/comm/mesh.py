@@ -4,8 +4,10 @@ import contextlib
 import datetime
 import socket
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +33,27 @@ class Axis:
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     rank: int
+    shared: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # by those who use it, by name
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+
+def neighbours(axis: Axis, size: int, timeout_s: float) -> Axis:
+    """The part of an axis that consists of this rank and those beside it, `size` of them, as long as the axis lives.
+    To be called by all ranks of the part."""
+    first = axis.rank // size * size
+    ranks = axis.ranks[first : first + size]
+    group = dist.new_group(
+        list(ranks),
+        backend=dist.get_backend_config(axis.group),
+        timeout=datetime.timedelta(seconds=timeout_s),
+        use_local_synchronization=True,
+    )
+    part = Axis(group, ranks, axis.rank - first)
+    weakref.finalize(axis, tuple, (part,))  # holds it until then
+    return part
 
 
 @dataclass
@@ -277,9 +296,7 @@ def _along_axes(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wait_sa
         mesh,
         rank=shard.rank,
         world=shard.size,
-        shard=DeviceMesh.from_group(
-            shard.group, mesh.device.type, mesh=list(shard.ranks), mesh_dim_names=("shard",)
-        ),
+        shard=DeviceMesh.from_group(shard.group, mesh.device.type, mesh=list(shard.ranks), mesh_dim_names=("shard",)),
         control=of("data", "gloo").group,
         checkpoint=of("data", "gloo", wait_saved).group,
         transfers=of("data", None).group,

@@ -99,12 +99,14 @@ class Draws:
     """The dropout of one micro-batch: `samples` (B,) int64 says which sample of the global order each row is.
 
     `step` may be a 0-dim int64 tensor. What compiled code sees is `root`, a 0-dim tensor on the device of `samples`, so
-    that another step or seed never recompiles anything.
+    that another step or seed never recompiles anything. `first` is the position in its row of the first that a tensor
+    holds, where it is cut along the sequence.
     """
 
     seed: int
     step: int | Tensor
     samples: Tensor
+    first: int = 0
     root: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +125,6 @@ class Draws:
             return x
         if isinstance(layer, int):
             layer = torch.full((), layer, dtype=torch.int64, device=x.device)
-        positions = torch.arange(x.shape[1], device=x.device)
+        positions = torch.arange(self.first, self.first + x.shape[1], device=x.device)
         kept = keep(bits(self.root, layer), self.samples, positions, x.shape[2], p)
         return torch.where(kept, x * (1.0 / (1.0 - p)), 0.0)

@@ -40,6 +40,19 @@ HF_NAMES: dict[str, str] = {
     "head.weight": "lm_head.weight",
 }
 
+# How the matrix of a module, of a block or outside of them, is cut over ranks (parallel/slices.py).
+TENSOR: dict[str, str] = {
+    "embed": "vocabulary",
+    "attention.q": "column",
+    "attention.k": "column_kv",
+    "attention.v": "column_kv",
+    "attention.o": "row",
+    "mlp.gate": "column",
+    "mlp.up": "column",
+    "mlp.down": "row",
+    "head": "vocabulary",
+}
+
 
 class Attention(nn.Module):
     """Causal self-attention; `kv_heads` key and value heads are shared by `heads` query heads (grouped queries)."""

@@ -35,7 +35,8 @@ class Shard:
 class Piece:
     """A shard of one kind of state, as checkpoints keep it: elements [start, stop) of the flattened parameter.
 
-    `held` is a 1-D tensor on any device, or a coded one that is decoded whenever `tensor` is asked for.
+    With a `window` [first, last) they are elements of these columns alone, flattened: a part of a matrix that is cut by
+    its last dim. `held` is a 1-D tensor on any device, or a coded one that is decoded whenever `tensor` is asked for.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Piece:
     start: int
     stop: int
     held: torch.Tensor | Coded
+    window: tuple[int, int] | None = None
 
     @property
     def tensor(self) -> torch.Tensor:

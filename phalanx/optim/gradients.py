@@ -6,12 +6,14 @@ folded into one divisor that the update applies. So neither shares nor ranks nor
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
 from phalanx.comm.collectives import Pending, Traffic, all_reduce
+from phalanx.comm.mesh import Axis
 
 
 class LossScale:
@@ -75,6 +77,25 @@ def sum_of_squares(grads: Iterable[torch.Tensor], dtype: torch.dtype, device: to
     some = [grad for grad in grads if grad.numel()] or [torch.zeros(1, dtype=dtype, device=device)]
     # Asked for in `dtype`: the norm of a bfloat16 tensor is otherwise rounded to bfloat16, off by up to 0.4 %.
     return torch.stack(torch._foreach_norm(some, 2, dtype)).square_().sum()
+
+
+def squares_once(grads: Iterable[tuple[torch.Tensor, int]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As `sum_of_squares`, of gradients with how many ranks hold each alike: in the sum over them it counts once."""
+    alike: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    for grad, copies in grads:
+        alike[copies].append(grad)
+    zero = torch.zeros((), dtype=dtype, device=device)
+    return sum((sum_of_squares(some, dtype, device) / copies for copies, some in alike.items()), zero)
+
+
+def over_model(squares: torch.Tensor, model: Axis | None, traffic: Traffic) -> torch.Tensor:
+    """Sums of squares added up over the ranks that hold other parts of the `model`: norm, clipping and skipping are
+    then the same on all of them. Waits for the device where there are such ranks."""
+    if model is None:
+        return squares
+    total = squares.to("cpu", torch.float64, copy=True)  # their group is one of hosts
+    all_reduce(total, model.group, traffic).wait()
+    return total.to(squares)
 
 
 def unclipped(

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -309,6 +309,17 @@ class Held:
 
 def _at(bucket: torch.Tensor, fragment: Fragment) -> torch.Tensor:
     return bucket[fragment.at : fragment.at + fragment.stop - fragment.start]
+
+
+def reduced(helds: Sequence[Held], copies: Mapping[str, int]) -> Iterator[tuple[torch.Tensor, int]]:
+    """The summed gradients of the own ranges, each with how many ranks of one model hold it alike; `copies` says that
+    of parameters which more than one does."""
+    for held in helds:
+        if not copies:
+            yield from ((part, 1) for part in held.reduced)
+        else:
+            names = ((fragment, fragment.parameter.name) for fragment in held.fragments)
+            yield from ((held.gradient_of(fragment), copies.get(name, 1)) for fragment, name in names)
 
 
 def place(model: nn.Module, replaced: dict[int, nn.Parameter], device: torch.device) -> None:

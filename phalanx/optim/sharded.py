@@ -13,7 +13,7 @@ parameters are whole only while they are used, and gathered for the forward and 
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from phalanx.errors import ConfigError
 from phalanx.optim import gradients, layout
 from phalanx.optim.carrier import Carrier
 from phalanx.optim.engine import Allocator, Outcome, Piece, Precision, Shard
-from phalanx.optim.held import IN_FLIGHT_RELEASED, Gradient, Held, Pool, place
+from phalanx.optim.held import IN_FLIGHT_RELEASED, Gradient, Held, Pool, place, reduced
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import PART_BYTES, PREFETCH, Sharding
 from phalanx.optim.passes import Marks, Passes
@@ -36,7 +36,7 @@ from phalanx.optim.stepping import Done, Step
 from phalanx.optim.timeline import Op
 from phalanx.optim.timetable import Timetable
 from phalanx.optim.units import Unit, describe
-from phalanx.optim.update import Change, Read, Rule, Slot, load, pieces, zeros
+from phalanx.optim.update import NO_COPIES, Change, Read, Rule, Slot, load, pieces, zeros
 
 EVEN = Sharding()
 NEAR_CLIPPING = 0.8  # of the limit: a norm that was below is taken to stay below it in the next step
@@ -57,11 +57,13 @@ class Sharded:
         loss_scale: gradients.LossScale | None = None,
         allocate: Allocator = zeros,
         sharding: Sharding = EVEN,
+        copies: Mapping[str, int] = NO_COPIES,
     ) -> None:
-        """`model` is on meta, or holds values. Raises ConfigError for shards that there cannot be."""
+        """`model` is on meta, or holds values. `copies`: of parameters that several ranks of `mesh.model` hold alike,
+        how many do. Raises ConfigError for shards that there cannot be."""
         self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
         self.step, self.loss_scale, self.sharding = 0, loss_scale, sharding
-        self._precision, self._allocate = precision, allocate
+        self._precision, self._allocate, self._held_alike = precision, allocate, copies
         self._degree = degree = sharding.degree or mesh.world
         weights = sharding.weights or (1.0,) * degree
         if mesh.world % degree:
@@ -302,9 +304,7 @@ class Sharded:
         self._carrier.settle()
         self._await_others()
         zero = self._zero()
-        squares = gradients.sum_of_squares(
-            [part for held in self._trained_held for part in held.reduced], zero.dtype, zero.device
-        )
+        squares = gradients.squares_once(reduced(self._trained_held, self._held_alike), zero.dtype, zero.device)
         names = [name for held in self._trained_held for name in held.names]
         here = set().union(*now.used_here)
         rates = self._timetable.rates()
@@ -315,8 +315,9 @@ class Sharded:
         used = {name for name, count in zip(names, counts, strict=True) if count}
         now.makes_order = self._timetable.told(rates)
         now.loss_scale = self.loss_scale.factor.item() if self.loss_scale is not None else None
+        squares = gradients.over_model(table[0], self.mesh.model, self.traffic)
         norm, divisor, skip = gradients.fold(
-            table[0].to(zero), nominal_weight=self.nominal_weight, total_weight=now.weight.get(), clip=now.clip,
+            squares.to(zero), nominal_weight=self.nominal_weight, total_weight=now.weight.get(), clip=now.clip,
             scale=self.loss_scale,
         )  # fmt: skip
         # The lane, and nobody else, waits for the device here.
@@ -378,8 +379,10 @@ class Sharded:
                 self._update(now, unit, now.change)
         self._carrier.settle()
         self._current = (self._current + 1) % len(self._slots)
-        # Whoever updates in the next step knows by this that all ranks are through with this one.
-        self._complete = collectives.all_reduce(torch.ones((), dtype=torch.int32), self.mesh.agreement, self.traffic)
+        # Whoever updates in the next step knows by this that all ranks, those of other parts of the model, too, are
+        # through with this one.
+        group = self.mesh.everyone or self.mesh.agreement
+        self._complete = collectives.all_reduce(torch.ones((), dtype=torch.int32), group, self.traffic)
         if now.makes_order:
             self._timetable.make(now.number + 2)
         ended.set()

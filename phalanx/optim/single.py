@@ -1,7 +1,7 @@
 """The engine of one rank: nothing is sharded and nothing exchanged. It is also the plain twin of the sharded ones."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from phalanx.comm.mesh import Mesh
 from phalanx.optim import gradients
 from phalanx.optim.engine import Allocator, Piece, Precision, Queued, Shard
-from phalanx.optim.update import Change, Read, Rule, Slot, load, pieces, zeros
+from phalanx.optim.update import NO_COPIES, Change, Read, Rule, Slot, load, pieces, zeros
 
 # Gradients are widened to the master's type in portions, so that the copies stay small beside the state.
 PORTION_ELEMENTS = 2**26
@@ -30,12 +30,14 @@ class Single:
         precision: Precision,
         loss_scale: gradients.LossScale | None = None,
         allocate: Allocator = zeros,
+        copies: Mapping[str, int] = NO_COPIES,
     ) -> None:
-        """`model` is on meta; it is converted to the compute type and takes memory in `initialise`."""
+        """`model` is on meta; it is converted to the compute type and takes memory in `initialise`. `copies`: of
+        parameters that several ranks of `mesh.model` hold alike, how many do."""
         assert mesh.world == 1, "the single engine is for one rank"
         self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
         self.step, self.loss_scale = 0, loss_scale
-        self._allocate = allocate
+        self._allocate, self._held_alike = allocate, copies
         self._master_dtype = precision.master
         self._narrow = precision.compute != self._master_dtype
         model.to(precision.compute)
@@ -112,7 +114,9 @@ class Single:
         parameters = self.parameters
         grads = self._accumulated or {name: p.grad for name, p in parameters.items() if p.grad is not None}
         total = self._weight.get()
-        squares = gradients.sum_of_squares(grads.values(), self._master_dtype, self.mesh.device)
+        counted = ((grad, self._held_alike.get(name, 1)) for name, grad in grads.items())
+        squares = gradients.squares_once(counted, self._master_dtype, self.mesh.device)
+        squares = gradients.over_model(squares, self.mesh.model, self.mesh.traffic)
         scale = self.loss_scale.factor.clone() if self.loss_scale is not None else None
         norm, divisor, skip = gradients.fold(
             squares, nominal_weight=self.nominal_weight, total_weight=total, clip=self._clip, scale=self.loss_scale

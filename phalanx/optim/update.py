@@ -6,6 +6,7 @@ one: with two slots the old state survives until the new one is complete. Both w
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from phalanx.optim.coded import Coded
 from phalanx.optim.engine import Allocator, Piece
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NO_COPIES: Mapping[str, int] = MappingProxyType({})  # no parameter is held alike by ranks of one model
 
 State = dict[str, torch.Tensor]  # what is kept of one shard: "param", and what the rule made
 Slot = dict[str, State]  # by parameter name

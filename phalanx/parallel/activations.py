@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from phalanx.errors import ConfigError
+from phalanx.parallel.exchange import NAMESPACE, SUMS
 
 # What takes long to compute: matrix products, and attention by the kernel of any device. The last is that of several
 # documents in one row.
@@ -53,8 +54,14 @@ def _by_name(forward: Callable[..., Any], names: tuple[str, ...], *args: Any) ->
 
 
 def _policy(kept: frozenset[object], _: object, operator: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    long = operator in kept and not _is_short(operator, args)
+    long = (operator in kept and not _is_short(operator, args)) or _sums_over_ranks(operator, args)
     return CheckpointPolicy.MUST_SAVE if long else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _sums_over_ranks(operator: object, args: Sequence[Any]) -> bool:
+    """Whether it sums over tensor-parallel ranks. What they only gather is as large as on one rank, and is gathered
+    again: a rank keeps its part."""
+    return isinstance(operator, torch._ops.OpOverload) and operator.namespace == NAMESPACE and args[1] in SUMS
 
 
 def _is_short(operator: object, args: Sequence[Any]) -> bool:

@@ -120,4 +120,5 @@ def compile_units(model: Model, blocks: list[nn.Module], sizes_change: bool = Fa
     if sizes_change:
         chunk = functools.partial(_of_any_length, chunk)
     for module in model.losses():
-        module.cross_entropy_sum = functools.partial(layers.cross_entropy_sum, chunk_fn=chunk)
+        if module.cross_entropy_sum is layers.cross_entropy_sum:  # one that talks to other ranks stays as it is
+            module.cross_entropy_sum = functools.partial(layers.cross_entropy_sum, chunk_fn=chunk)

@@ -1,0 +1,111 @@
+"""What tensor-parallel ranks exchange within a pass: one operator, which autograd and the compiler know.
+
+Its two words say what becomes of a tensor on its way forward, and of its gradient on its way back:
+
+| word | what a rank gets |
+|---|---|
+| `same` | what it has |
+| `sum` | the sum of what all ranks have |
+| `gather` | the parts of all ranks, one behind the other along dim 1 (of the sequence) |
+| `scatter` | its part along dim 1 of the sum |
+
+`same` and `sum` are each other's transpose, and so are `gather` and `scatter`. Source: Shoeybi et al., "Megatron-LM",
+2019 (f and g); Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import collectives
+from phalanx.comm.collectives import Traffic
+from phalanx.comm.mesh import Axis
+
+NAMESPACE = "phalanx_exchange"  # of the operators
+SUMS = ("sum", "scatter")  # the words that add something up
+SCHEMA = "(Tensor x, str there, str back) -> Tensor"
+
+
+class Peers:
+    """The ranks of an axis, as a model's modules know them. A model may outlive its mesh, which holds the axis, and
+    is of no more use then: the group must not live on."""
+
+    def __init__(self, axis: Axis, traffic: Traffic) -> None:
+        self.rank, self.size = axis.rank, axis.size
+        self._axis, self._traffic = weakref.ref(axis), traffic
+        if NAMESPACE not in axis.shared:
+            axis.shared[NAMESPACE] = _operator(self._axis, traffic)
+        self._operator = axis.shared[NAMESPACE]
+
+    def exchange(self, x: Tensor, there: str, back: str) -> Tensor:
+        """`x` as `there` says, with a gradient as `back` says; never `x` itself."""
+        return self._operator(x, there, back)  # type: ignore[no-any-return]
+
+    def collect(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, of one shape, stacked; without a gradient."""
+        return _collect(x, _alive(self._axis), self._traffic)
+
+
+def _alive(here: weakref.ref[Axis]) -> Axis:
+    axis = here()
+    assert axis is not None, "a model is used whose mesh is gone"
+    return axis
+
+
+def _collect(x: Tensor, axis: Axis, traffic: Traffic) -> Tensor:
+    out = x.new_empty((axis.size, *x.shape))
+    if not x.is_meta:  # there a pass only counts
+        collectives.all_gather(out.view(-1), x.contiguous().view(-1), axis.group, traffic).wait()
+    return out
+
+
+def _run(x: Tensor, word: str, axis: Axis, traffic: Traffic) -> Tensor:
+    match word:
+        case "same":
+            return x.clone(memory_format=torch.contiguous_format)
+        case "sum":
+            out = x.clone(memory_format=torch.contiguous_format)
+            collectives.all_reduce(out, axis.group, traffic).wait()
+            return out
+        case "gather":
+            return _collect(x, axis, traffic).movedim(0, 1).flatten(1, 2)
+        case "scatter":
+            parts = x.unflatten(1, (axis.size, -1)).movedim(1, 0).contiguous()
+            part = x.new_empty(parts.shape[1:])
+            collectives.reduce_scatter(part.view(-1), parts.view(-1), axis.group, traffic).wait()
+            return part
+        case other:
+            raise AssertionError(f"{other} is no exchange")
+
+
+def _operator(here: weakref.ref[Axis], traffic: Traffic) -> Any:
+    """The operator of an axis. The compiler takes it as a whole, and keeps the order of a rank's collectives.
+
+    It outlives the axis, and is named alike at every start, so that what was compiled is found again.
+    """
+    axis = _alive(here)
+    size, name = axis.size, f"of_{axis.group.group_name}"
+
+    def run(x: Tensor, there: str, back: str) -> Tensor:
+        return _run(x, there, _alive(here), traffic)
+
+    def shape(x: Tensor, there: str, back: str) -> Tensor:
+        if there == "gather":
+            return x.new_empty((x.shape[0], x.shape[1] * size, *x.shape[2:]))
+        if there == "scatter":
+            return x.new_empty((x.shape[0], x.shape[1] // size, *x.shape[2:]))
+        return x.new_empty(x.shape)
+
+    def remember(ctx: Any, inputs: Any, output: Tensor) -> None:
+        _, ctx.there, ctx.back = inputs
+
+    def transposed(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return operator(grad, ctx.back, ctx.there), None, None
+
+    made = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=(), schema=SCHEMA)
+    made.register_fake(shape)
+    made.register_autograd(transposed, setup_context=remember)
+    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return operator

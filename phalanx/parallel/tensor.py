@@ -1,0 +1,347 @@
+"""Tensor parallelism: each rank of an axis holds a slice of every large matrix and computes its part of every product.
+
+Applied to a model from outside, on meta or with its values; its own code computes with as many heads as its tensors
+have. Parameters stay plain tensors of the local shape, under their own names, so that engines, recomputation,
+compilation and offloading see nothing new. A pair of matrices (queries, keys and values, then the output; gate and up,
+then down) is cut by outputs, then by inputs, with one exchange before and one behind (exchange.py).
+
+With `sequence` what lies between the pairs (norms, residuals, dropout) is cut along the sequence: the exchanges are
+then a gathering and a scattering, which carry just as much as the sums do, and activations there take a part of the
+memory. Sources: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.comm.mesh import Mesh, neighbours
+from phalanx.models import layers
+from phalanx.models.draws import Draws
+from phalanx.models.layers import IGNORED, Embedding, Linear, RMSNorm
+from phalanx.models.llama import TENSOR, Head, Llama
+from phalanx.parallel.exchange import Peers
+from phalanx.parallel.slices import Slice, kind_of, slices
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model is cut on this rank: among whom, and whether along the sequence between the pairs of matrices.
+
+    `sharers` hold the same key and value heads as this rank; None where nobody does.
+    """
+
+    peers: Peers
+    sequence: bool = False
+    sharers: Peers | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Before a pair of matrices: x (B, S or its part, D) -> (B, S, D)."""
+        return self.peers.exchange(x, *(("gather", "scatter") if self.sequence else ("same", "sum")))
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Behind a pair: a part of a sum, (B, S, D) -> the sum, (B, S or its part, D)."""
+        return self.peers.exchange(x, *(("scatter", "gather") if self.sequence else ("sum", "same")))
+
+    def partial(self, parameter: Tensor) -> Tensor:
+        """A parameter that each rank has, and of whose gradient it computes a part: by its heads, or its positions."""
+        return self.peers.exchange(parameter, "same", "sum")
+
+
+class Column(Linear):
+    """A linear layer of which a rank computes some of the outputs, of an input that has been entered."""
+
+    slices: dict[str, Slice]
+
+    def __init__(self, old: nn.Linear, parts: "Parts", sharers: Peers | None) -> None:
+        _shaped(self, old, parts)
+        self.sharers = sharers
+
+    def forward(self, input: Tensor, draws: Draws | None = None, place: Tensor | None = None) -> Tensor:
+        """input (B, S, in) -> (B, S, its outputs)."""
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if self.sharers is not None:  # whose queries give a part each of the gradient
+            weight = self.sharers.exchange(weight, "same", "sum")
+            bias = None if bias is None else self.sharers.exchange(bias, "same", "sum")
+        return F.linear(input, weight, bias)
+
+
+class Row(Linear):
+    """A linear layer that sums over the inputs which a rank has, and then over the ranks."""
+
+    slices: dict[str, Slice]
+
+    def __init__(self, old: nn.Linear, parts: "Parts", cut: Cut) -> None:
+        _shaped(self, old, parts)
+        self.cut = cut
+
+    def forward(self, input: Tensor, draws: Draws | None = None, place: Tensor | None = None) -> Tensor:
+        """input (B, S, its inputs) -> (B, S or its part, out)."""
+        total = self.cut.leave(F.linear(input, self.weight))
+        if self.bias is None:
+            return total
+        return total + (self.cut.partial(self.bias) if self.cut.sequence else self.bias)
+
+
+class VocabularyEmbedding(Embedding):
+    """An embedding of which a rank has the rows from `first` on; what others have counts nothing here."""
+
+    def __init__(self, old: nn.Embedding, parts: "Parts", cut: Cut) -> None:
+        super().__init__(*parts.weight.shape, device="meta")
+        self.train(old.training)
+        self.weight, self.slices = parts.weight, parts.slices
+        self.first, self.cut = parts.slices["weight"].start, cut
+        self.skipped = old.padding_idx  # a token whose row gets no gradient
+
+    def forward(self, input: Tensor) -> Tensor:
+        """tokens (B, S) int64 -> (B, S or its part, width)."""
+        at = input - self.first
+        here = (at >= 0) & (at < self.weight.shape[0])
+        rows = super().forward(torch.where(here, at, 0))
+        if self.skipped is not None:
+            rows = torch.where((input == self.skipped)[..., None], rows.detach(), rows)
+        return self.cut.leave(torch.where(here[..., None], rows, 0.0))
+
+
+class VocabularyHead(Linear):
+    """A linear layer to the vocabulary, of which a rank computes some logits and then has all of them."""
+
+    slices: dict[str, Slice]
+
+    def __init__(self, old: nn.Linear, parts: "Parts", cut: Cut) -> None:
+        _shaped(self, old, parts)
+        self.cut, self.whole = cut, parts.slices["weight"].shape[0]
+
+    def forward(self, input: Tensor, draws: Draws | None = None, place: Tensor | None = None) -> Tensor:
+        """input (B, S, in) -> (B, S, vocabulary)."""
+        return all_logits(F.linear(self.cut.enter(input), self.weight, self.bias), self.cut.peers, self.whole)
+
+
+class PartialNorm(RMSNorm):
+    """A norm of which each rank sees some of the heads, or of the positions."""
+
+    def __init__(self, width: int, eps: float, weight: nn.Parameter, cut: Cut) -> None:
+        super().__init__(width, eps)
+        self.weight = weight
+        self.cut = cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As RMSNorm's."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.cut.partial(self.weight) * (wide * scale).to(x.dtype)
+
+
+CUT_MODULES = (Column, Row, VocabularyEmbedding, VocabularyHead)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """This rank's parameters of a layer, and which slices they are; one without a slice is whole."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    slices: dict[str, Slice]
+
+
+def _shaped(layer: "Column | Row | VocabularyHead", old: nn.Linear, parts: Parts) -> None:
+    nn.Linear.__init__(layer, parts.weight.shape[1], parts.weight.shape[0], bias=False, device="meta")
+    layer.train(old.training)
+    layer.weight, layer.bias, layer.slices = parts.weight, parts.bias, parts.slices
+
+
+class _AllLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, peers: Peers, whole: int) -> Tensor:
+        bounds = [whole * rank // peers.size for rank in range(peers.size + 1)]
+        widths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        ctx.bounds = bounds[peers.rank], bounds[peers.rank + 1]
+        padded = F.pad(logits, (0, max(widths) - logits.shape[-1]))  # a gathering is of equal parts
+        parts = peers.collect(padded).unbind(0)
+        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # Every rank computes the same with all the logits, so that the gradient is whole already.
+        return grads[0][..., slice(*ctx.bounds)].contiguous(), None, None
+
+
+def all_logits(logits: Tensor, peers: Peers, whole: int) -> Tensor:
+    """The logits of each rank's rows of a vocabulary of `whole` rows -> all of them, (..., whole)."""
+    out: Tensor = _AllLogits.apply(logits, peers, whole)
+    return out
+
+
+def _chunk(
+    peers: Peers,
+    first: int,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    with_grad: bool,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `layers._chunk`, where `weight` is the rows of the vocabulary from `first` on: the loss is the same on all
+    ranks, the gradient that to a rank's own logits. One gathering of three numbers for each token and rank."""
+    logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
+    at, valid = labels - first, labels != IGNORED
+    mine = valid & (at >= 0) & (at < weight.shape[0])
+    targets = torch.where(mine, at, 0)[:, None]
+    picked = torch.where(mine, logits.gather(1, targets)[:, 0], 0.0)
+    greatest = logits.amax(1)
+    powers = logits.sub_(greatest[:, None]).exp_()
+    told = peers.collect(torch.stack((greatest, powers.sum(1), picked)))
+    most = told[:, 0].amax(0)
+    total = (told[:, 1] * (told[:, 0] - most).exp()).sum(0)
+    loss = torch.where(valid, most + total.log() - told[:, 2].sum(0), 0.0).sum()
+    if not with_grad:
+        return loss, None
+    grad = powers.mul_(((greatest - most).exp() / total)[:, None])
+    return loss, grad.scatter_add_(1, targets, -mine[:, None].to(grad.dtype)).to(hidden.dtype)
+
+
+def cross_entropy(peers: Peers, whole: int) -> Callable[..., Tensor]:
+    """`layers.cross_entropy_sum` for a rank's rows of a vocabulary of `whole` rows. The gradient to `hidden` is a part
+    of a sum over the ranks, that to the weight all of it."""
+    first = whole * peers.rank // peers.size
+    widest = -(-whole // peers.size)  # all ranks must cut the tokens alike
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
+        chunk = layers.default_chunk(widest, hidden.device)
+        return layers.cross_entropy_sum(
+            hidden, weight, labels, bias, chunk=chunk, chunk_fn=functools.partial(_chunk, peers, first)
+        )
+
+    return loss
+
+
+# ----------------------------------------------------------------------------------------------------- to a whole model
+
+
+def cut_among(mesh: Mesh, kv_heads: int, sequence: bool) -> Cut:
+    """How a model with so many key and value heads is cut over the tensor axis of `mesh`. Collective."""
+    axis = mesh.tensor
+    assert axis is not None
+    sharers = None
+    if kv_heads < axis.size:
+        same_head = neighbours(axis, axis.size // kv_heads, mesh.timeout_s)
+        mesh.made.append(same_head.group)
+        sharers = Peers(same_head, mesh.traffic)
+    return Cut(Peers(axis, mesh.traffic), sequence, sharers)
+
+
+def split(model: Llama, cut: Cut) -> dict[str, Slice]:
+    """Cut a model of the LLaMA family, in place; returns which slices it has from now on.
+
+    It may be on meta, or hold the values that it is cut from. To be called before anything else is applied to it.
+    """
+    spec, peers = model.spec, cut.peers
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    held = slices(shapes, TENSOR, spec.kv_heads, peers.size, peers.rank)
+    replace_modules(model, TENSOR, held, cut)
+    _split_norms(model, cut)
+    head = model.head
+    assert isinstance(head, Head)
+    if head.weight is not None:
+        head.weight = part_of(head.weight, held["head.weight"])
+    head.cross_entropy_sum = cross_entropy(peers, spec.vocab_size)
+    # Behind the norm, so that labels and hidden states are of the same positions again.
+    head.norm.register_forward_hook(lambda module, args, output: cut.enter(output))
+    head.register_forward_hook(functools.partial(_whole_logits, peers, spec.vocab_size))
+    if cut.sequence:
+        model.register_forward_pre_hook(functools.partial(_own_positions, peers), with_kwargs=True)
+    return held
+
+
+def replace_modules(
+    model: nn.Module,
+    kinds: Mapping[str, str],
+    held: Mapping[str, Slice],
+    cut: Cut,
+    head: str | None = None,
+    take: Callable[[Tensor, Slice], nn.Parameter] | None = None,
+) -> None:
+    """Put what computes with slices in the place of the linear layers and embeddings that `kinds` names.
+
+    `head` is the linear layer to the vocabulary, where there is one. `take` makes a part of a whole parameter, by
+    default from its values here. A parameter that two layers share stays one.
+    """
+    shared: dict[int, nn.Parameter] = {}
+
+    def parts(name: str, old: nn.Module) -> Parts:
+        of = {leaf: held[f"{name}.{leaf}"] for leaf in old._parameters if f"{name}.{leaf}" in held}
+        mine = dict(old._parameters)
+        for leaf, part in of.items():
+            whole = old.get_parameter(leaf)
+            if id(whole) not in shared:
+                shared[id(whole)] = (take or part_of)(whole, part)
+            mine[leaf] = shared[id(whole)]
+        weight = mine["weight"]
+        assert weight is not None, name
+        return Parts(weight, mine.get("bias"), of)
+
+    entered = set()
+    for name, old in list(model.named_modules()):
+        kind = kind_of(name, kinds)
+        if not isinstance(old, nn.Linear | nn.Embedding) or kind is None:
+            continue
+        if isinstance(old, nn.Embedding):
+            new: nn.Module = VocabularyEmbedding(old, parts(name, old), cut)
+        elif name == head:
+            new = VocabularyHead(old, parts(name, old), cut)
+        elif kind == "row":
+            new = Row(old, parts(name, old), cut)
+        else:
+            new = Column(old, parts(name, old), cut.sharers if kind == "column_kv" else None)
+            entered.add(name.rpartition(".")[0])
+        model.set_submodule(name, new)
+    for name in sorted(entered):
+        model.get_submodule(name).register_forward_pre_hook(functools.partial(_enter, cut), with_kwargs=True)
+
+
+def part_of(parameter: Tensor, held: Slice) -> nn.Parameter:
+    """A rank's part of a whole parameter, in memory of its own."""
+    part = (
+        parameter.detach()
+        .narrow(held.dim, held.start, held.stop - held.start)
+        .clone(memory_format=torch.contiguous_format)
+    )
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+def _split_norms(model: nn.Module, cut: Cut) -> None:
+    for name, old in list(model.named_modules()):
+        # Those of queries and keys see a rank's heads; the others, with `sequence`, its positions.
+        if isinstance(old, RMSNorm) and (cut.sequence or name.endswith((".q_norm", ".k_norm"))):
+            model.set_submodule(name, PartialNorm(old.weight.shape[0], old.eps, old.weight, cut))
+
+
+def _enter(cut: Cut, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Hook before a module whose first layers are cut by outputs: its input, once for all of them."""
+    if args:
+        return (cut.enter(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": cut.enter(kwargs["hidden_states"])}  # as transformers calls it
+
+
+def _whole_logits(peers: Peers, whole: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Hook behind the head: a loss is the same on all ranks, logits are gathered."""
+    return output if output.dim() == 0 else all_logits(output, peers, whole)
+
+
+def _own_positions(peers: Peers, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Hook before a model whose activations are cut along the sequence: dropout is drawn for the own positions."""
+    tokens = args[0] if args else kwargs["tokens"]
+    first = tokens.shape[1] // peers.size * peers.rank
+
+    def moved(value: Any) -> Any:
+        return replace(value, first=first) if isinstance(value, Draws) else value
+
+    return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}
