@@ -66,8 +66,11 @@ class Session:
 
     def axis(self) -> mesh.Axis:
         """The ranks that hold slices of the same tensors, and this one's place among them."""
-        ranks = next(each for each in self.ranks.tensor_groups() if self.rank in each)
-        return mesh.Axis(self.group("tensor"), tuple(ranks), self.ranks.tensor_rank(self.rank))
+        if "axis" not in self.groups:  # one for good: models refer to it weakly
+            ranks = next(each for each in self.ranks.tensor_groups() if self.rank in each)
+            place = self.ranks.tensor_rank(self.rank)
+            self.groups["axis"] = mesh.Axis(self.group("tensor"), tuple(ranks), place)
+        return self.groups["axis"]
 
     def shard_natively(self, degree: int) -> None:
         """The script itself shards over so many ranks; then ranks are counted by that."""

@@ -54,7 +54,7 @@ def test_a_model_begins_as_it_would_without_delay(name: str) -> None:
     assert tied == (usual.get_input_embeddings().weight is usual.get_output_embeddings().weight)
     ids = torch.arange(8).view(1, -1)
     model.load_state_dict(usual.state_dict())
-    assert torch.equal(model(ids).logits, usual(ids).logits)
+    assert torch.equal(model.eval()(ids).logits, usual.eval()(ids).logits)
 
 
 def test_draws_depend_on_seed_and_name_and_not_on_the_order() -> None:

@@ -4,7 +4,8 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
@@ -50,7 +51,7 @@ def load(
         process_group=process_group,
         coordinator_rank=coordinator,
         no_dist=not together,
-        planner=planner,
+        planner=planner or _Planner(),
     )
     for key, value in wanted.items():
         each = state_dict[key]
@@ -58,6 +59,15 @@ def load(
             each.load_state_dict(value)
         else:
             state_dict[key] = value
+
+
+class _Planner(DefaultLoadPlanner):
+    """PyTorch's own takes a checkpoint that has more than is asked for (an optimizer's state, say) for one of an old
+    version, if on this rank the names look like it; then it misses what is there."""
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
 
 def _check_keys(state_dict: dict[str, Any], ranks: _DistWrapper) -> None:

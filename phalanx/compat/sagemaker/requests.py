@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
@@ -77,7 +78,11 @@ class Planned:
             self.writer.finish(dataclasses.replace(self.metadata), everyones)
 
         if self.wait_error_handling:
-            self.ranks.all_reduce("write", mine, together)
+            try:
+                self.ranks.all_reduce("write", mine, together)
+            except CheckpointException as error:
+                rank, (cause, _) = next(iter(error.failures.items()))
+                raise CheckpointError(f"rank {rank} of its group could not write ({cause})") from error
             return
         everyones = self.ranks.gather_object(self.written)
         mine()
