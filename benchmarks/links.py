@@ -83,8 +83,9 @@ class Links:
                 children.start(functools.partial(self._call, place, file, function, args, kwargs))
             failed = children.wait(timeout_s)
             if failed is not None:
-                text = results[failed].read_text() if results[failed].exists() else "it left no word"
-                raise RuntimeError(f"rank {failed} of {len(nodes)} failed:\n{text}")
+                rank, code = failed
+                text = results[rank].read_text() if results[rank].exists() else f"it left no word, but the code {code}"
+                raise RuntimeError(f"rank {rank} of {len(nodes)} failed:\n{text}")
             return [json.loads(file.read_text()) for file in results]
 
     def _placement(self, rank: int, nodes: Sequence[int]) -> Placement:
@@ -121,8 +122,8 @@ class _Children:
         self._running[pidfd] = self._started, pid
         self._started += 1
 
-    def wait(self, timeout_s: float) -> int | None:
-        """The first rank that failed; None when all have ended well."""
+    def wait(self, timeout_s: float) -> tuple[int, int] | None:
+        """The first rank that failed, and its exit code, of a signal negative; None when all have ended well."""
         until = time.monotonic() + timeout_s
         poll = select.poll()
         for pidfd in self._running:
@@ -136,7 +137,7 @@ class _Children:
                 poll.unregister(pidfd)
                 rank, code = self._end(pidfd)
                 if code != 0:
-                    return rank
+                    return rank, code
         return None
 
     def _end(self, pidfd: int) -> tuple[int, int]:

@@ -148,7 +148,10 @@ def on_a_rank(placement: Placement, size: Mapping[str, Any]) -> dict[str, Any]:
             for blocks in of.blocks:
                 for ratio in of.ratios:
                     ways = every if (blocks, ratio) in of.together else {name: every[name] for name in (OURS, DDP)}
-                    found[f"{blocks} {ratio:g}"] = turns(mesh, of, waiting(of, blocks, ratio), ways)
+                    found[f"{blocks} {ratio:g}"] = taken = turns(mesh, of, waiting(of, blocks, ratio), ways)
+                    if mesh.rank == 0:  # all of it takes half an hour
+                        said = ", ".join(f"{name} {statistics.median(s):.3f} s" for name, s in taken["seconds"].items())
+                        print(f"{of.nodes} x {of.per_node}, {blocks} blocks, r = {ratio:g}: {said}", flush=True)
             if of.clipping:
                 found["clipping"] = turns(mesh, of, waiting(of, of.blocks[0], 1.0), CLIPPING)
             if of.slower:

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "phalanx"
 PLAIN = {
     "phalanx", "errors", "axes", "records", "balance", "resharing", "hardware", "rules", "values", "model_config",
     "config", "combinations", "recipe", "models.spec", "optim.overlap", "optim.timeline",
-    "optim.prefetch", "optim.rates", "parallel.slices", "patience", "storage", "mirror",
+    "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -45,9 +45,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim.overlap": {"optim.timeline"},
     "optim.prefetch": {"optim.overlap", "optim.timeline"},
     "parallel.slices": {"models.spec"},
+    "parallel.stages": {"balance", "errors", "models.spec"},
     "values": set(),
     "model_config": {"values", "models.spec"},
-    "config": {"errors", "model_config", "values", "models.spec"},
+    "config": {"errors", "model_config", "values", "models.spec", "parallel.slices", "parallel.stages"},
     "combinations": {"config", "balance", "rules", "models.spec"},
     "recipe": {"axes", "combinations", "config", "errors", "model_config", "rules"},
     "shrink": {"config", "errors", "model_config", "models.spec", "recipe"},

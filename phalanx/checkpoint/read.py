@@ -194,13 +194,13 @@ class Checkpoint:
                 # Where all of them are the same columns, what is asked for is one run.
                 width = stop if band == w == asked else band[1] - band[0]
                 key = tensor_name(name, kind, low, high)
-                for first, rows, columns in rectangles(at, reach, width, _rows(w)):
-                    source, target = lift(first, band, w) - low, lift(first, band, asked) - start
+                for begin, rows, count in rectangles(at, reach, width, _rows(w)):
+                    source, target = lift(begin, band, w) - low, lift(begin, band, asked) - start
                     with self._reading(file):
-                        values = self._source.values(file, key, source, source + _extent(rows, columns, w))
-                    into = out[target : target + _extent(rows, columns, asked)]
+                        values = self._source.values(file, key, source, source + _extent(rows, count, w))
+                    into = out[target : target + _extent(rows, count, asked)]
                     with torch.no_grad():  # `out` may be a view of a parameter that wants gradients
-                        _grid(into, rows, columns, asked).copy_(_grid(values, rows, columns, w))
+                        _grid(into, rows, count, asked).copy_(_grid(values, rows, count, w))
                 at = reach
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ The model knows nothing of ranks; it lists its units in order of use. Source: To
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from phalanx.models.attention import attention
 from phalanx.models.draws import Draws
 from phalanx.models.layers import Embedding, Linear, RMSNorm, apply_rope, cross_entropy_sum, rope_table
-from phalanx.models.model import Architecture, Start, draw
+from phalanx.models.model import Architecture, Model, Start, draw
 from phalanx.models.spec import ModelSpec
 
 # Our name -> the name in a Hugging Face folder; {i} is the layer.
@@ -197,8 +197,25 @@ class Llama(Architecture):
         self.layers = nn.ModuleList(make(spec, layer) for layer in range(spec.layers))
         self.head = Head(spec)
 
+    def units(self) -> list[tuple[str, nn.Module]]:
+        return Model.units(self)  # what is held: a stage of a pipeline is not all of it
+
     def losses(self) -> list[Any]:
-        return [self.head]
+        return [module for name, module in self.named_children() if name == "head"]
+
+    def keep(self, stages: Sequence[range]) -> None:
+        """Let go of all layers but these, of the embedding unless the first is among them, and of the head unless the
+        last is; a tied head keeps the embedding. What is left is named as in the whole model."""
+        numbers = [number for number in range(self.spec.layers) if any(number in stage for stage in stages)]
+        kept = nn.ModuleList()
+        for number in numbers:
+            kept.add_module(str(number), self.layers[number])
+        self.layers = kept
+        has_head = self.spec.layers - 1 in numbers
+        if 0 not in numbers and not (has_head and self.spec.tie_embeddings):
+            del self.embed
+        if not has_head:
+            del self.head
 
     def forward(
         self,
@@ -207,6 +224,9 @@ class Llama(Architecture):
         draws: Draws | None = None,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
+        *,
+        stage: range | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, S) int64 -> logits (B, S, V), or the loss sum over labels (B, S), -100 ignored, if given.
 
@@ -214,6 +234,9 @@ class Llama(Architecture):
         int64 (B, S) are the rotary positions, 0 .. S - 1 if not given. `segments` int32 (n + 1,) are the offsets of
         documents in the B * S tokens, from 0 to B * S (repeated as often as one likes); each lies within one row, and
         no position sees another document's.
+
+        `stage`: the layers to be run, all if not given. The first of them takes `hidden` (B, S, D) from the one before,
+        and what is behind the last (B, S, D) is returned, unless that is the model's own.
         """
         p = self.spec.dropout
         adapters_drop = self.spec.lora is not None and self.spec.lora.dropout > 0.0
@@ -222,13 +245,19 @@ class Llama(Architecture):
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = rope_table(self.spec, positions)
         # Places of dropout are numbers in a tensor, so that one compiled block serves all layers.
-        places = torch.arange(2 * len(self.layers) + 1, device=tokens.device) if draws is not None else None
-        x = self.embed(tokens)
-        if draws is not None:
-            x = draws.dropout(x, 0, p)
-        for index, block in enumerate(self.layers):
-            x = block(x, cos, sin, draws, None if places is None else places[2 * index + 1], segments)
-        return self.head(x, labels, self.embed.weight if self.spec.tie_embeddings else None)
+        places = torch.arange(2 * self.spec.layers + 1, device=tokens.device) if draws is not None else None
+        stage = range(self.spec.layers) if stage is None else stage
+        if hidden is None:
+            hidden = self.embed(tokens)
+            if draws is not None:
+                hidden = draws.dropout(hidden, 0, p)
+        for name, block in self.layers.named_children():
+            if (number := int(name)) in stage:
+                place = None if places is None else places[2 * number + 1]
+                hidden = block(hidden, cos, sin, draws, place, segments)
+        if stage.stop < self.spec.layers:
+            return hidden
+        return self.head(hidden, labels, self.embed.weight if self.spec.tie_embeddings else None)
 
 
 def init_slice(

@@ -52,9 +52,14 @@ class LossScale:
         self._taken.fill_(state["taken"])
 
 
+def scaled(loss_sum: torch.Tensor, nominal_weight: int, scale: LossScale | None = None) -> torch.Tensor:
+    """What the backward pass of a sum of losses begins with."""
+    return loss_sum / nominal_weight if scale is None else loss_sum * (scale.factor / nominal_weight)
+
+
 def backward(loss_sum: torch.Tensor, nominal_weight: int, scale: LossScale | None = None) -> None:
     """Run the backward pass of a sum of losses."""
-    (loss_sum / nominal_weight if scale is None else loss_sum * (scale.factor / nominal_weight)).backward()
+    scaled(loss_sum, nominal_weight, scale).backward()
 
 
 class TotalWeight:

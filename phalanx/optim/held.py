@@ -230,6 +230,22 @@ class Held:
         self._reduces = reduces
         self.gradient.left = set(range(len(self.names)))
 
+    def let_go(self) -> None:
+        """The next backward pass is the last that this micro-batch has for it: what comes of it is sent at once."""
+        self._reduces = True
+        self.gradient.left = set(range(len(self.names)))
+
+    def sum_so_far(self, index: int) -> torch.Tensor:
+        """A parameter's gradient as far as it was added up here, flat; what is added to it goes with it."""
+        gradient, member = self.gradient, self.bucket.members[index]
+        assert not gradient.closed, self.names[index]
+        sums = self._buffer()[member.at : member.end]
+        if index not in gradient.touched:
+            gradient.touched.add(index)
+            self.used.add(self.names[index])
+            sums.zero_()
+        return sums
+
     def fold(self, index: int, parameter: torch.Tensor) -> None:
         """Take over a parameter's gradient, if it has one."""
         if (grad := parameter.grad) is None:

@@ -32,6 +32,7 @@ from phalanx.optim.held import IN_FLIGHT_RELEASED, Gradient, Held, Pool, place, 
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import PART_BYTES, PREFETCH, Sharding
 from phalanx.optim.passes import Marks, Passes
+from phalanx.optim.several import Several
 from phalanx.optim.stepping import Done, Step
 from phalanx.optim.timeline import Op
 from phalanx.optim.timetable import Timetable
@@ -142,6 +143,7 @@ class Sharded:
         )  # fmt: skip
         for held in self._trained_held:
             held.watch(self._passes.fold)
+        self.several = Several(self._trained_held, self._timetable.laps)
         if self._released:
             self._lane.follow()
         else:
@@ -185,10 +187,11 @@ class Sharded:
             held.begin_step()
 
     @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
+    def micro_batch(self, last: bool, several: bool = False) -> Iterator[None]:
+        """`several`: inside, passes of several micro-batches mix; `self.several` is told of the last."""
         reduces = last or self.sharding.reduce == "per_micro_batch"
         for held in self._trained_held:
-            held.begin_micro_batch(reduces)
+            held.begin_micro_batch(reduces and not several)
         self._passes.begin(last)
         if last:
             self._now.used_here = [held.used for held in self._trained_held]

@@ -41,7 +41,8 @@ class Peers:
 
     def exchange(self, x: Tensor, there: str, back: str) -> Tensor:
         """`x` as `there` says, with a gradient as `back` says; never `x` itself."""
-        return self._operator(x, there, back)  # type: ignore[no-any-return]
+        out: Tensor = self._operator(x, there, back)
+        return out
 
     def collect(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, of one shape, stacked; without a gradient."""

@@ -94,7 +94,7 @@ class VocabularyEmbedding(Embedding):
     """An embedding of which a rank has the rows from `first` on; what others have counts nothing here."""
 
     def __init__(self, old: nn.Embedding, parts: "Parts", cut: Cut) -> None:
-        super().__init__(*parts.weight.shape, device="meta")
+        super().__init__(parts.weight.shape[0], parts.weight.shape[1], device="meta")
         self.train(old.training)
         self.weight, self.slices = parts.weight, parts.slices
         self.first, self.cut = parts.slices["weight"].start, cut
@@ -154,7 +154,8 @@ class Parts:
 def _shaped(layer: "Column | Row | VocabularyHead", old: nn.Linear, parts: Parts) -> None:
     nn.Linear.__init__(layer, parts.weight.shape[1], parts.weight.shape[0], bias=False, device="meta")
     layer.train(old.training)
-    layer.weight, layer.bias, layer.slices = parts.weight, parts.bias, parts.slices
+    layer.weight, layer.slices = parts.weight, parts.slices
+    layer.register_parameter("bias", parts.bias)
 
 
 class _AllLogits(torch.autograd.Function):

@@ -248,7 +248,7 @@ def _whole(tensor: Tensor, part: Slice, axis: Axis, traffic: Traffic) -> Tensor:
     padded = tensor.new_zeros([widest if dim == part.dim else size for dim, size in enumerate(tensor.shape)])
     padded.narrow(part.dim, 0, tensor.shape[part.dim]).copy_(tensor)
     out = tensor.new_empty((axis.size, *padded.shape))
-    collectives.all_gather(out, padded, axis.group, traffic).wait()
+    collectives.all_gather(out.view(-1), padded.view(-1), axis.group, traffic).wait()
     if axis.rank:
         return tensor.new_empty(0)
     among = axis.size // part.copies

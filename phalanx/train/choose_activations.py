@@ -101,6 +101,8 @@ def _why_not_offload(
 ) -> str | None:
     if any(torch.device(device).type == "cpu" for device in devices):
         return "on a CPU offload has nothing to gain: the host's memory is the device's"
+    if config.parallel.pipeline > 1:
+        return "offload knows of one micro-batch at a time, and a pipeline has several under way"
     try:
         check_horizon(blocks, config.memory.horizon)
     except ConfigError:

@@ -31,6 +31,8 @@ def state_weights(config: "Config", subject: Subject, mesh: Mesh, local_world: i
     sharding = sharding_of(config)
     if sharding.weights is not None:
         return sharding.weights
+    if mesh.axes.model > 1:  # what follows is about ranks that hold a whole model each
+        return None
     free = float(accelerator.memory_free(mesh.device, local_world))
     degree = sharding.degree or mesh.world
     model, rule = subject.model(), make_rule(config.optim)

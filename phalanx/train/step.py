@@ -1,4 +1,5 @@
-"""One optimizer step's forward and backward passes, and evaluation: the only places that call the model."""
+"""One optimizer step's forward and backward passes, and evaluation: the only places that call the model, but for those
+of a pipeline (staged.py)."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------------ whole curves
+# --------------------------------------------------------------------------------------------------------- whole curves
 
 
 def walked(placement: Placement, tensor: int, cases: list[dict[str, Any]], steps: int) -> list[float]:
@@ -83,7 +83,7 @@ def test_recomputing_and_offloading_change_nothing() -> None:
         assert max(found) < 1e-9, found
 
 
-# ---------------------------------------------------------------------------------------------------------- first gradients
+# ------------------------------------------------------------------------------------------------------ first gradients
 
 
 def first_gradients(placement: Placement, kinds: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
@@ -149,7 +149,7 @@ def test_compiled_blocks_exchange_just_the_same() -> None:
     assert max(run_ranks(compiled, 2, 240)) < 1e-5
 
 
-# ------------------------------------------------------------------------------------------------------------------ traffic
+# -------------------------------------------------------------------------------------------------------------- traffic
 
 
 def counted(placement: Placement, sequence: bool, memory: str) -> list[list[int]]:
@@ -192,7 +192,7 @@ def test_a_block_exchanges_what_theory_says(
         assert rest[2:] == [1 + 2 * sequence, (1 + sequence) * activations + sequence * 32 * 8]
 
 
-# ------------------------------------------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
 def save_walked(placement: Placement, folder: str) -> float:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx import recipe
+from phalanx.axes import Axes
 from phalanx.checkpoint.disk import Saver
 from phalanx.checkpoint.read import Checkpoint, find, step_folder
 from phalanx.comm.mesh import Mesh, join
@@ -92,7 +93,8 @@ def on_one_thread(placement: Placement) -> Placement:
 @contextlib.contextmanager
 def loop_of(placement: Placement, described: trainer.Run) -> Iterator[trainer.Loop]:
     """What `trainer.run` runs, for tests that change a part of it first."""
-    with join(placement, described.config.comm.timeout_s) as mesh:
+    parallel = described.config.parallel
+    with join(placement, described.config.comm.timeout_s, axes=Axes(parallel.tensor, parallel.pipeline)) as mesh:
         yield loop_among(mesh, placement, described)
 
 

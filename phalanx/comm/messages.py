@@ -1,0 +1,88 @@
+"""Tensors that go from one rank of a group to another, while both compute: what a pipeline's stages hand on."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.collectives import Traffic
+
+
+class Arriving:
+    """A tensor on its way here."""
+
+    def __init__(self, buffer: torch.Tensor, work: dist.Work | None, device: torch.device, traffic: Traffic) -> None:
+        self._buffer, self._work, self._device, self._traffic = buffer, work, device, traffic
+
+    def get(self) -> torch.Tensor:
+        """The tensor, when it is there. Raises RuntimeError where its sender is gone, or too late."""
+        _wait(self._work, self._traffic)
+        self._work = None
+        return self._buffer.to(self._device)
+
+
+class Messages:
+    """Sends and receives of one group, by one thread.
+
+    Two ranks must send and receive the same tensors in the same order in each direction; a group of an accelerator's
+    own kind has but one queue for both directions, so there the two together must be in the same order, too. Where the
+    device is none of the group's, tensors go through the host's memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, traffic: Traffic, most: int) -> None:
+        """`most`: tensors that may be on their way from here; who sends more waits until the first has arrived."""
+        self._group, self._device, self._traffic, self._most = group, device, traffic, most
+        self.both_ways = dist.get_backend(group) == "gloo"  # each direction has a queue of its own
+        self._via = torch.device("cpu") if self.both_ways else device
+        self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor, which must not change before it has left, to rank `to` of the group."""
+        leaving = tensor.to(self._via).contiguous()
+        self._traffic.count(leaving.nbytes)
+        self._sent.append((dist.isend(leaving, group=self._group, group_dst=to), leaving))
+        while len(self._sent) > self._most:
+            _wait(self._sent.popleft()[0], self._traffic)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, of: int) -> Arriving:
+        """Be ready for the next tensor from rank `of` of the group."""
+        buffer = torch.empty(tuple(shape), dtype=dtype, device=self._via)
+        work = dist.irecv(buffer, group=self._group, group_src=of)
+        return Arriving(buffer, work, self._device, self._traffic)
+
+    def exchange(self, tensor: torch.Tensor, other: int) -> torch.Tensor:
+        """What `other` gives here for `tensor`, of the same shape and type."""
+        mine, theirs = tensor.to(self._via).contiguous(), torch.empty_like(tensor, device=self._via)
+        self._traffic.count(mine.nbytes)
+        both = [
+            dist.P2POp(dist.isend, mine, group=self._group, group_peer=other),
+            dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=other),
+        ]
+        for work in dist.batch_isend_irecv(both):
+            _wait(work, self._traffic)
+        return theirs.to(self._device)
+
+    def share(self, tensor: torch.Tensor, of: int) -> torch.Tensor:
+        """What rank `of` gives for `tensor`; every rank of the group calls this."""
+        told = tensor.to(self._via).contiguous()
+        _wait(dist.broadcast(told, group=self._group, group_src=of, async_op=True), self._traffic)
+        return told.to(self._device)
+
+    def settle(self) -> None:
+        """Wait until all that was sent has left."""
+        while self._sent:
+            _wait(self._sent.popleft()[0], self._traffic)
+
+    def close(self) -> None:
+        """Let go of the group: its threads would run on as long as anything holds it."""
+        self._sent.clear()
+        self.__dict__.pop("_group", None)
+
+
+def _wait(work: dist.Work | None, traffic: Traffic) -> None:
+    if work is not None:
+        begun = time.perf_counter()
+        work.wait()
+        traffic.waited(time.perf_counter() - begun)

@@ -1,0 +1,103 @@
+"""What a rank holds of a model that several ranks hold together: its stages of a pipeline, its slices of their layers.
+
+Engines know parameters as they are here; a start is drawn, a folder read and a checkpoint written in coordinates of the
+whole model. This is the only place that knows of both.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from phalanx.comm.mesh import Mesh
+from phalanx.errors import ConfigError
+from phalanx.models.llama import Llama
+from phalanx.models.model import Model
+from phalanx.models.spec import ModelSpec
+from phalanx.optim.engine import Engine, Piece, Precision
+from phalanx.parallel.materialize import Fill
+from phalanx.parallel.pipeline import Pipeline
+from phalanx.parallel.sliced import Read, WindowRead, filled, filled_by_rows, reading, saved
+from phalanx.parallel.slices import Slice, copies_of
+from phalanx.parallel.stages import Stages, divide, head_worth, listed
+from phalanx.parallel.tensor import cut_among, split
+
+if TYPE_CHECKING:  # the loop runs where pydantic is not installed
+    from phalanx.config import Config
+
+TIED = "embed.weight"  # where the head has no weight of its own, the last stage holds this one, too
+
+
+@dataclass(frozen=True)
+class Parted:
+    """This rank's part of the model. `shapes` are those of all parameters of the whole model that are trained; `copies`
+    says how many ranks of one model hold the same of a parameter."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    pipeline: Pipeline | None = None
+    held: Mapping[str, Slice] = field(default_factory=dict)
+    copies: Mapping[str, int] = field(default_factory=dict)
+    first: bool = True  # of the ranks that hold slices of the same layers
+    lent: tuple[str, ...] = ()  # parameters that another stage saves
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's losses are counted, of all that have the same."""
+        return self.first and (self.pipeline is None or self.pipeline.has_loss)
+
+    def filling(self, fill: Fill, drawn: bool) -> Fill:
+        """A `fill` of whole parameters for this part; `drawn`: it is fast for long runs only."""
+        if not self.held:
+            return fill
+        return filled_by_rows(fill, self.held) if drawn else filled(fill, self.held)
+
+    def pieces(self, engine: Engine) -> Iterator[Piece]:
+        """What this rank gives to a checkpoint."""
+        own = (piece for piece in engine.pieces() if piece.name not in self.lent)
+        return saved(own, self.held, self.first)
+
+    def reading(self, read: WindowRead) -> Read:
+        """What this rank's engine loads by."""
+        return reading(read, self.held)
+
+
+def part(model: Model, config: "Config", mesh: Mesh, precision: Precision) -> Parted:
+    """Cut `model`, on meta, down to what this rank holds of it. Collective.
+
+    Raises ConfigError for a model that cannot be cut.
+    """
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    if mesh.axes.model == 1:
+        return Parted(shapes)
+    if not isinstance(model, Llama):
+        raise ConfigError(
+            f"parallel.tensor and parallel.pipeline cut models of the Llama family only, not a {type(model).__name__}; "
+            "remove them"
+        )
+    parallel, tied = config.parallel, model.spec.tie_embeddings
+    pipeline, lent, at_end = None, (), False
+    # Stages first: there is no use in slices of what is let go of.
+    if mesh.pipe is not None:
+        numbers = None if parallel.stages == "auto" else parallel.stages
+        plan = plan_of(model.spec, mesh.pipe.size, parallel.schedule, numbers)
+        model.keep([plan.layers[stage] for stage in plan.of(mesh.pipe.rank)])
+        pipeline = Pipeline(plan, parallel.schedule, mesh.pipe, mesh.device, precision, mesh.traffic)
+        ends = {plan.owner(0), plan.owner(plan.last)}
+        at_end = tied and len(ends) > 1 and mesh.pipe.rank in ends
+        lent = (TIED,) if at_end and 0 not in pipeline.held else ()
+    held: dict[str, Slice] = {}
+    if mesh.tensor is not None:
+        held = split(model, cut_among(mesh, model.spec.kv_heads, parallel.sequence is True))
+    names = [name for name, _ in model.named_parameters()]
+    size = 1 if mesh.tensor is None else mesh.tensor.size
+    copies = copies_of(dict.fromkeys(names), held, size)
+    if at_end:
+        copies[TIED] *= 2
+    first = mesh.tensor is None or mesh.tensor.rank == 0
+    return Parted(shapes, pipeline, held, {n: count for n, count in copies.items() if count > 1}, first, lent)
+
+
+def plan_of(spec: ModelSpec, ranks: int, schedule: str, numbers: list[int] | None = None) -> Stages:
+    """The stages of a model: of `numbers` of layers, or as even as the head lets them be."""
+    if numbers is not None:
+        return listed(spec.layers, ranks, schedule, numbers)
+    return divide(spec.layers, ranks, schedule, head=head_worth(spec))

@@ -1,0 +1,208 @@
+"""Carries out the orders of a pipeline on one of its ranks: passes through its stages, and what they hand on.
+
+Every rank of a pipeline has the same micro-batches. The first stage reads their tokens, the last their labels; between
+stages travel the hidden states and, back, their gradients. Results are received before they are needed, and leave
+while the next pass runs. With `zero_bubble` a backward pass comes in two halves: that to the stage's input, which the
+stage before waits for, and that to the weights, which nobody does (PyTorch's `stage_backward_input` and `_weight`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from phalanx.comm.collectives import Traffic
+from phalanx.comm.mesh import Axis
+from phalanx.comm.messages import Arriving, Messages
+from phalanx.optim.engine import Precision
+from phalanx.parallel import schedules, stages
+from phalanx.parallel.stages import Move, Result, Stages
+from phalanx.phases import phase
+
+AHEAD = 2  # actions: a result that comes early finds its receiver ready
+
+
+class Work(Protocol):
+    """What a pipeline asks for while it works on the micro-batches 0, 1, ... of a step."""
+
+    def shape(self, micro_batch: int) -> Sequence[int]:
+        """Of the hidden states between two stages."""
+        ...
+
+    def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        """Hidden states behind a stage; behind the last what the backward pass begins with, a scalar."""
+        ...
+
+    def parameters(self, stage: int) -> Iterator[nn.Parameter]:
+        """Those that a stage uses and trains."""
+        ...
+
+    def before_last(self, stage: int) -> None:
+        """What comes next is the stage's last backward pass to its weights."""
+        ...
+
+    def after_weights(self, stage: int) -> None:
+        """A half of a backward pass has put gradients beside the stage's parameters, and no hook has seen it."""
+        ...
+
+
+class Pipeline:
+    """This rank among those that hold the stages of one copy of a model."""
+
+    def __init__(
+        self, plan: Stages, schedule: str, axis: Axis, device: torch.device, precision: Precision, traffic: Traffic
+    ) -> None:
+        """`traffic` counts what is sent, and the host's waiting."""
+        assert axis.size == plan.ranks, (axis.size, plan.ranks)
+        self.plan, self.rank = plan, axis.rank
+        self.held = plan.of(axis.rank)
+        self.precision = precision
+        self._schedule = schedule
+        # Twice as many as a rank may have under way and nobody waits for: what is sent and has arrived keeps memory.
+        self.messages = Messages(axis.group, device, traffic, most=2 * (plan.last + 1))
+        self._known: dict[tuple[int, bool], list[Move]] = {}
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self.plan.last in self.held
+
+    def train(self, count: int, work: Work) -> None:
+        """Forward and backward passes of `count` micro-batches."""
+        _Turn(self, work, training=True).run(self._moves(count, training=True))
+
+    def forward(self, count: int, work: Work) -> None:
+        """Forward passes alone; what the last stage gives is for `work` to keep."""
+        with torch.no_grad():
+            _Turn(self, work, training=False).run(self._moves(count, training=False))
+
+    def sum_ends(self, gradient: Tensor) -> None:
+        """Add up, in place and to the same bits, what the first and the last stage have of a weight that both hold.
+        Only their ranks call this."""
+        ends = [self.plan.owner(0), self.plan.owner(self.plan.last)]
+        if ends[0] != ends[1]:
+            gradient += self.messages.exchange(gradient, ends[self.rank == ends[0]])
+
+    def from_last(self, tensor: Tensor) -> Tensor:
+        """What the rank of the last stage gives for `tensor`, on all ranks of the pipeline."""
+        return self.messages.share(tensor, self.plan.owner(self.plan.last))
+
+    def close(self) -> None:
+        """The end; it is of no more use."""
+        self.messages.close()
+
+    def _moves(self, count: int, training: bool) -> list[Move]:
+        if (count, training) not in self._known:
+            orders = schedules.orders(self._schedule, self.plan, count)
+            if not training:  # the forward passes of a good order are in a good order
+                orders = [[action for action in mine if action.kind == "F"] for mine in orders]
+            ahead = AHEAD if self.messages.both_ways else 0
+            self._known[count, training] = stages.moves(orders, self.plan, ahead)[self.rank]
+        return self._known[count, training]
+
+
+class _Turn:
+    """The micro-batches of one step on their way through this rank's stages."""
+
+    def __init__(self, pipeline: Pipeline, work: Work, training: bool) -> None:
+        self._pipeline, self._plan, self._work, self._training = pipeline, pipeline.plan, work, training
+        self._arriving: dict[Result, Arriving] = {}
+        self._made: dict[Result, Tensor] = {}  # here, and not yet used or sent
+        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output, by stage and number
+        self._halves: dict[tuple[int, int], Any] = {}  # what the second half of a backward pass goes by
+        self._left: Counter[int] = Counter()  # backward passes to weights, by stage
+
+    def run(self, moves: Sequence[Move]) -> None:
+        self._left.update(move.action.stage for move in moves if move.kind == "do" and move.action.kind in "BW")
+        do = {"F": self._forward, "B": self._backward, "I": self._to_input, "W": self._to_weights}
+        for kind, action in moves:
+            if kind == "do":
+                do[action.kind](action.stage, action.micro_batch)
+            elif kind == "send":
+                self._send(action.result)
+            else:
+                self._receive(action.result)
+        self._pipeline.messages.settle()
+        assert not (self._arriving or self._made or self._kept or self._halves)
+
+    # ----------------------------------------------------------------------------------------------------------- passes
+
+    def _forward(self, stage: int, number: int) -> None:
+        hidden = self._take(Result("F", stage - 1, number)) if stage else None
+        if hidden is not None and self._training:
+            hidden.requires_grad_()
+        with phase("forward"):
+            output = self._work.forward(stage, number, hidden)
+        if self._training:
+            self._kept[stage, number] = hidden, output
+        if stage != self._plan.last:
+            self._made[Result("F", stage, number)] = output.detach()
+
+    def _backward(self, stage: int, number: int) -> None:
+        hidden, output = self._kept.pop((stage, number))
+        gradient = self._gradient(stage, number)
+        self._before_weights(stage)
+        with phase("backward"):
+            if output.requires_grad:  # nothing before it is trained otherwise
+                torch.autograd.backward(output, gradient)
+        if hidden is not None:
+            self._made[Result("G", stage, number)] = _given(hidden.grad, hidden)
+
+    def _to_input(self, stage: int, number: int) -> None:
+        if stage == 0:  # there is none: all of it is done in the other half
+            return
+        hidden, output = self._kept.pop((stage, number))
+        gradient, parameters = self._gradient(stage, number), self._work.parameters(stage)
+        with phase("backward"):
+            given, self._halves[stage, number] = stage_backward_input(
+                [output], None if gradient is None else [gradient], [hidden], parameters
+            )
+        self._made[Result("G", stage, number)] = _given(given[0], hidden)
+
+    def _to_weights(self, stage: int, number: int) -> None:
+        if stage == 0:
+            self._backward(stage, number)
+            return
+        self._before_weights(stage)
+        with phase("backward"):
+            stage_backward_weight(self._work.parameters(stage), self._halves.pop((stage, number)))
+        self._work.after_weights(stage)
+
+    def _gradient(self, stage: int, number: int) -> Tensor | None:
+        """Of a stage's output; the last stage's is a loss."""
+        return None if stage == self._plan.last else self._take(Result("G", stage + 1, number))
+
+    def _before_weights(self, stage: int) -> None:
+        self._left[stage] -= 1
+        if not self._left[stage]:
+            self._work.before_last(stage)
+
+    # ---------------------------------------------------------------------------------------------------------- results
+
+    def _take(self, result: Result) -> Tensor:
+        """A result, from a stage here or from another rank."""
+        if result in self._made:
+            return self._made.pop(result)
+        return self._arriving.pop(result).get().to(self._pipeline.precision.compute)
+
+    def _send(self, result: Result) -> None:
+        to = self._plan.goes_to(result)
+        assert to is not None
+        # In the type that ranks exchange parameters in: the same on all, where each computes in its own.
+        self._pipeline.messages.send(self._made.pop(result).to(self._pipeline.precision.shared), to)
+
+    def _receive(self, result: Result) -> None:
+        shape, dtype = self._work.shape(result.micro_batch), self._pipeline.precision.shared
+        of = self._plan.owner(result.stage)
+        self._arriving[result] = self._pipeline.messages.receive(shape, dtype, of)
+
+
+def _given(gradient: Tensor | None, like: Tensor | None) -> Tensor:
+    """The gradient of a stage's input: zeros where its output does not depend on it."""
+    if gradient is not None:
+        return gradient
+    assert like is not None
+    return torch.zeros_like(like)

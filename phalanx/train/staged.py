@@ -1,0 +1,176 @@
+"""A step's passes, evaluation and generation, where the model's stages lie on the ranks of a pipeline."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.mesh import Mesh
+from phalanx.errors import ConfigError
+from phalanx.models.draws import Draws
+from phalanx.models.llama import Llama
+from phalanx.models.model import Model
+from phalanx.models.spec import ModelSpec
+from phalanx.optim import gradients
+from phalanx.optim.engine import Precision
+from phalanx.optim.sharded import Sharded
+from phalanx.parallel.apply import own_units
+from phalanx.parallel.pipeline import Pipeline
+from phalanx.parallel.stages import Stages, divide, head_worth, listed
+from phalanx.tasks.task import Batch, Task
+
+TIED = "embed.weight"  # where the head has no weight of its own, the last stage holds this one too
+
+
+def plan_of(
+    spec: ModelSpec, ranks: int, schedule: str, numbers: Sequence[int] | None = None,
+    speeds: Sequence[float] | None = None,
+) -> Stages:  # fmt: skip
+    """The stages of a model: of `numbers` of layers, or as even as the head lets them be, in proportion to `speeds`."""
+    if numbers is not None:
+        return listed(spec.layers, ranks, schedule, numbers)
+    return divide(spec.layers, ranks, schedule, speeds=speeds, head=head_worth(spec))
+
+
+def make_pipeline(model: Model, plan: Stages, schedule: str, mesh: Mesh, precision: Precision) -> Pipeline:
+    """Cut `model`, on meta, down to the stages of this rank, and give what runs them. Raises ConfigError for a model
+    that cannot be cut."""
+    if not isinstance(model, Llama):
+        raise ConfigError(
+            f"parallel.pipeline cuts models of the Llama family only, not a {type(model).__name__}; remove it"
+        )
+    assert mesh.pipe is not None, "a mesh without stages"
+    model.keep([plan.layers[stage] for stage in plan.of(mesh.pipe.rank)])
+    return Pipeline(plan, schedule, mesh.pipe, mesh.device, precision, mesh.traffic)
+
+
+def copies_of(model: Llama, pipeline: Pipeline) -> dict[str, int]:
+    """How many ranks of the pipeline hold a parameter alike, where more than one does: the weight of a tied head, which
+    is the embedding's. All go the same way to the same bits, and are counted once in the norm."""
+    return {TIED: 2} if _shares_ends(model, pipeline) else {}
+
+
+def saved_elsewhere(model: Llama, pipeline: Pipeline) -> frozenset[str]:
+    """Names of parameters whose state another rank of the pipeline saves."""
+    return frozenset({TIED} if _shares_ends(model, pipeline) and 0 not in pipeline.held else ())
+
+
+def _shares_ends(model: Llama, pipeline: Pipeline) -> bool:
+    """Whether this rank has one end of a model whose ends share a weight, and not the other."""
+    ends = {pipeline.plan.owner(0), pipeline.plan.owner(pipeline.plan.last)}
+    return model.spec.tie_embeddings and len(ends) > 1 and pipeline.rank in ends
+
+
+def run_pipeline(
+    engine: Sharded, model: Llama, task: Task, batches: Sequence[Batch], *, seed: int, step: int, nominal_weight: int,
+    pipeline: Pipeline,
+) -> Tensor:  # fmt: skip
+    """As `run_micro_batches`, of stages. All ranks of a pipeline have the same batches; the loss sum is returned on the
+    one that holds the last stage, and 0 on the others."""
+    total = torch.zeros((), dtype=pipeline.precision.master, device=batches[0].samples.device)
+
+    def run(part: nn.Module, batch: Batch) -> Tensor:
+        return task.loss_sum(part, batch, Draws(seed, step, batch.samples))
+
+    def end(loss_sum: Tensor) -> Tensor:
+        total.add_(loss_sum.detach())
+        return gradients.scaled(loss_sum, nominal_weight, engine.loss_scale)
+
+    with engine.micro_batch(last=True, several=True):
+        pipeline.train(len(batches), _Passes(pipeline, model, batches, run, end, engine))
+        if _shares_ends(model, pipeline) and TIED in engine.trainable:
+            pipeline.sum_ends(engine.several.gradient(TIED))
+    return total
+
+
+def evaluate_pipeline(
+    model: Llama, task: Task, steps: Iterable[Sequence[Batch]], mesh: Mesh, pipeline: Pipeline
+) -> tuple[float, int, dict[str, float]]:
+    """As `evaluate`: what is counted is counted where the last stage is. `mesh` is that of all ranks."""
+    counted: list[float] = []
+
+    def run(part: nn.Module, batch: Batch) -> Tensor:
+        return task.loss_sum(part, batch, None)
+
+    def end(loss_sum: Tensor) -> Tensor:
+        counted.append(float(loss_sum))
+        return loss_sum
+
+    weight = 0
+    for batches in steps:
+        here = [batch.to(mesh.device) for batch in batches]
+        pipeline.forward(len(here), _Passes(pipeline, model, here, run, end))
+        weight += sum(batch.weight for batch in here) if pipeline.has_loss else 0
+    total_loss, total_weight = mesh.sum([sum(counted), float(weight)])
+    return total_loss / max(total_weight, 1.0), int(total_weight), {}
+
+
+def continue_greedily(model: Llama, tokens: Tensor, count: int, pipeline: Pipeline) -> Tensor:
+    """`tokens` (B, S) int64 with the `count` likeliest behind them. All ranks of a pipeline call this and get the same.
+    A token is a pass through all stages, in which the rows follow one another."""
+
+    def run(part: nn.Module, batch: Batch) -> Tensor:
+        output: Tensor = part(batch.inputs["tokens"])
+        return output
+
+    for _ in range(count):
+        found: list[Tensor] = []
+
+        def end(logits: Tensor, found: list[Tensor] = found) -> Tensor:
+            found.append(logits[:, -1].argmax(-1))
+            return logits
+
+        rows = [Batch({"tokens": row[None]}, 0) for row in tokens]
+        pipeline.forward(len(rows), _Passes(pipeline, model, rows, run, end))
+        tokens = torch.cat([tokens, pipeline.from_last(torch.stack(found) if found else tokens[:, :1].clone())], dim=1)
+    return tokens
+
+
+class _Passes:
+    """What a pipeline asks for. `run` calls a stage as if it were the model, and so gets what that gives: hidden states
+    but from the last; `end` takes what the last gives, and returns what the backward pass begins with."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        model: Llama,
+        batches: Sequence[Batch],
+        run: Callable[[nn.Module, Batch], Tensor],
+        end: Callable[[Tensor], Tensor],
+        engine: Sharded | None = None,
+    ) -> None:
+        self._plan, self._model, self._batches, self._run, self._end = pipeline.plan, model, batches, run, end
+        self._engine = engine
+        self._modules: dict[int, list[tuple[str, nn.Module]]] = {}
+        units = own_units(model)
+        for stage in pipeline.held:
+            names = {f"layers.{layer}" for layer in self._plan.layers[stage]}
+            names |= {"embed"} if stage == 0 else set()
+            names |= {"head"} if stage == self._plan.last else set()
+            self._modules[stage] = [unit for unit in units if unit[0] in names]
+
+    def shape(self, micro_batch: int) -> Sequence[int]:
+        return (*self._batches[micro_batch].inputs["tokens"].shape, self._model.spec.hidden)
+
+    def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        part = functools.partial(self._model, stage=self._plan.layers[stage], hidden=hidden)
+        output = self._run(cast(nn.Module, part), self._batches[micro_batch])
+        return self._end(output) if stage == self._plan.last else output
+
+    def parameters(self, stage: int) -> Iterator[nn.Parameter]:
+        for _, module in self._modules[stage]:
+            yield from (parameter for parameter in module.parameters() if parameter.requires_grad)
+        if self._model.spec.tie_embeddings and stage in (0, self._plan.last):
+            yield cast(nn.Parameter, self._model.embed.weight)
+
+    def before_last(self, stage: int) -> None:
+        assert self._engine is not None
+        # A tied weight is not among them: it is sent when the ends have added up what they have.
+        self._engine.several.let_go([name for name, _ in self._modules[stage]])
+
+    def after_weights(self, stage: int) -> None:
+        assert self._engine is not None
+        for name in (*(name for name, _ in self._modules[stage]), ""):
+            self._engine.grads_ready(name)
