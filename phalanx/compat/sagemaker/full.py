@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import FullStateDictConfig
 
 from phalanx.scripts.wrapping import replace
@@ -19,6 +20,8 @@ def with_translation() -> None:
 def _taking(original: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, *args: Any, translate_on_save: bool = True, **options: Any) -> None:
         original(self, *args, **options)
+        if not torch.accelerator.is_available():
+            self.offload_to_cpu = False  # it is there already; FSDP would hand out memory that it then frees
         self.translate_on_save = translate_on_save
 
     return init
