@@ -4,8 +4,8 @@ Scripts written for SageMaker's library find `torch.sagemaker` here. Where there
 goes to the CPU.
 """
 
-import functools
 import datetime
+import functools
 import os
 import runpy
 import socket

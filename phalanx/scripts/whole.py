@@ -13,7 +13,7 @@ from phalanx.scripts.session import current
 
 def put_together(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """A hook behind FSDP's own: the slices of all ranks become whole tensors on the first of them, in place, and the
-    dicts of the others are emptied. `translate_on_save=False` leaves each rank its slices. Collective over ranks that hold slices.
+    dicts of the others are emptied. `translate_on_save=False` leaves each rank its slices. Collective over these ranks.
 
     Raises ConfigError where every rank is to have the whole.
     """
