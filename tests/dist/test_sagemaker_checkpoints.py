@@ -98,9 +98,10 @@ def plans(placement: Placement, folder: str, force: bool) -> list[int]:
     """How often plans are exchanged in four saves, the last of another shape."""
     with process_group(placement):
         begun()
-        from phalanx.compat.sagemaker import requests
         from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
         from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save, maybe_finalize_async_calls
+
+        from phalanx.compat.sagemaker import requests
 
         counts = []
         for number, size in enumerate((4, 4, 4, 6)):

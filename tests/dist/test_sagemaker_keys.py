@@ -55,7 +55,7 @@ def data(rank: int) -> torch.Tensor:
     return torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
 
 
-# --------------------------------------------------------------------------------------------------- hybrid_shard_degree
+# ------------------------------------------------------------------------------------------------- hybrid_shard_degree
 
 
 def held(placement: Placement, settings: dict[str, Any], strategy: str | None = None) -> dict[str, Any]:
@@ -72,11 +72,13 @@ def held(placement: Placement, settings: dict[str, Any], strategy: str | None = 
         norm = float(model.clip_grad_norm_(1e9))
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         group = tsm.state.rep_rank_process_group
+        hybrid = "HYBRID" in model.sharding_strategy.name
+        copies = dist.get_process_group_ranks(model._inter_node_pg) if hybrid else None
         return {
             "shard": dist.get_process_group_ranks(model.process_group),
             "strategy": model.sharding_strategy.name,
             "inner": sorted({each.sharding_strategy.name for each in FSDP.fsdp_modules(model)}),
-            "copies": dist.get_process_group_ranks(model._inter_node_pg) if "HYBRID" in model.sharding_strategy.name else None,
+            "copies": copies,
             "elements": count,
             "norm": norm,
             "replica": None if group is None else dist.get_process_group_ranks(group),
@@ -123,7 +125,7 @@ def test_all_ways_of_sharding_give_the_same_gradients() -> None:
     assert norms == pytest.approx([norms[0]] * 4, rel=1e-5)
 
 
-# -------------------------------------------------------------------------------------------------------------- offloading
+# ---------------------------------------------------------------------------------------------------------- offloading
 
 
 def moved(placement: Placement, settings: dict[str, Any], offloaded: bool = True) -> list[Any]:

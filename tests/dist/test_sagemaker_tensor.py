@@ -55,10 +55,7 @@ def trained(
 
         tsm.init(settings)
         options: dict[str, Any] = {}
-        if how == "delayed":
-            with torch.device("meta"):
-                model = made(kind)
-        elif how == "from rank 0" and placement.rank:
+        if how == "delayed" or (how == "from rank 0" and placement.rank):
             with torch.device("meta"):
                 model = made(kind)
         else:

@@ -84,7 +84,8 @@ def load_model_checkpoint(
         if optimizer is not None:
             found: Any = dcp_optimizer.load_sharded_optimizer_state_dict
             loaded = found(state[EXPORT_KEY_MODEL], EXPORT_KEY_OPTIMIZER, reader, process_group=group)
-            flat = FSDP.optim_state_dict_to_load(model, optimizer, loaded[EXPORT_KEY_OPTIMIZER], group=group)
+            known = {"state": {}, **loaded[EXPORT_KEY_OPTIMIZER]}  # nothing is written of an empty state
+            flat = FSDP.optim_state_dict_to_load(model, optimizer, known, group=group)
             optimizer.load_state_dict(flat)
     if scheduler is not None:
         scheduler.load_state_dict(state[EXPORT_KEY_SCHEDULER])
