@@ -174,7 +174,7 @@ def test_the_horizon_says_how_much_leaves_and_gradients_are_the_same_bits() -> N
     assert bits == plain
 
 
-# ------------------------------------------------------------------------------------------ warnings, empty shards, seed
+# ----------------------------------------------------------------------------------------- warnings, empty shards, seed
 
 
 def flushed(placement: Placement, settings: dict[str, Any]) -> list[str]:
