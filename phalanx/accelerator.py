@@ -30,6 +30,9 @@ PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
     "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 75e12, torch.float64: 37e12},
 }
 
+# The kind of device, and its groups, that scripts of other libraries name outright.
+NAMED_IN_SCRIPTS, GROUPS_NAMED_IN_SCRIPTS = "cuda", "nccl"
+
 # Beside a name of the table, these words mean a slower or faster chip, or a part of one.
 _ANOTHER_CHIP = re.compile(r"\b(Laptop|Mobile|Max-Q|MIG|Ti|SUPER|D)\b", re.IGNORECASE)
 
@@ -293,3 +296,10 @@ def _control_group_room() -> list[int]:
         if all(values) and values[0][0].isdigit() and values[1][0].isdigit():
             return [max(0, int(values[0][0]) - int(values[1][0]))]
     return []
+
+
+def cache_flushes(device: torch.device) -> int:
+    """How often the device's allocator has had to give all that it kept for later back, to find memory; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    return int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0))

@@ -238,6 +238,28 @@ def hardware(
     raise typer.Exit(survey.survey(wanted, ranks, out.expanduser(), as_json, meeting=meeting))
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="What the script itself is given.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Local ranks. Default: one per accelerator; one on a machine without.")
+    ] = None,
+    smp_config: Annotated[
+        Path | None, typer.Option(help="Settings of SageMaker's model parallel library, a JSON file.")
+    ] = None,
+) -> None:
+    """Run a script of your own on local ranks, one written for SageMaker's library too. Options come before it.
+
+    Under torchrun or srun it is one of the ranks that were started.
+    """
+    from phalanx.compat import run as script_run
+
+    raise typer.Exit(script_run.run(script, arguments or [], os.environ, nproc, smp_config))
+
+
 @app.command()
 def report(run: RunFolder) -> None:
     """Write report.html from a run's records alone; a run that is going on may be looked at too."""

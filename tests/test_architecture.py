@@ -78,10 +78,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generation": PLAIN | {"models", "data", "train"},
     "sharded_model": PLAIN | {"comm", "optim", "checkpoint"},
     "sharding": PLAIN | {"accelerator", "models", "comm", "optim", "cluster", "sharded_model"},
+    "scripts": PLAIN | {"accelerator", "cluster", "comm", "parallel"},
+    "compat": PLAIN | {"accelerator", "cluster", "comm", "models", "parallel", "scripts"},
     "survey": PLAIN | {"cluster", "devices", "launch", "nodes", "report", "train"},
     "nodes": PLAIN | {"cluster", "devices", "launch", "remote_run", "ending", "report", "train"},
     "data_commands": PLAIN | {"data", "report", "train"},
-    "cli": PLAIN | {"data_commands", "nodes", "survey", "launch", "generation", "report", "train"},
+    "cli": PLAIN | {"compat", "data_commands", "nodes", "survey", "launch", "generation", "report", "train"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -109,6 +111,8 @@ MAY_USE: dict[str, set[str]] = {
     "generation": {"torch", "transformers"},
     "sharded_model": {"torch"},
     "sharding": {"torch"},
+    "scripts": {"torch"},
+    "compat": {"torch"},
     "data_commands": {"typer"},
     "cli": {"typer"},
 }
@@ -120,6 +124,8 @@ ALSO_TORCH_FREE = (
     "phalanx.launch",
     "phalanx.nodes",
     "phalanx.survey",
+    "phalanx.scripts.ranks",
+    "phalanx.compat.run",
     "phalanx.generation",
     "phalanx.optim.schedule",
 )
@@ -245,8 +251,8 @@ def test_the_data_package_needs_torch_no_more_than_the_command_that_prepares_dat
 
 def test_package_init_files_are_empty() -> None:
     for path in PACKAGE.rglob("__init__.py"):
-        # That of comm registers the backend: `import phalanx.comm` is all that a script of anyone's has to say.
-        if path not in (PACKAGE / "__init__.py", PACKAGE / "comm" / "__init__.py"):
+        # That of comm registers the backend, and the other one names: an import is all that a script has to say.
+        if path.parent not in (PACKAGE, PACKAGE / "comm", PACKAGE / "compat" / "sagemaker"):
             assert path.read_text() == "", path
 
 
@@ -307,8 +313,9 @@ def test_importing_does_no_work(module: str) -> None:
     allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
     for node in tree_of(module).body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        # Commands are put together in the first two; the third registers the backend of torch.distributed.
-        wiring = module in ("phalanx.cli", "phalanx.__main__", "phalanx.comm")
+        # Commands are put together or called in some; the import of others is what a script says to have their names.
+        theirs = ("phalanx.compat.sagemaker", "phalanx.compat.sagemaker.__main__")
+        wiring = module in ("phalanx.cli", "phalanx.__main__", "phalanx.comm", *theirs)
         for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         fine = docstring or wiring or for_types or isinstance(node, allowed)
         assert fine, f"{module}:{node.lineno} does work when imported"
@@ -317,7 +324,10 @@ def test_importing_does_no_work(module: str) -> None:
 def test_the_process_environment_is_read_in_few_places() -> None:
     readers = {name for name in MODULES if any("os.environ" in ast.unparse(node) for node in _attributes(name))}
     commands = {"phalanx.cli", "phalanx.launch", "phalanx.cluster.agent", "phalanx.cluster.worker"}
-    assert readers <= {*commands, "phalanx.sharding"}  # which a script of a user's own calls, however it was started
+    # What a script of a user's own calls, however it was started, and what starts one.
+    scripts = {"phalanx.sharding", "phalanx.scripts.session", "phalanx.compat.run"}
+    scripts |= {"phalanx.compat.sagemaker.start", "phalanx.compat.sagemaker.command"}
+    assert readers <= {*commands, *scripts}
 
 
 def _attributes(module: str) -> Iterator[ast.Attribute]:

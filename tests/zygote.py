@@ -29,6 +29,8 @@ WARM = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.testing",
+    "transformers.models.gpt_neox.modeling_gpt_neox",  # which takes each rank seconds
+    "transformers.models.llama.modeling_llama",
     "pytest",
     "hypothesis",
     "tests.helpers",

@@ -60,9 +60,10 @@ class Counters:
     native_calls: int  # collectives and messages that the accelerator's own group has done
 
 
-def register() -> None:
-    """Make the backend known to torch.distributed, for the host and the accelerator that torch was built for."""
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", *accelerator.kinds()])
+def register(name: str = NAME) -> None:
+    """Make the backend known to torch.distributed, for the host and the accelerator that torch was built for; it may
+    have another name for scripts that say so."""
+    dist.Backend.register_backend(name, _create, extended_api=True, devices=["cpu", *accelerator.kinds()])
 
 
 def counters(group: dist.ProcessGroup | None = None) -> Counters:

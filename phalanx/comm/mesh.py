@@ -424,3 +424,32 @@ def _meet(store: dist.Store, placement: Placement, timeout_s: float, offer: str)
             f"rank {placement.rank} lost the store while it waited for the others ({first_line}), so rank 0 has left; "
             "look at its log"
         ) from None
+
+
+# ------------------------------------------------------------------------------------- groups of scripts of users' own
+
+
+def default_group(placement: Placement, timeout_s: float) -> None:
+    """Make the default process group of a script's process, which keeps it to its end."""
+    timeout, device = datetime.timedelta(seconds=timeout_s), torch.device(placement.device)
+    store = dist.PrefixStore("script", _store(placement, timeout))
+    dist.init_process_group(
+        accelerator.backend(device),
+        store=store,
+        rank=placement.rank,
+        world_size=placement.world,
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
+    )
+
+
+def own_group(lists: list[list[int]]) -> dist.ProcessGroup:
+    """Make a group of each list of ranks, with the default group's backend; gives this rank's. Every rank is in one of
+    them. Collective."""
+    mine = None
+    for ranks in lists:  # every rank makes every group, in the same order
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    assert mine is not None, (dist.get_rank(), lists)
+    return mine

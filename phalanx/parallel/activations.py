@@ -37,13 +37,13 @@ def recompute(units: Sequence[nn.Module], selective: bool) -> None:
         policy = functools.partial(_policy, frozenset(kept()))
         wrap = functools.partial(wrap, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
     for unit in units:
-        unit.forward = functools.partial(_checkpointed, wrap, unit.forward)
+        unit.forward = functools.partial(by_position, wrap, unit.forward)
 
 
-def _checkpointed(wrap: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Of what is given by name a checkpoint holds the tensor itself, unseen by autograd's hooks and checks. (A compiled
-    # one sees no names.)
-    if not kwargs or torch.compiler.is_compiling():
+def by_position(wrap: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a checkpoint with all arguments in order: of what is given by name it holds the tensor itself, unseen by
+    autograd's hooks and checks."""
+    if not kwargs or torch.compiler.is_compiling():  # a compiled one sees no names
         return wrap(forward, *args, **kwargs)
     return wrap(functools.partial(_by_name, forward, tuple(kwargs)), *args, *kwargs.values())
 

@@ -1,0 +1,176 @@
+"""`phalanx run`: a script of one's own on the ranks of this machine, or as the one rank that torchrun or Slurm started.
+
+Scripts written for SageMaker's library find `torch.sagemaker` here. Where there is no accelerator, what they say to one
+goes to the CPU.
+"""
+
+import datetime
+import functools
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster import agent
+from phalanx.cluster.fork import fork_call
+from phalanx.cluster.placement import device_of, from_environment
+from phalanx.errors import ConfigError
+from phalanx.records import Kind, Placement
+
+# What most scripts import, once in the parent of the ranks.
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "phalanx.scripts.wrapping",
+)
+DEVICES_TIMEOUT_S = 120.0
+GRACE_S = 30.0
+LAST_S = datetime.timedelta(days=365)  # that ranks may go on after rank 0 has ended
+PARAMETERS = "SM_HP_MP_PARAMETERS"
+
+
+def run(
+    script: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    nproc: int | None = None,
+    smp_config: Path | None = None,
+) -> int:
+    """Run a script to its end; gives the exit code, of the first rank that failed. Other ranks are ended with it.
+
+    `nproc` ranks of this machine; None: one for each accelerator, else one; where torchrun or Slurm has started this
+    process, it is one of their ranks. `smp_config`: a JSON file of that library's settings, which take the place of
+    those in the script. Raises ConfigError where there is no such file, or the settings cannot be.
+    """
+    if not Path(script).is_file():
+        raise ConfigError(f"there is no script {script}; name a Python file")
+    settings = _settings(smp_config)
+    agent.preload(PRELOAD)
+    devices: list[str] = fork_call(_found, timeout_s=DEVICES_TIMEOUT_S)
+    given = from_environment(environment, devices)
+    if given is not None:
+        if nproc is not None:
+            raise ConfigError(
+                f"--nproc {nproc} is for ranks that this command starts, but torchrun or Slurm has started it as rank "
+                f"{given.rank} of {given.world}; leave it out"
+            )
+        _check(settings, given.world)
+        return become(given, script, arguments, settings)
+    world = nproc or len(devices) or 1
+    _check(settings, world)
+    worker = functools.partial(become, script=script, arguments=list(arguments), settings=settings, ours=True)
+    job = agent.Job(
+        world=world,
+        worker=worker,
+        devices=[device_of(devices, rank, world) for rank in range(world)],
+        on_event=_told,
+        grace_s=GRACE_S,
+    )
+    return agent.run(job)
+
+
+def _found() -> list[str]:
+    from phalanx import accelerator
+
+    return accelerator.found()
+
+
+def _told(kind: str, details: dict[str, Any]) -> None:
+    if kind == Kind.WORKER_DIED and details.get("world", 2) > 1:
+        sys.stderr.write(f"rank {details['rank']} ended first: {details.get('reason') or details.get('exit_code')}\n")
+
+
+def _settings(path: Path | None) -> str | None:
+    """The text of a configuration. Raises ConfigError for one that cannot be read."""
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--smp-config {path} cannot be read ({error}); name a JSON file") from None
+
+
+def _check(settings: str | None, world: int) -> None:
+    if settings is not None:
+        from phalanx.compat.sagemaker import config
+
+        config.check(config.parse(settings, "--smp-config"), world, "--smp-config")
+
+
+# ------------------------------------------------------------------------------------------------------------ one rank
+
+
+def become(
+    placement: Placement, script: str, arguments: Sequence[str], settings: str | None = None, ours: bool = False
+) -> int:
+    """Be one rank of a script, in this process; `ours`: one that `run` has started, and not torchrun or Slurm."""
+    import torch
+
+    from phalanx import accelerator
+    from phalanx.compat.on_host import on_host
+    from phalanx.compat.sagemaker.install import install
+
+    accelerator.use(torch.device(placement.device), accelerator.threads_of(placement.threads, placement.local_world))
+    store = _announce(placement, ours)
+    if settings is not None:
+        os.environ[PARAMETERS] = settings
+    install()
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    with on_host(placement.rank, placement.local_world):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                raise
+    if store is not None:
+        _leave(store, placement)
+    return 0
+
+
+def _announce(placement: Placement, ours: bool) -> Any:
+    """Set the variables by which scripts, and torch itself, know where they are. Gives the ranks' store, where
+    this package has made it."""
+    address = placement.store
+    known = {
+        "RANK": placement.rank,
+        "WORLD_SIZE": placement.world,
+        "LOCAL_RANK": placement.local_rank,
+        "LOCAL_WORLD_SIZE": placement.local_world,
+        "GROUP_RANK": placement.node,
+        "MASTER_ADDR": "127.0.0.1" if address is None else address.host,
+        "MASTER_PORT": _free_port() if address is None else address.port,
+    }
+    os.environ.update({name: str(value) for name, value in known.items()})
+    if not ours or address is None:
+        return None
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # there is one already: nobody else is to open it
+    import torch.distributed as dist
+
+    return dist.TCPStore(
+        address.host,
+        address.port,
+        placement.world,
+        is_master=address.listen_fd is not None,
+        wait_for_workers=False,
+        master_listen_fd=address.listen_fd,
+    )
+
+
+def _leave(store: Any, placement: Placement) -> None:
+    """Rank 0, which keeps the store, leaves last: the others may still ask it. One that fails ends them all."""
+    if placement.rank:
+        store.set(f"left/{placement.rank}", "")
+    else:
+        store.wait([f"left/{rank}" for rank in range(1, placement.world)], LAST_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])

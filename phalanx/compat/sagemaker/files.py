@@ -1,0 +1,117 @@
+"""Checkpoint folders: PyTorch's reader and writer, with hooks around the writing; paths of no file system."""
+
+import functools
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.futures import Future
+
+from phalanx.errors import ConfigError
+
+ATTEMPTS, FIRST_PAUSE_S = 3, 0.2
+Hook = Callable[["DistributedFileSystemWriter"], object]
+
+
+class DistributedFileSystemWriter(FileSystemWriter):
+    """PyTorch's writer of a folder. Each rank calls `pre_write_hooks` before and `post_write_hooks` after its writing,
+    with this writer, which knows whether it `is_coordinator`."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *args: Any,
+        pre_write_hooks: Sequence[Hook] = (),
+        post_write_hooks: Sequence[Hook] = (),
+        s3_region: str | None = None,
+        s3client_config: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(checked(path, s3_region, s3client_config), *args, **options)
+        self.is_coordinator = False
+        self._before, self._after = list(pre_write_hooks), list(post_write_hooks)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.is_coordinator = is_coordinator
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        for hook in self._before:
+            hook(self)
+        written: Future[list[Any]] = super().write_data(plan, planner)
+        written.wait()
+        for hook in self._after:
+            hook(self)
+        return written
+
+
+class DistributedFileSystemReader(FileSystemReader):
+    """PyTorch's reader of a folder."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], *args: Any, s3_region: str | None = None, s3client_config: Any = None
+    ) -> None:
+        super().__init__(checked(path, s3_region, s3client_config), *args)
+
+
+def checked(
+    path: str | os.PathLike[str] | None, s3_region: str | None = None, s3client_config: Any = None
+) -> str | os.PathLike[str]:
+    """A path as it is. Raises ConfigError for an S3 URI, or where there is none."""
+    if path is None or path == "":
+        raise ConfigError("there is no folder to put a checkpoint into or take it from; pass checkpoint_id=")
+    if is_s3_uri(path) or s3_region is not None or s3client_config is not None:
+        _no_s3(str(path))
+    return path
+
+
+def is_s3_uri(uri: str | os.PathLike[str]) -> bool:
+    return str(uri).startswith("s3:/")
+
+
+def format_s3_path(path: str | os.PathLike[str]) -> str:
+    """An S3 URI that went through a Path, and lost a slash there, as it was."""
+    return re.sub(r"^s3:/+", "s3://", str(path))
+
+
+def path_to_file_system(path: str | os.PathLike[str]) -> FileSystem:
+    checked(path)
+    return FileSystem()
+
+
+class S3FileSystem:
+    """Not here; is a class so that scripts can ask whether theirs is one."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        _no_s3(str(args[0]) if args else "S3")
+
+
+def _no_s3(path: str) -> NoReturn:
+    raise ConfigError(
+        f"{path}: scripts' checkpoints go to folders here, not to S3; name a folder of a shared file system, such as a "
+        "mounted bucket"
+    )
+
+
+def retry_with_jitter(function: Any) -> Any:
+    """A decorator that tries again, after a random pause, what failed with an OSError."""
+    inner = function.__func__ if isinstance(function, staticmethod) else function
+
+    @functools.wraps(inner)
+    def call(*args: Any, **options: Any) -> Any:
+        for attempt in range(ATTEMPTS):
+            try:
+                return inner(*args, **options)
+            except OSError:
+                if attempt == ATTEMPTS - 1:
+                    raise
+                time.sleep(FIRST_PAUSE_S * 2**attempt * (0.5 + random.random()))
+        raise AssertionError("unreachable")
+
+    return staticmethod(call) if isinstance(function, staticmethod) else call

@@ -1,0 +1,148 @@
+"""`tsm.init`: the launcher's and the script's settings into a session, and what is watched from then on."""
+
+import atexit
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from phalanx import accelerator
+from phalanx.compat.sagemaker import config
+from phalanx.compat.sagemaker.requests import AsyncCallsQueue
+from phalanx.errors import ConfigError
+from phalanx.scripts import session as sessions
+from phalanx.scripts.api import start
+from phalanx.scripts.ranks import Ranks
+from phalanx.scripts.session import Session
+
+PARAMETERS = "SM_HP_MP_PARAMETERS"  # where that library's launcher leaves its parameters, as JSON
+NAMES = {
+    "tensor": "tensor_parallel_degree",
+    "shard_degree": "hybrid_shard_degree",
+    "transform": "tsm.transform",
+}
+logger = logging.getLogger("phalanx.sagemaker")
+
+
+def launcher_settings() -> dict[str, Any]:
+    """The parameters that the launcher has left in the environment."""
+    text = os.environ.get(PARAMETERS, "").strip()
+    return config.parse(text, f"the environment variable {PARAMETERS}") if text else {}
+
+
+def init(config: Mapping[str, Any] | str | Path | None = None) -> None:
+    """Initialise: `config` is a dict, the path of a JSON file, or None for the launcher's parameters alone.
+
+    Where the launcher has set a key, its value takes the place of the script's, and rank 0 says so. Makes the default
+    process group where the script has not. Collective. Raises ConfigError for settings that cannot be, all of them at
+    once and before any process group is made, and for a second call with other settings.
+    """
+    settings = settle(config)
+    before = sessions.current()
+    if before is not None:
+        if before.settings == settings:
+            return
+        raise ConfigError("tsm.init was called before with other settings; call it once")
+    rank = sessions.meet()
+    session = _session(settings, rank, sessions.size())
+    start(session)
+    session.requests = AsyncCallsQueue()
+    atexit.register(_warn_of_open_saves, session.requests)
+    _watch(session)
+    if rank == 0:
+        for note in settings.notes:
+            logger.warning(note)
+
+
+def settle(given: Mapping[str, Any] | str | Path | None) -> config.Settings:
+    """What script and launcher ask for together, checked against the number of ranks."""
+    both, notes = config.merged(config.read(given), launcher_settings())
+    checked = config.check(both, sessions.size())
+    return config.Settings(checked.values, checked.given, (*checked.notes, *notes))
+
+
+def is_initialized() -> bool:
+    """Whether `tsm.init` was called."""
+    session = sessions.current()
+    return session is not None and isinstance(session.settings, config.Settings)
+
+
+def _session(settings: config.Settings, rank: int, world: int) -> Session:
+    tensor, asked = settings["tensor_parallel_degree"], settings["hybrid_shard_degree"]
+    return Session(
+        rank=rank,
+        ranks=Ranks(world, tensor, asked or world // tensor),
+        degree=asked or None,
+        offloading=bool(settings["sm_activation_offloading"]),
+        horizon=settings["activation_loading_horizon"],
+        flush_warnings=bool(settings["fsdp_cache_flush_warnings"]),
+        empty_shards=bool(settings["allow_empty_shards"]),
+        seed=settings["random_seed"] if "random_seed" in settings.given else None,
+        given=settings.given,
+        names=NAMES,
+        settings=settings,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ what is watched
+
+
+def _watch(session: Session) -> None:
+    """Before the first update: what was asked for is in effect. After each: the allocator had no need to flush."""
+
+    def before(*_: Any) -> None:
+        if sessions.current() is session:
+            check_in_effect(session)
+        first.remove()
+
+    first = register_optimizer_step_pre_hook(before)
+    if session.flush_warnings:
+        session.flushes = accelerator.cache_flushes(sessions.device())
+        register_optimizer_step_post_hook(lambda *_: _warn_of_flushes(session))
+
+
+def check_in_effect(session: Session) -> None:
+    """Raise ConfigError for a setting that was written out, and that nothing of the script has put into effect."""
+    sessions.check_transformed(session)
+    if session.degree is not None and "wrap" not in session.done:
+        raise ConfigError(
+            f"hybrid_shard_degree is {session.degree}, but no model is in FSDP, so nothing is sharded; wrap it, or set "
+            "hybrid_shard_degree to 0"
+        )
+    if session.offloading and "offload" not in session.done:
+        if "sm_activation_offloading" in session.given:
+            raise ConfigError(
+                "sm_activation_offloading is true, but nothing is offloaded: the script does not call offload_wrapper; "
+                "call model = offload_wrapper(model) after apply_activation_checkpointing, or set it to false"
+            )
+        if "activation_loading_horizon" in session.given and session.rank == 0:
+            warnings.warn(
+                "activation_loading_horizon is set, but the script does not call offload_wrapper, so it has no effect",
+                stacklevel=2,
+            )
+
+
+def _warn_of_flushes(session: Session) -> None:
+    if sessions.current() is not session:
+        return
+    flushes = accelerator.cache_flushes(sessions.device())
+    if flushes > session.flushes:
+        warnings.warn(
+            f"rank {session.rank}: {flushes - session.flushes} cache flushes of the memory allocator since the last "
+            "step, which slow all ranks down; memory is nearly full: raise hybrid_shard_degree, checkpoint or offload "
+            "activations, make batches smaller, or have all ranks empty their caches at the same time",
+            stacklevel=2,
+        )
+    session.flushes = flushes
+
+
+def _warn_of_open_saves(queue: AsyncCallsQueue) -> None:
+    if (count := queue.get_num_unfinalized_calls()) > 0:
+        sys.stderr.write(
+            f"{count} checkpoints are incomplete: call maybe_finalize_async_calls(blocking=True) before the end\n"
+        )

@@ -1,0 +1,58 @@
+"""Who is where among the ranks of a script: slices of tensors innermost, then shards, then whole copies. Pure.
+
+rank = (copy * shard + place of the shard) * tensor + place of the slice
+"""
+
+from dataclasses import dataclass
+
+Groups = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """`tensor` ranks hold slices of the same tensors, `shard` of those shards of the same state; the rest are copies.
+
+    Each list of groups has every rank in exactly one of them, and is the same on all ranks.
+    """
+
+    world: int
+    tensor: int = 1
+    shard: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.tensor >= 1 and self.shard >= 1 and self.world % (self.tensor * self.shard) == 0, self
+
+    @property
+    def copies(self) -> int:
+        return self.world // (self.tensor * self.shard)
+
+    def tensor_rank(self, rank: int) -> int:
+        return rank % self.tensor
+
+    def shard_rank(self, rank: int) -> int:
+        return rank // self.tensor % self.shard
+
+    def copy(self, rank: int) -> int:
+        """Which copy of the model the rank holds a part of, from 0."""
+        return rank // (self.tensor * self.shard)
+
+    def tensor_groups(self) -> Groups:
+        """Those that hold slices of the same tensors."""
+        return [list(range(first, first + self.tensor)) for first in range(0, self.world, self.tensor)]
+
+    def data_groups(self) -> Groups:
+        """Those that hold the same slices, and see different data."""
+        return [list(range(slice_, self.world, self.tensor)) for slice_ in range(self.tensor)]
+
+    def shard_groups(self) -> Groups:
+        """Those that hold the same slices of one copy, each a shard."""
+        return [ranks[at : at + self.shard] for ranks in self.data_groups() for at in range(0, len(ranks), self.shard)]
+
+    def copy_groups(self) -> Groups:
+        """Those that hold the same shard of the same slices, each of another copy."""
+        return [ranks[place :: self.shard] for ranks in self.data_groups() for place in range(self.shard)]
+
+    def whole_groups(self) -> Groups:
+        """All ranks of a copy."""
+        size = self.tensor * self.shard
+        return [list(range(first, first + size)) for first in range(0, self.world, size)]

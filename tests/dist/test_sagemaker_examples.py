@@ -1,0 +1,83 @@
+"""The scripts of examples/sagemaker, unedited: on any number of ranks they walk the same curve."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.dist.scripts import EXAMPLES, example, losses
+from tests.helpers import ROOT
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """The curve of one rank, in plain FSDP."""
+    found = losses(example("plain_fsdp", 1))
+    assert len(found) == 6
+    assert found[-1] < 0.8 * found[0], "it does learn"
+    return found
+
+
+@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("name", ["plain_fsdp", "hybrid_shard", "activation_offload"])
+def test_an_example_walks_the_curve_of_one_rank(name: str, world: int, alone: list[float]) -> None:
+    assert losses(example(name, world)) == pytest.approx(alone, abs=2e-5)
+
+
+def test_hybrid_sharding_says_where_copies_and_shards_are() -> None:
+    printed = example("hybrid_shard", 8)
+    assert printed.startswith("each of 4 copies on 2 ranks; the same shard: [0, 2, 4, 6]\n")
+
+
+def test_delayed_initialisation_begins_alike_on_any_number_of_ranks() -> None:
+    four, eight = (losses(example("delayed_init", world)) for world in (4, 8))
+    assert len(four) == 6
+    assert four[-1] < 0.9 * four[0]
+    assert eight == pytest.approx(four, abs=2e-5)
+
+
+@pytest.mark.parametrize(("kind", "later"), [("sharded", 4), ("sharded", 8), ("local", 4), ("local", 8)])
+def test_saved_stopped_and_resumed_is_uninterrupted(kind: str, later: int, alone: list[float], tmp_path: Path) -> None:
+    """Also with more copies than before; the whole model then is one that transformers loads."""
+    folder = str(tmp_path / "saved")
+    first = losses(example("checkpoint_and_resume", 4, folder, kind, "3"))
+    rest = losses(example("checkpoint_and_resume", later, folder, kind))
+    assert len(first) == 3
+    assert first + rest == pytest.approx(alone, abs=2e-5)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from small import batch
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    with torch.no_grad():
+        ids = batch(6, 0, 1)
+        assert float(model(input_ids=ids, labels=ids).loss) < alone[-1] * 1.05
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "phalanx", "run", "--nproc", "2"],
+        ["-m", "phalanx.compat.sagemaker", "--nproc", "2"],
+        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "phalanx.compat.sagemaker"],
+    ],
+    ids=["run", "module", "torchrun"],
+)
+def test_the_three_commands_run_a_script(command: list[str], alone: list[float], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, *command, str(EXAMPLES / "plain_fsdp.py")],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == pytest.approx(alone, abs=2e-5)
+    assert done.stderr.count("no accelerator here") == (0 if torch.accelerator.is_available() else 1)

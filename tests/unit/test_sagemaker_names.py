@@ -1,0 +1,185 @@
+"""What can be imported under the library's names, and what is said of the rest."""
+
+import importlib
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import phalanx.compat.sagemaker  # noqa: F401  # makes them known
+from phalanx.compat.sagemaker.names import NAMES
+from phalanx.errors import ConfigError
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_name_of_the_table_is_there(module: str) -> None:
+    found = importlib.import_module(module)
+    for name in NAMES[module]:
+        if name == "DEFAULT_ASYNC_REQUEST_QUEUE":  # of a session, which there is not here
+            with pytest.raises(ConfigError, match=r"tsm\.init"):
+                getattr(found, name)
+        else:
+            assert getattr(found, name) is not None
+    assert dir(found) == sorted(NAMES[module])
+
+
+def test_the_usual_forms_of_import_give_the_same() -> None:
+    import torch.sagemaker as tsm
+    from torch.sagemaker import state, transform
+    from torch.sagemaker.utils import utils as tsm_utils
+
+    assert tsm is torch.sagemaker  # type: ignore[attr-defined]
+    assert tsm.state is state
+    assert tsm.transform is transform
+    assert tsm.utils.process_group_utils.get_global_ranks
+    assert tsm.utils.utils is tsm_utils
+    assert not tsm.is_initialized()
+
+
+def test_a_name_that_is_not_provided_is_named() -> None:
+    import torch.sagemaker as tsm
+
+    with pytest.raises(AttributeError, match=r"torch\.sagemaker\.nonsense is not provided by Phalanx"):
+        tsm.nonsense  # noqa: B018
+    with pytest.raises(ImportError, match=r"cannot import name 'nonsense'.*provided by Phalanx"):
+        from torch.sagemaker.grad_norm import nonsense  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match=r"torch\.sagemaker\.nowhere is not provided by Phalanx"):
+        import torch.sagemaker.nowhere  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="version 1 of that library is another one"):
+        import smdistributed.modelparallel.torch  # noqa: F401
+    with pytest.raises(AttributeError, match=r"torch\.sagemaker\.state\.nonsense"):
+        tsm.state.nonsense  # noqa: B018
+    assert not hasattr(tsm, "nonsense")
+
+
+def test_before_init_what_needs_it_says_so() -> None:
+    import torch.sagemaker as tsm
+
+    for act in (lambda: tsm.state.tp_rank, lambda: tsm.transform(torch.nn.Linear(2, 2))):
+        with pytest.raises(ConfigError, match=r"call (that|tsm\.init\(\)) first"):
+            act()
+
+
+def test_installing_again_changes_nothing() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from phalanx.compat.sagemaker.install import install
+
+    before = FullyShardedDataParallel.__init__
+    install()
+    assert FullyShardedDataParallel.__init__ is before
+
+
+def test_parameters_without_memory_and_buffers_moved() -> None:
+    from torch.sagemaker.utils.module_utils import empty_module_params, move_buffers_to_device
+
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    model[0].weight.requires_grad_(False)
+    assert empty_module_params(model, device=torch.device("cpu")) is model
+    assert model[0].weight.is_meta, "a child is not its own"
+    empty_module_params(model, device=torch.device("cpu"), recurse=True)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert [each.requires_grad for each in model[0].parameters()] == [False, True]
+    move_buffers_to_device(model, torch.device("cpu"))
+    assert model[1].running_mean.is_meta
+    move_buffers_to_device(model, torch.device("cpu"), recurse=True)
+    assert not model[1].running_mean.is_meta
+
+
+def test_timeit_logs_on_rank_0_where_it_should(caplog: pytest.LogCaptureFixture) -> None:
+    from torch.sagemaker.logger import get_logger
+    from torch.sagemaker.utils.utils import timeit
+
+    get_logger().addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO):
+        for condition, rank in ((True, 0), (False, 0), (True, 1)):
+            with timeit(condition, "the work", rank):
+                pass
+    get_logger().removeHandler(caplog.handler)
+    assert len([record for record in caplog.records if "the work" in record.getMessage()]) == 1
+
+
+def test_the_newest_folders_are_kept(tmp_path: Path) -> None:
+    from torch.sagemaker.checkpoint.utils import SORT_BY_LAST_INT, limit_num_subdirs
+
+    names = ["llama-2steps", "llama-10steps", "llama-9steps", "other"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    limit_num_subdirs(tmp_path, 2, sort_fn=SORT_BY_LAST_INT, regex=r"^.*\d+steps$", log=False)
+    assert len(list(tmp_path.iterdir())) == 4, "another rank removes"
+    limit_num_subdirs(tmp_path, 0, sort_fn=SORT_BY_LAST_INT, regex=r"^.*\d+steps$", log=True)
+    assert len(list(tmp_path.iterdir())) == 4
+    limit_num_subdirs(tmp_path, 2, sort_fn=SORT_BY_LAST_INT, regex=r"^.*\d+steps$", log=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama-10steps", "llama-9steps", "other"]
+
+
+def test_s3_is_refused_by_name() -> None:
+    from torch.sagemaker.distributed.checkpoint import filesystem, s3_filesystem
+
+    assert s3_filesystem.is_s3_uri("s3://bucket/key")
+    assert s3_filesystem.is_s3_uri(Path("s3://bucket/key"))
+    assert not s3_filesystem.is_s3_uri("/folder")
+    assert s3_filesystem.format_s3_path(Path("s3://bucket/key")) == "s3://bucket/key"
+    for act in (
+        lambda: filesystem.DistributedFileSystemWriter("s3://bucket/key"),
+        lambda: filesystem.DistributedFileSystemReader("s3://bucket/key"),
+        lambda: s3_filesystem.S3FileSystem("us-east-1"),
+        lambda: filesystem.path_to_file_system("s3://bucket"),
+    ):
+        with pytest.raises(ConfigError, match="not to S3"):
+            act()
+
+
+def test_what_fails_is_tried_again() -> None:
+    from torch.sagemaker.distributed.checkpoint.s3_filesystem import retry_with_jitter
+
+    calls = []
+
+    @retry_with_jitter
+    def shaky(fails: int) -> str:
+        calls.append(1)
+        if len(calls) <= fails:
+            raise OSError("no")
+        return "done"
+
+    assert shaky(1) == "done"
+    assert len(calls) == 2
+    calls.clear()
+    with pytest.raises(OSError, match="no"):
+        shaky(99)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", ["b h s d", "b s h d"])
+def test_attention_is_that_of_its_definition(causal: bool, layout: str) -> None:
+    from torch.sagemaker.nn.attn import FlashGroupedQueryAttention, FlashSelfAttention
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 5, 8, dtype=torch.float64) for _ in range(3))
+    bias = torch.randn(1, 4, 1, 5, dtype=torch.float64)
+
+    def plain(k: torch.Tensor, v: torch.Tensor, scale: float, bias: torch.Tensor | float = 0.0) -> torch.Tensor:
+        scores = q @ k.transpose(-1, -2) * scale + bias
+        if causal:
+            scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), float("-inf"))
+        return scores.softmax(-1) @ v
+
+    def laid(each: torch.Tensor) -> torch.Tensor:
+        return each.transpose(1, 2) if layout == "b s h d" else each
+
+    axis = 2 if layout == "b s h d" else 1
+    packed = torch.cat([laid(q), laid(k), laid(v)], dim=axis)
+    for qkv in (packed, (laid(q), laid(k), laid(v))):
+        found = FlashSelfAttention()(qkv, causal=causal, layout=layout)
+        torch.testing.assert_close(found, plain(k, v, 8**-0.5))
+    biased = FlashSelfAttention(scale=0.3, triton_flash_attention=True, use_alibi=True)
+    torch.testing.assert_close(biased(packed, attn_mask=bias, causal=causal, layout=layout), plain(k, v, 0.3, bias))
+    few = torch.cat([laid(k[:, :2]), laid(v[:, :2])], dim=axis)
+    shared = k[:, :2].repeat_interleave(2, 1), v[:, :2].repeat_interleave(2, 1)
+    found = FlashGroupedQueryAttention()(laid(q), few, causal=causal, layout=layout)
+    torch.testing.assert_close(found, plain(*shared, 8**-0.5))
+    with pytest.raises(ConfigError, match="attn_mask needs"):
+        FlashSelfAttention()(packed, attn_mask=bias, layout=layout)
