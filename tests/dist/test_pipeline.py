@@ -129,7 +129,6 @@ class Walker:
             if self.pipeline is None
             else Sharded(
                 self.model, own_units(self.model), mesh=self.mesh.data, **same,
-                sharding=Sharding(zero=self.zero, slots=self.slots), copies=copies_at_ends(self.model, self.pipeline),
                 sharding=Sharding(zero=self.zero, slots=self.slots), copies=self.copies(held),
             )
         )  # fmt: skip
