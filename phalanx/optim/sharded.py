@@ -99,8 +99,8 @@ class Sharded:
         self._lane = Lane(mesh.device)
         self._rank, self._copies = mesh.rank % degree, mesh.world // degree
         self._ways = ways(mesh, degree, self.traffic, sharding.compress)
-        self._whole: deque[tuple[Unit, Mark]] = deque()  # units that are gathered, and when they may be released
-        self._root: tuple[Unit, Mark] | None = None  # the model's own parameters, likewise, for a whole pass
+        self._whole: deque[tuple[Unit, Mark, Mark]] = deque()  # units, when they may be released, when they are there
+        self._root: tuple[Unit, Mark, Mark] | None = None  # the model's own parameters, likewise, for a whole pass
         self._complete: Pending | None = None  # all ranks have finished the step before
         self._last_norm: float | None = None  # of a step that was taken
         self._used = set(self._trained)  # by the last step, on any rank
@@ -398,16 +398,16 @@ class Sharded:
     def _gather_released(self, unit: Unit, op: Op, marks: Marks) -> None:
         """Gather a part of a unit for the pass that `op` is of; before its first, release what is not needed."""
         again = op.kind == "regather"
+        mark = (marks.regathered if again else marks.gathered)[unit.number]
         if op.part == 0:
             while len(self._whole) > PREFETCH:
                 self._release(*self._whole.popleft())
             self._restore(unit)
             used = (marks.used_again if again else marks.used)[unit.number]
             if unit.module is self.model:
-                self._root = unit, marks.used_again[unit.number] if marks.training else used
+                self._root = unit, marks.used_again[unit.number] if marks.training else used, mark
             else:
-                self._whole.append((unit, used))
-        mark = (marks.regathered if again else marks.gathered)[unit.number]
+                self._whole.append((unit, used, mark))
         self._carrier.gather(unit.helds, op.part, lambda: mark.set() if op.part == self._parts - 1 else None)
 
     def _release_behind(self, unit: Unit, gradient: Gradient, marks: Marks) -> None:
@@ -415,7 +415,7 @@ class Sharded:
         self._carrier.wait(gradient.ready)
         if self._whole and unit.number > (self._units[0].module is self.model):  # of the first nothing tells the end
             self._carrier.wait(marks.used_again[unit.number])
-        while self._whole and self._whole[0][1].reached:
+        while self._whole and all(mark.reached for mark in self._whole[0][1:]):  # what nobody uses may still arrive
             self._release(*self._whole.popleft())
 
     def _restore(self, unit: Unit) -> None:
@@ -425,7 +425,7 @@ class Sharded:
             if held.bucket.trained:
                 held.round([slot[fragment.key]["param"] for fragment in held.fragments])
 
-    def _release(self, unit: Unit, used: Mark) -> None:
+    def _release(self, unit: Unit, used: Mark, gathered: Mark) -> None:
         self._carrier.wait(used)
         for held in unit.helds:
             held.release()
