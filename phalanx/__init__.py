@@ -1,6 +1,7 @@
 """Phalanx trains large models on the GPUs you really have, with one loss curve. Importing this imports no torch.
 
 `phalanx.shard(model, ...)` puts a model of a training loop of one's own on the sharded engine: see `phalanx.sharding`.
+`phalanx.rebuild_buffers` and `phalanx.start_of` give first values to one of transformers that was built on meta.
 """
 
 import importlib
@@ -9,7 +10,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 # What is found here though it lives in a module that needs torch, which is imported when it is asked for.
-_ELSEWHERE = {"shard": "phalanx.sharding"}
+_ELSEWHERE = {
+    "shard": "phalanx.sharding",
+    "rebuild_buffers": "phalanx.parallel.starting",
+    "start_of": "phalanx.parallel.starting",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -94,7 +94,9 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
         return state_items(which.model, spec, Precision(dtype, shared), shard_over, rule, how)
 
     zero_needs = {}
-    if sharding is not None and config.parallel.zero == "auto":  # as probe.least_zero decides, once there is a device
+    if (
+        sharding is not None and config.parallel.zero == "auto" and config.parallel.pipeline == 1
+    ):  # as probe.least_zero decides, once there is a device
         for zero in (1, 2):
             tried = sharding_of(update(config, {"parallel.zero": zero}))
             zero_needs[str(zero)] = int(max(sum(items(each, tried).values()) for each in held) / HALF)

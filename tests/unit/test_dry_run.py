@@ -24,6 +24,7 @@ from phalanx.tasks.task import Batch
 from phalanx.train.dry_run import LiveBytes, activation_bytes, dry_run, height_of
 from phalanx.train.placed import at_height
 from phalanx.train.probe import least_zero
+from phalanx.train.resolve import _fitting
 from phalanx.train.subject import subject_of
 from tests.helpers import ROOT, run_ranks
 from tests.numerics import runs
@@ -252,6 +253,20 @@ def test_a_layout_of_a_large_model_fits_where_its_quarter_would() -> None:
     whole = dry_run(checked({"preset": "llama-3-70b"}, train={"micro_batch": 1}), 1)
     assert whole["layout"] is None
     assert found["memory_total"] < whole["memory_total"] / 16
+
+
+@pytest.mark.parametrize("zero", ["auto", 2])
+def test_stages_that_hardly_fit_reduce_once_a_step(zero: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `parallel.zero: auto` of a pipeline becomes may be combined with it, however little memory there is."""
+    config = checked(MODEL, parallel={"pipeline": 2, "zero": zero}, train={"micro_batch": 1, "dtype": "fp32"})
+    assert dry_run(config, 4)["assumed"]["zero_needs"] == {}
+    config, _ = recipe.resolve(config, device="cpu", world=4)
+    subject = subject_of(config, recipe_spec(config))
+    monkeypatch.setattr("phalanx.accelerator.memory_free", lambda *_: 1.0)
+    chosen = {key: value for key, value, _ in _fitting(config, subject, ["cpu"], 4, 4)}
+    assert chosen.get("parallel.zero", zero) == (1 if zero == "auto" else 2)
+    assert chosen["parallel.reduce"] == "per_step"
+    recipe.update(config, chosen)  # which checks it
 
 
 def test_activations_under_way() -> None:
