@@ -2,6 +2,7 @@
 
 `phalanx.shard(model, ...)` puts a model of a training loop of one's own on the sharded engine: see `phalanx.sharding`.
 `phalanx.init(...)` and `phalanx.transform(model)` divide ranks and tensors for FSDP: see `phalanx.scripts.api`.
+`phalanx.rebuild_buffers` and `phalanx.start_of` give first values to one of transformers that was built on meta.
 """
 
 import importlib
@@ -14,6 +15,8 @@ _ELSEWHERE = {
     "shard": "phalanx.sharding",
     "init": "phalanx.scripts.api",
     "transform": "phalanx.scripts.api",
+    "rebuild_buffers": "phalanx.parallel.starting",
+    "start_of": "phalanx.parallel.starting",
 }
 
 

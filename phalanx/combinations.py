@@ -316,7 +316,8 @@ def _model_problems(config: Config) -> list[str]:
         if missing:
             found.append(f"{', '.join(missing)} must be set, or model.preset, or model.from_hf")
         else:
-            found += shape_problems(config, shape_of(config, None, vocab_size=1))
+            # A vocabulary that is not known yet has about as many tokens as one that would be trained.
+            found += shape_problems(config, shape_of(config, None, vocab_size=config.data.tokenizer_vocab))
     elif model.preset and model.preset not in PRESETS:
         found.append(unknown_preset(model.preset))
     elif model.preset:

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -33,6 +34,8 @@ from phalanx.errors import CheckpointError, CollectiveError, ConfigError, RunErr
 from phalanx.optim import gradients
 from phalanx.optim.engine import Outcome
 from phalanx.optim.sharded import Sharded
+from phalanx.parallel.sliced import reading, saved
+from phalanx.parallel.slices import Slice, whole_shapes
 
 Batch = TypeVar("Batch")
 Rate = float | Callable[[int], float]
@@ -41,8 +44,9 @@ Rate = float | Callable[[int], float]
 class ShardedModel:
     """A model on the sharded engine. All ranks make the same calls in the same order.
 
-    `rank`, `world` and `device` are this process's; `mesh` holds the process groups, which are this model's own, and
-    `engine` does the work.
+    `rank`, `world` and `device` are this process's, of those that are to see different data; `mesh` holds the process
+    groups, which are this model's own, and `engine` does the work. Of a model that was transformed the ranks that hold
+    slices of one copy count as one, and see the same data.
     """
 
     def __init__(
@@ -55,13 +59,15 @@ class ShardedModel:
         master: torch.dtype,
         lr: Rate,
         clip_norm: float | None,
+        slices: Mapping[str, Slice] = MappingProxyType({}),
     ) -> None:
-        """`left` is closed when this is; `master` is the type of the engine's state."""
-        self.model, self.mesh = model, mesh
-        self.rank, self.world, self.device = mesh.rank, mesh.world, mesh.device
+        """`left` is closed when this is; `master` is the type of the engine's state; `slices` of parameters are what
+        this rank has of them."""
+        self.model, self.mesh, self._slices = model, mesh, dict(slices)
+        self.rank, self.world, self.device = mesh.data.rank, mesh.data.world, mesh.device
         self.engine, self._left, self._lr, self._clip_norm = engine, left, lr, clip_norm
         # What is asked for between steps has a group of its own: a rank that asks alone must not get another's answer.
-        self._apart = replace(mesh, control=mesh.checkpoint)
+        self._apart = replace(mesh.data, control=mesh.data.checkpoint)
         memories = engine.memories()
         # By identity, shape and memory.
         self._known = [
@@ -110,13 +116,17 @@ class ShardedModel:
             self._inside = False
 
     def sum(self, *values: float) -> list[float]:
-        """Sums of numbers over all ranks, such as losses and counts of an evaluation; every rank gives as many."""
+        """Sums of numbers over all ranks that see different data, such as losses and counts of an evaluation; every
+        rank gives as many."""
         self._check_open()
         with self.blaming():
             return self._apart.sum([float(value) for value in values])
 
     def full_parameters(self) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
-        """A context in which the model's parameters are whole and may be read, by name or from the model itself."""
+        """A context in which the model's parameters are whole and may be read, by name or from the model itself.
+
+        Of a model that was transformed: this rank's slices, which `parallel.transform.full_state_dict` puts together.
+        """
         self._check_usable()
         return self._whole()
 
@@ -144,12 +154,15 @@ class ShardedModel:
             json.dumps(header, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"extra cannot be saved as JSON ({error}); keep numbers and text in it") from None
-        parameters = {name: (shape, self._master) for name, shape in self.engine.trainable.items()}
+        parameters = {name: (shape, self._master) for name, shape in self._shapes().items()}
+        pieces = saved(self.engine.pieces(), self._slices, self.mesh.tensor is None or self.mesh.tensor.rank == 0)
         said: list[str] = []
         with self.blaming():
             group = JsonGroup(self.mesh.checkpoint)
-            saver = Saver(Path(folder), self.rank, group, keep, lambda kind, details: said.extend(_message(details)))
-            saver.save(header, parameters, self.engine.pieces(), attempt=1)
+            saver = Saver(
+                Path(folder), self.mesh.rank, group, keep, lambda kind, details: said.extend(_message(details))
+            )
+            saver.save(header, parameters, pieces, attempt=1)
             saver.close()
         for message in said:
             warnings.warn(message, stacklevel=2)
@@ -167,27 +180,31 @@ class ShardedModel:
         with self.blaming():
             group = JsonGroup(self.mesh.checkpoint)
             found = newest_agreed(
-                Path(folder), self.rank, group, self._fits, lambda kind, details: refused.append(details["reason"])
+                Path(folder), self.mesh.rank, group, self._fits, lambda kind, details: refused.append(details["reason"])
             )
             reasons = group.broadcast_object(refused)
             if found is None:
                 if reasons:
                     raise CheckpointError(reasons[0])
                 return None
-            self.engine.load(found.read)
+            self.engine.load(reading(found.read, self._slices))
             self.engine.commit(int(found.header["step"]))
             found.close()
         moved = other_nodes(self.engine.sharding.compress, found.header.get("nodes"), self.mesh.topology)
-        if moved is not None and self.rank == 0:
+        if moved is not None and self.mesh.rank == 0:
             refused.append(moved)
         for reason in refused:  # on rank 0
             warnings.warn(reason, stacklevel=2)
         extra: dict[str, Any] = found.header.get("extra", {})
         return extra
 
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all that is trained, whole."""
+        return whole_shapes(self.engine.trainable, self._slices)
+
     def _fits(self, checkpoint: Checkpoint) -> bool:
         saved = {name: shape for name, (shape, _) in checkpoint.parameters.items()}
-        ours = self.engine.trainable
+        ours = self._shapes()
         if saved != ours:
             unlike = next(name for name in [*ours, *saved] if saved.get(name) != ours.get(name))
             raise CheckpointError(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx import accelerator, rules
+from phalanx.axes import ALONE, Axes
 from phalanx.cluster.placement import from_environment
 from phalanx.comm.codec import CODECS, PLAIN
 from phalanx.comm.mesh import Mesh, beside, join
@@ -28,6 +29,9 @@ from phalanx.optim.order import Sharding
 from phalanx.optim.sharded import Sharded
 from phalanx.optim.timetable import NOTHING_SAVED
 from phalanx.optim.update import AdamW, Rule
+from phalanx.parallel.sliced import filled_by_rows
+from phalanx.parallel.slices import Slice, copies_of, whole_shapes
+from phalanx.parallel.transform import axis_of, parts_of
 from phalanx.records import Placement
 from phalanx.sharded_model import Rate, ShardedModel
 
@@ -63,6 +67,10 @@ def shard(
     engine's buffers from here on: read them by calling the model, or within `full_parameters()`, and nowhere else.
     Those that need no gradient now are frozen for good.
 
+    A model that was transformed (`parallel.transform`) is sharded over its copies alone: ranks that hold slices of one
+    copy are given the same micro-batches and count the same weight. Such a group counts as one in `weights` and in
+    `shard_degree`.
+
     Args:
         lr: Learning rate, or what gives it for the number of a step (the first is 1).
         rule: Update rule: "adamw", "adamw8bit" or an element-wise class of torch.optim in lower case.
@@ -82,7 +90,8 @@ def shard(
             they are sent in fewer bytes; the curve is then another one. "none" rounds nothing.
         units: Modules, or their names, that are moved as one, in the order of their use. By default the members of
             ModuleLists and what lies beside these.
-        fill: Writes the starting values of a part of a parameter that is on meta.
+        fill: Writes the starting values of a part of a parameter that is on meta: of the whole one, where this rank has
+            a slice.
         timeout_s: How long ranks wait for one another in a collective.
 
     Raises:
@@ -99,18 +108,27 @@ def shard(
     parts = units_of(model) if units is None else named(model, units)
     left = contextlib.ExitStack()
     try:
-        mesh = left.enter_context(_meet(device, timeout_s))
+        slices = parts_of(model)
+        mesh = left.enter_context(_meet(device, timeout_s, _axes(model)))
+        copies = copies_of(dict(model.named_parameters()), slices, mesh.axes.tensor)
         shared = {"zero": zero, "reduce": sharding.reduce, "weights": sharding.weights, "shard_degree": shard_degree}
         own = {"slots": slots, "compress": compress, "clip_norm": clip_norm, "units": [name for name, _ in parts]}
         asked = {**shared, **own, **settings}
-        _agree(JsonGroup(mesh.checkpoint), asked, model)
-        begin_alike(model, mesh)
+        _agree(JsonGroup(mesh.checkpoint), asked, model, slices)
+        begin_alike(model, mesh, slices)
         if compress != PLAIN and len(mesh.topology.nodes) == 1:
             warnings.warn(f"compress={compress!r} {NOTHING_SAVED}", stacklevel=2)
-        engine = Sharded(model, parts, mesh=mesh, rule=update, nominal_weight=1, precision=precision, sharding=sharding)
+        engine = Sharded(
+            model, parts, mesh=mesh.data, rule=update, nominal_weight=1, precision=precision, sharding=sharding,
+            copies={name: count for name, count in copies.items() if count > 1},
+        )  # fmt: skip
+        if fill is not None and slices:
+            fill = filled_by_rows(fill, slices)
         with torch.no_grad():
             engine.initialise(_values_of(model, fill))
-        return ShardedModel(model, engine, mesh, left.pop_all(), master=precision.master, lr=lr, clip_norm=clip_norm)
+        return ShardedModel(
+            model, engine, mesh, left.pop_all(), master=precision.master, lr=lr, clip_norm=clip_norm, slices=slices
+        )
     finally:
         left.close()
 
@@ -216,7 +234,10 @@ def check(model: nn.Module, fill: Callable[[Shard], None] | None) -> tuple[Preci
             )
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            raise ConfigError(f"buffer {name} is on meta, where nobody would fill it; give it values before")
+            raise ConfigError(
+                f"buffer {name} is on meta, where nobody would fill it; give it values before, of a model of "
+                "transformers by phalanx.rebuild_buffers(model)"
+            )
     places = {name: p.device for name, p in parameters.items() if not p.is_meta}
     return Precision(like.dtype, like.dtype), _device_of(places)
 
@@ -285,8 +306,22 @@ def named(model: nn.Module, units: Sequence[str | nn.Module]) -> list[tuple[str,
 # ------------------------------------------------------------------------------------------------------------ ranks
 
 
+def _axes(model: nn.Module) -> Axes:
+    """How many ranks hold a copy of the model. Raises ConfigError where these are no neighbours."""
+    axis = axis_of(model)
+    if axis is None:
+        return ALONE
+    axes = Axes(tensor=axis.size)
+    if axis.ranks not in set(axes.groups("tensor", dist.get_world_size())):
+        raise ConfigError(
+            f"the model was transformed over the ranks {', '.join(map(str, axis.ranks))}, but phalanx.shard needs "
+            f"{axis.size} neighbours that begin at a multiple of {axis.size}; transform it over such"
+        )
+    return axes
+
+
 @contextlib.contextmanager
-def _meet(device: torch.device, timeout_s: float) -> Iterator[Mesh]:
+def _meet(device: torch.device, timeout_s: float, axes: Axes = ALONE) -> Iterator[Mesh]:
     """Groups of this model's own; `device` is the parameters', or meta."""
     if dist.is_initialized():
         ours = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -294,7 +329,7 @@ def _meet(device: torch.device, timeout_s: float) -> Iterator[Mesh]:
             ours = torch.device(ours.type, torch.accelerator.current_device_index())
             check_device(device, ours)
             device = ours
-        with beside(torch.device("cpu") if device.type == "meta" else device, timeout_s) as mesh:
+        with beside(torch.device("cpu") if device.type == "meta" else device, timeout_s, axes) as mesh:
             yield mesh
         return
     devices = [] if device.type == "cpu" else accelerator.found()
@@ -316,9 +351,11 @@ def check_device(device: torch.device, ours: torch.device) -> None:
         )
 
 
-def _agree(group: JsonGroup, asked: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise ConfigError on all ranks where one asks for something else than rank 0."""
-    shapes = {name: [list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()}
+def _agree(group: JsonGroup, asked: Mapping[str, Any], model: nn.Module, slices: Mapping[str, Slice]) -> None:
+    """Raise ConfigError on all ranks where one asks for something else than rank 0, or has another model, of which it
+    may have `slices`."""
+    whole = whole_shapes({name: tuple(p.shape) for name, p in model.named_parameters()}, slices)
+    shapes = {name: [list(whole[name]), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()}
     everyones = group.all_objects({"asked": asked, "parameters": shapes})
     first = everyones[0]
     for other, theirs in enumerate(everyones):
@@ -336,8 +373,9 @@ def _agree(group: JsonGroup, asked: Mapping[str, Any], model: nn.Module) -> None
             )
 
 
-def begin_alike(model: nn.Module, mesh: Mesh) -> None:
-    """Give parameters and buffers the values of rank 0, sending those that differ somewhere."""
+def begin_alike(model: nn.Module, mesh: Mesh, slices: Mapping[str, Slice]) -> None:
+    """Give parameters and buffers the values of rank 0, sending those that differ somewhere; of `slices` those of the
+    first rank that holds the same."""
     if mesh.world == 1:
         return
     if odd := next((name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None):
@@ -346,12 +384,19 @@ def begin_alike(model: nn.Module, mesh: Mesh) -> None:
             "the result; nn.GroupNorm or nn.LayerNorm do not depend on it",
             stacklevel=3,
         )
-    tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if not each.is_meta]
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {name: each.detach() for name, each in named.items() if not each.is_meta}
+    _send_unlike([each for name, each in values.items() if name not in slices], mesh)
+    if mesh.data.world > 1:
+        _send_unlike([each for name, each in values.items() if name in slices], mesh.data)
+
+
+def _send_unlike(tensors: Sequence[torch.Tensor], mesh: Mesh) -> None:
     prints = JsonGroup(mesh.checkpoint).all_objects([_print_of(each) for each in tensors])
     for tensor, *found in zip(tensors, *prints, strict=True):
         if len(set(found)) > 1:
             flat = tensor.contiguous().view(-1).view(torch.uint8)
-            dist.broadcast(flat, 0, group=mesh.transfers)
+            dist.broadcast(flat, group=mesh.transfers, group_src=0)
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 

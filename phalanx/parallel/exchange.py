@@ -39,6 +39,11 @@ class Peers:
             axis.shared[NAMESPACE] = _operator(self._axis, traffic)
         self._operator = axis.shared[NAMESPACE]
 
+    @property
+    def axis(self) -> Axis:
+        """The axis, as long as its mesh is there."""
+        return _alive(self._axis)
+
     def exchange(self, x: Tensor, there: str, back: str) -> Tensor:
         """`x` as `there` says, with a gradient as `back` says; never `x` itself."""
         out: Tensor = self._operator(x, there, back)

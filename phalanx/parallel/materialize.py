@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from phalanx.errors import ConfigError
 from phalanx.models.lora import init_adapter_slice, is_adapter
 from phalanx.models.model import Model, draw
 from phalanx.models.peft import Adapter
@@ -17,11 +18,17 @@ Fill = Callable[[Shard], None]
 
 
 def materialise(model: nn.Module, engine: Engine, fill: Fill) -> None:
-    """Let the engine take memory and `fill` write each of its shards; nothing may be left on meta."""
+    """Let the engine take memory and `fill` write each of its shards. Raises ConfigError where something is left on
+    meta, and names it."""
     with torch.no_grad():
         engine.initialise(fill)
-    left = [name for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()) if tensor.is_meta]
-    assert not left, f"left on meta after initialisation: {', '.join(left)}"
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    left = [name for name, tensor in named if tensor.is_meta]
+    if left:
+        raise ConfigError(
+            f"{', '.join(left)} of the model {'are' if len(left) > 1 else 'is'} on meta after all was filled, without "
+            "values; make buffers persistent or give them values when the model is built"
+        )
 
 
 def drawn(model: Model, seed: int) -> Fill:

@@ -8,18 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from phalanx.axes import Place
 from phalanx.comm.mesh import Mesh
 from phalanx.errors import ConfigError
-from phalanx.models.llama import Llama
+from phalanx.models.llama import TENSOR, Llama
 from phalanx.models.model import Model
 from phalanx.models.spec import ModelSpec
 from phalanx.optim.engine import Engine, Piece, Precision
 from phalanx.parallel.materialize import Fill
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.sliced import Read, WindowRead, filled_by_rows, filled_by_runs, reading, saved
-from phalanx.parallel.slices import Slice, copies_of
+from phalanx.parallel.slices import Slice, copies_of, slices
 from phalanx.parallel.stages import Stages, divide, head_worth, listed
-from phalanx.parallel.tensor import cut_among, split
+from phalanx.parallel.tensor import cut_among, part_of, split
 
 if TYPE_CHECKING:  # the loop runs where pydantic is not installed
     from phalanx.config import Config
@@ -92,6 +93,24 @@ def part(model: Model, config: "Config", mesh: Mesh, precision: Precision) -> Pa
         lent = saved_elsewhere(model, pipeline)
     first = mesh.tensor is None or mesh.tensor.rank == 0
     return Parted(shapes, pipeline, held, {n: count for n, count in copies.items() if count > 1}, first, lent)
+
+
+def cut_down(model: Model, config: "Config", place: Place) -> Stages | None:
+    """Leave of `model`, on meta, what the rank at `place` holds, in the shapes that it has there: to be counted, not to
+    be run. What `part` leaves, found without the other ranks; returns the stages of its pipeline."""
+    plan, parallel = None, config.parallel
+    if not isinstance(model, Llama):
+        return plan  # which `part` refuses
+    if parallel.pipeline > 1:
+        numbers = None if parallel.stages == "auto" else parallel.stages
+        plan = plan_of(model.spec, parallel.pipeline, parallel.schedule, numbers)
+        model.keep([plan.layers[stage] for stage in plan.of(place.pipe)])
+    if parallel.tensor > 1:
+        shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+        for name, mine in slices(shapes, TENSOR, model.spec.kv_heads, parallel.tensor, place.tensor).items():
+            module, _, leaf = name.rpartition(".")
+            model.get_submodule(module).register_parameter(leaf, part_of(model.get_parameter(name), mine))
+    return plan
 
 
 def plan_of(

@@ -20,7 +20,16 @@ from phalanx.comm.mesh import Axis, neighbours
 from phalanx.errors import ConfigError
 from phalanx.parallel.exchange import Peers
 from phalanx.parallel.slices import Slice, slices
-from phalanx.parallel.tensor import CUT_MODULES, Cut, PartialNorm, part_of, replace_modules
+from phalanx.parallel.tensor import (
+    CUT_MODULES,
+    Cut,
+    PartialNorm,
+    Row,
+    VocabularyEmbedding,
+    VocabularyHead,
+    part_of,
+    replace_modules,
+)
 
 _LLAMA = {
     "model.embed_tokens": "vocabulary",
@@ -212,6 +221,13 @@ def parts_of(model: nn.Module) -> dict[str, Slice]:
         if isinstance(module, CUT_MODULES)
         for leaf, part in module.slices.items()
     }
+
+
+def axis_of(model: nn.Module) -> Axis | None:
+    """The ranks over which a model was cut; None where it was not."""
+    cuts = (module.cut for module in model.modules() if isinstance(module, Row | VocabularyEmbedding | VocabularyHead))
+    found = next(cuts, None)
+    return None if found is None else found.peers.axis
 
 
 def full_state_dict(model: nn.Module, axis: Axis, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

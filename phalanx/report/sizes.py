@@ -18,7 +18,8 @@ def show(found: dict[str, Any]) -> None:
     table = Table.grid(padding=(0, 3, 0, 0))
     for title, rows in {
         "parameters": _parameters(model),
-        f"memory of one of {ranks} ranks" if ranks > 1 else "memory": [
+        **({"layout": _layout(found["layout"])} if found["layout"] else {}),
+        _whose(ranks, bool(found["layout"])): [
             *memory,
             ("together", words.size(found["memory_total"])),
         ],
@@ -69,6 +70,30 @@ def notes(assumed: dict[str, Any]) -> list[str]:
         "itself; allow a fifth of the device for them. FLOPs are those of the model: recomputation is not counted."
     )
     return found
+
+
+def _whose(ranks: int, unlike: bool) -> str:
+    if unlike:
+        return f"memory of the fullest of {ranks} ranks"
+    return f"memory of one of {ranks} ranks" if ranks > 1 else "memory"
+
+
+def _layout(layout: dict[str, Any]) -> list[tuple[str, str]]:
+    tensor, pipeline, copies = layout["tensor"], layout["pipeline"], layout["copies"]
+    what = [f"pipeline {pipeline} ({layout['schedule']})"] if pipeline > 1 else []
+    if tensor > 1:
+        what.append(f"tensor {tensor}{' with' if layout['sequence'] else ' without'} sequence")
+    what.append(f"{copies} cop{'y' if copies == 1 else 'ies'}")
+    rows = [("ranks", " x ".join(what))]
+    of_slice = " in each slice" if tensor > 1 else ""
+    for number, rank in enumerate(layout["ranks"]):
+        layers = ", ".join(
+            f"{start} to {stop - 1}" if stop - start > 1 else f"{start}" for _, start, stop in rank["stages"]
+        )
+        name = f"place {number}: layers {layers}" if pipeline > 1 else "each"
+        held = f"{words.count(rank['parameters'])} parameters{of_slice}, {words.size(rank['memory'])}"
+        rows.append((name, held))
+    return rows
 
 
 def _parameters(model: dict[str, Any]) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ walking one forward and backward pass with fake tensors, which have shapes and s
 import functools
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from phalanx.models.spec import ModelSpec
 from phalanx.optim import gradients
 from phalanx.optim.choose import make_rule
 from phalanx.optim.engine import Precision
+from phalanx.optim.order import Sharding
 from phalanx.parallel.activations import check_horizon
 from phalanx.parallel.apply import DTYPES, cast_at_edges, change_blocks
 from phalanx.parallel.offload import Mover
@@ -37,7 +38,8 @@ from phalanx.train import adapters, copies
 from phalanx.train.engines import sharding_of
 from phalanx.train.own import Own
 from phalanx.train.own_checks import check_own
-from phalanx.train.probe import HALF, axes_of, depths_of, state_items
+from phalanx.train.placed import Held, activations, all_held, axes_of, of_slice
+from phalanx.train.probe import HALF, depths_of, state_items
 from phalanx.train.subject import Subject, class_of_run, spec_from_run, subject_of
 from phalanx.train.trial import UNSHARDED
 
@@ -86,25 +88,38 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
     shard_over = 1 if config.parallel.data == "single" else copies
     sharding = sharding_of(config) if config.parallel.data == "sharded" else None
     shared = torch.float32 if config.train.dtype == "mixed" and ranks > 1 else dtype
-    items = functools.partial(state_items, model, spec, Precision(dtype, shared), shard_over, rule)
-    memory = items(sharding)
+    held = all_held(subject, config)
+
+    def items(which: Held, how: Sharding | None) -> dict[str, int]:
+        return state_items(which.model, spec, Precision(dtype, shared), shard_over, rule, how)
+
     zero_needs = {}
-    if sharding is not None and config.parallel.zero == "auto":  # as probe.least_zero decides, once there is a device
+    if (
+        sharding is not None and config.parallel.zero == "auto" and config.parallel.pipeline == 1
+    ):  # as probe.least_zero decides, once there is a device
         for zero in (1, 2):
             tried = sharding_of(update(config, {"parallel.zero": zero}))
-            zero_needs[str(zero)] = int(sum(items(tried).values()) / HALF)
-    memory.pop(MEASURED)
-    memory = {what: count // axes_of(config).model for what, count in memory.items()}
+            zero_needs[str(zero)] = int(max(sum(items(each, tried).values()) for each in held) / HALF)
     most = max(balance.even(config.train.global_batch, copies))
     micro_batch = min(1 if config.train.micro_batch == "auto" else config.train.micro_batch, most)
-    at_once, sequences = {}, {}
-    for mode in MODES:
-        at_once[mode], sequences[mode] = activation_bytes(update(config, {"memory.activations": mode}), subject)
+    walked = {mode: walked_bytes(update(config, {"memory.activations": mode}), subject) for mode in _modes(config)}
     if config.memory.activations == "offload":
         check_horizon(len(model.blocks()), config.memory.horizon)
     chosen = _assumed_mode(config)
-    memory["activations"] = micro_batch * sequences[chosen]
-    memory["loss and the head's gradient" if spec is not None else "loss"] = at_once[chosen]
+    memories, sequences = [], {}
+    for each in held:
+        state = items(each, sharding)
+        head = state.pop(MEASURED)
+        kept = {mode: _kept(config, subject, each, walked[mode], mode, micro_batch, most) for mode in walked}
+        # Of the loss a stage has nothing without a head, and a slice of a head has no more gradient than that.
+        whole_head = state_items(model, spec, Precision(dtype, shared), 1, rule)[MEASURED]
+        loss = max(0, walked[chosen][0] - (whole_head - head)) if head or spec is None or not whole_head else 0
+        state["activations"] = kept[chosen][1]
+        state["loss and the head's gradient" if spec is not None else "loss"] = loss
+        memories.append(state)
+        sequences[len(memories) - 1] = {mode: one // micro_batch for mode, (one, _) in kept.items()}
+    fullest = max(range(len(held)), key=lambda number: sum(memories[number].values()))
+    memory = memories[fullest]
 
     per_token, per_token_causal = subject.flops() or (0, 0)
     tokens = config.train.global_batch * subject.positions
@@ -129,9 +144,10 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
             "vocabulary_trained": trained_vocabulary,
             "labels_assumed": labels_assumed,
         },
+        "layout": _layout(config, copies, held, memories),
         "memory": memory,
         "memory_total": sum(memory.values()),
-        "sequence": sequences,
+        "sequence": sequences[fullest],
         "work": {
             "unit": subject.unit,
             "sequences_per_step": config.train.global_batch,
@@ -150,6 +166,50 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
             "adapter": parts.get(ADAPTERS, 0) * master,
         },
     }
+
+
+def _layout(
+    config: Config, copies: int, held: Sequence[Held], memories: Sequence[dict[str, int]]
+) -> dict[str, Any] | None:
+    """Who holds what, where several ranks hold one copy of the model; None where each holds all of it."""
+    if axes_of(config).model == 1:
+        return None
+    return {
+        "tensor": config.parallel.tensor,
+        "sequence": config.parallel.sequence is True,
+        "pipeline": config.parallel.pipeline,
+        "schedule": config.parallel.schedule,
+        "copies": copies,
+        "ranks": [
+            {
+                "stages": [[stage, layers.start, layers.stop] for stage, layers in each.layers.items()],
+                "parameters": each.parameters,
+                "memory": sum(memory.values()),
+            }
+            for each, memory in zip(held, memories, strict=True)
+        ],
+    }
+
+
+def _modes(config: Config) -> Sequence[str]:
+    """The modes of `memory.activations` that the run may have."""
+    if config.parallel.pipeline == 1:
+        return MODES
+    return ("none",) if config.parallel.schedule == "zero_bubble" else ("none", "selective", "full")
+
+
+def _kept(
+    config: Config, subject: Subject, held: Held, walked: tuple[int, int, int], mode: str, micro_batch: int, most: int
+) -> tuple[int, int]:
+    """Bytes of activations that a rank keeps of one micro-batch, and of all that it has under way; `most` is how many
+    samples a copy of the model has in a step."""
+    _, ends, block = walked
+    if subject.spec is None:
+        return (micro_batch * ends,) * 2
+    stream = subject.positions * subject.spec.hidden * _compute_dtype(config).itemsize
+    passes, mine = -(-most // micro_batch), micro_batch * of_slice(config, block, stream, mode)
+    behind = micro_batch * of_slice(config, ends, stream, "none")
+    return activations(config, held, passes, subject.spec.layers, behind, mine)
 
 
 def _subject(config: Config) -> tuple[Config, Subject, bool]:
@@ -194,7 +254,14 @@ def _compute_dtype(config: Config) -> torch.dtype:
 
 
 def activation_bytes(config: Config, subject: Subject) -> tuple[int, int]:
-    """What a forward and backward pass adds at its height: (once, for each sample), in bytes of the device.
+    """What a forward and backward pass adds at its height: (once, for each sample), in bytes of the device."""
+    once, ends, block = walked_bytes(config, subject)
+    return once, ends + block * (0 if subject.spec is None else subject.spec.layers)
+
+
+def walked_bytes(config: Config, subject: Subject) -> tuple[int, int, int]:
+    """What a forward and backward pass adds at its height, in bytes of the device: once, for each sample outside of
+    the blocks, and for each sample in each block; a network of a user's own is all outside.
 
     Walked with one and two blocks and one and three samples, as the probe of `train.micro_batch` does with memory; for
     what moves to the host with one more than stay and another.
@@ -205,8 +272,9 @@ def activation_bytes(config: Config, subject: Subject) -> tuple[int, int]:
     once = max(peaks[depth, 1] - each[depth] for depth in depths)
     first = each[depths[0]]
     if subject.spec is None:
-        return once, first
-    return once, first + max(each[depths[1]] - first, 0) * (subject.spec.layers - (depths[0] or 0))
+        return once, first, 0
+    block = max(each[depths[1]] - first, 0)
+    return once, first - block * (depths[0] or 0), block
 
 
 def _peak(config: Config, subject: Subject, layers: int | None, batch: int) -> int:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from phalanx import accelerator
-from phalanx.axes import Axes
 from phalanx.comm.mesh import join
 from phalanx.config import Config
 from phalanx.errors import ConfigError
 from phalanx.models.layers import chunk_bytes
+from phalanx.models.llama import Llama
 from phalanx.models.model import Model
 from phalanx.models.spec import ModelSpec
 from phalanx.optim.choose import make_rule
@@ -31,6 +31,7 @@ from phalanx.parallel.apply import compute_dtype, own_units
 from phalanx.recipe import update
 from phalanx.records import Placement
 from phalanx.train.engines import Weights, sharding_of
+from phalanx.train.placed import all_held, axes_of, held_by
 from phalanx.train.subject import Subject
 from phalanx.train.trial import trial
 
@@ -57,11 +58,6 @@ class Finding:
             f"one sample takes {self.sequence_bytes / gib:.3f} GiB, the state {self.state_bytes / gib:.2f} GiB, "
             f"and {self.free_bytes / gib:.1f} GiB are free for this rank"
         )
-
-
-def axes_of(config: Config) -> Axes:
-    """How many ranks hold one copy of the model."""
-    return Axes(config.parallel.tensor, config.parallel.pipeline)
 
 
 def depths_of(subject: Subject, config: Config) -> Sequence[int | None]:
@@ -190,14 +186,20 @@ def state_bytes(
     config: Config, subject: Subject, device: torch.device, world: int, weights: Weights = None, rank: int | None = None
 ) -> int:
     """Bytes that a rank holds besides activations; `weights` as for `sharding_of`, without a `rank` of that which holds
-    most. Where several ranks hold one copy of the model they are taken to hold equal parts of it."""
+    most. Where several ranks hold one copy of the model, each holds its stages and slices of it; without a `rank` it is
+    the one that holds most."""
     compute = compute_dtype(config.train.dtype, device)
     shared = torch.float32 if config.train.dtype == "mixed" and world > 1 else compute
     ranks = 1 if config.parallel.data == "single" else axes_of(config).data(world)
     sharding = sharding_of(config, weights) if config.parallel.data == "sharded" else None
-    model, rule = subject.model(), make_rule(config.optim)
-    items = state_items(model, subject.spec, Precision(compute, shared), ranks, rule, sharding, rank)
-    return sum(items.values()) // axes_of(config).model
+    rule, place = make_rule(config.optim), None if rank is None else axes_of(config).place(rank, world)
+    helds = all_held(subject, config) if place is None else [held_by(subject, config, place.pipe)]
+    number = None if place is None else place.data
+    items = (
+        state_items(held.model, subject.spec, Precision(compute, shared), ranks, rule, sharding, number)
+        for held in helds
+    )
+    return max(sum(each.values()) for each in items)
 
 
 def least_zero(config: Config, subject: Subject, devices: Sequence[str], *, world: int, local_world: int) -> int:
@@ -229,7 +231,9 @@ def state_items(
         weights = sharding.weights or (1.0,) * (sharding.degree or ranks)
         buckets = lay_out(describe(model, own_units(model), rule), weights, apart=sharding.apart)
         place = weights.index(max(weights)) if rank is None else rank % len(weights)
-        return held_bytes(buckets, place, sharding, precision, rule, accumulates=True) | _of_the_head(spec, precision)
+        return held_bytes(buckets, place, sharding, precision, rule, accumulates=True) | _of_the_head(
+            model, spec, precision
+        )
     dtype = precision.compute
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
     frozen = {name: tuple(each.shape) for name, each in model.named_parameters() if not each.requires_grad}
@@ -251,12 +255,15 @@ def state_items(
         # What is gathered in another type than it is used in is there in both for a moment: counted in the wider.
         items["weights in use"] = (whole + _two_blocks_and_ends(model, trained=False)) * precision.shared.itemsize
         items["gradients"] = elements * master // ranks + whole * master
-    return items | _of_the_head(spec, precision)
+    return items | _of_the_head(model, spec, precision)
 
 
-def _of_the_head(spec: ModelSpec | None, precision: Precision) -> dict[str, int]:
+def _of_the_head(model: Model, spec: ModelSpec | None, precision: Precision) -> dict[str, int]:
     """The loss makes the head's gradient in the master's type before it is narrowed (layers.cross_entropy_sum)."""
     head = 0 if spec is None or spec.lora is not None else spec.vocab_size * spec.hidden
+    if head and isinstance(model, Llama):  # which may be a part: some stages have no head, and slices some rows of it
+        name = "embed.weight" if spec is not None and spec.tie_embeddings else "head.weight"
+        head = model.get_parameter(name).numel() if model.losses() else 0
     return {"gradient of the head": head * (precision.master.itemsize + precision.compute.itemsize)}
 
 

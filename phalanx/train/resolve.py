@@ -116,8 +116,11 @@ def _fitting(config: Config, subject: Subject, devices: Sequence[str], world: in
     that would move nothing, and for what was measured for another job."""
     chosen: Chosen = []
     if config.parallel.data == "sharded" and config.parallel.zero == "auto":
-        zero = least_zero(config, subject, devices, world=world, local_world=local_world)
-        chosen.append(("parallel.zero", zero, ZERO_WHY[zero]))
+        zero, why = 1, "the gradients of a pipeline's stages are summed until its step ends"
+        if config.parallel.pipeline == 1:
+            zero = least_zero(config, subject, devices, world=world, local_world=local_world)
+            why = ZERO_WHY[zero]
+        chosen.append(("parallel.zero", zero, why))
         if zero == 3 and config.optim.slots == 2:
             chosen.append(("optim.slots", 1, "with parallel.zero 3 there is nothing to update early"))
         config = update(config, {key: value for key, value, _ in chosen})

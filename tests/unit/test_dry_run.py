@@ -15,12 +15,16 @@ from phalanx.models.hf import config_from_spec
 from phalanx.models.llama import Llama
 from phalanx.models.spec import PRESETS, parameter_count
 from phalanx.parallel.apply import change_blocks
+from phalanx.parallel.schedules import orders
+from phalanx.parallel.stages import divide
 from phalanx.records import Placement
 from phalanx.report import sizes, words
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Batch
 from phalanx.train.dry_run import LiveBytes, activation_bytes, dry_run, height_of
+from phalanx.train.placed import at_height
 from phalanx.train.probe import least_zero
+from phalanx.train.resolve import _fitting
 from phalanx.train.subject import subject_of
 from tests.helpers import ROOT, run_ranks
 from tests.numerics import runs
@@ -32,9 +36,9 @@ def checked(model: dict[str, Any], **sections: Any) -> recipe.Config:
     return recipe.check({"model": model, "data": {"seq_len": 32}, **sections}, "a recipe")
 
 
-def state_of(placement: Placement, run: str, data: str) -> list[int]:
+def state_of(placement: Placement, run: str, data: str, changes: dict[str, Any] | None = None) -> list[int]:
     """Elements of state that this rank holds, and bytes, in a run of the tests' recipe."""
-    described = runs.job(run, data, {}, placement.world)
+    described = runs.job(run, data, changes or {}, placement.world)
     with runs.loop_of(placement, described) as loop:
         loop.restore()
         pieces = list(loop.parts.engine.pieces())
@@ -209,3 +213,67 @@ def test_it_says_which_zero_is_taken_and_where(monkeypatch: pytest.MonkeyPatch) 
     assert "engine sharded with parallel.zero 3," in fixed[0]
     assert not any("is auto: the run takes 1" in note for note in fixed)
     assert "parallel.zero" not in " ".join(sizes.notes(dry_run(checked(MODEL), 1)["assumed"]))
+
+
+LAYOUT = {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.stages": [1, 1]}
+
+
+def test_of_a_layout_the_fullest_rank_is_told(tmp_path: Path) -> None:
+    """Four ranks with a quarter of the model each, but no two quarters alike."""
+    runs.write_tokens(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    config = runs.job(tmp_path / "run", tmp_path / "data", LAYOUT, 4).config
+    found = dry_run(config, 4)
+    held = run_ranks(state_of, 4, run=str(tmp_path / "run"), data=str(tmp_path / "data"), changes=LAYOUT)
+    (first, last), fullest = found["layout"]["ranks"], found["memory"]
+    # Ranks are numbered slice by slice, then stage by stage; the largest slice is the last.
+    assert [elements for elements, _ in held[1::2]] == [first["parameters"], last["parameters"]]
+    assert first["parameters"] != last["parameters"]
+    assert sum(elements for elements, _ in held) > found["model"]["parameters"]  # norms are on two ranks
+    assert found["memory_total"] == max(first["memory"], last["memory"]) == sum(fullest.values())
+    state = max(size for _, size in held) - 8 * max(elements for elements, _ in held)
+    assert state <= fullest["optimizer state"] < 1.1 * state  # with the padding of small buckets
+    printed = sizes._layout(found["layout"])
+    assert printed[0] == ("ranks", "pipeline 2 (1f1b) x tensor 2 with sequence x 1 copy")
+    assert [name for name, _ in printed[1:]] == ["place 0: layers 0", "place 1: layers 1"]
+
+
+def test_a_layout_of_a_large_model_fits_where_its_quarter_would() -> None:
+    """Who holds the head holds more than an even part; more micro-batches of the first stage are under way."""
+    config = checked({"preset": "llama-3-70b"}, train={"global_batch": 64, "micro_batch": 1}, parallel={
+        "tensor": 8, "pipeline": 4, "data": "sharded", "zero": 1,
+    })  # fmt: skip
+    found = dry_run(config, 64)
+    ranks = found["layout"]["ranks"]
+    numbers = [stop - start for rank in ranks for _, start, stop in rank["stages"]]
+    assert sum(numbers) == 80 and numbers[-1] < 20
+    assert found["layout"]["copies"] == 2
+    assert sum(rank["parameters"] for rank in ranks) == pytest.approx(found["model"]["parameters"] / 8, rel=1e-3)
+    assert set(found["sequence"]) == {"none", "selective", "full"}  # offload does not go with a pipeline
+    whole = dry_run(checked({"preset": "llama-3-70b"}, train={"micro_batch": 1}), 1)
+    assert whole["layout"] is None
+    assert found["memory_total"] < whole["memory_total"] / 16
+
+
+@pytest.mark.parametrize("zero", ["auto", 2])
+def test_stages_that_hardly_fit_reduce_once_a_step(zero: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `parallel.zero: auto` of a pipeline becomes may be combined with it, however little memory there is."""
+    config = checked(MODEL, parallel={"pipeline": 2, "zero": zero}, train={"micro_batch": 1, "dtype": "fp32"})
+    assert dry_run(config, 4)["assumed"]["zero_needs"] == {}
+    config, _ = recipe.resolve(config, device="cpu", world=4)
+    subject = subject_of(config, recipe_spec(config))
+    monkeypatch.setattr("phalanx.accelerator.memory_free", lambda *_: 1.0)
+    chosen = {key: value for key, value, _ in _fitting(config, subject, ["cpu"], 4, 4)}
+    assert chosen.get("parallel.zero", zero) == (1 if zero == "auto" else 2)
+    assert chosen["parallel.reduce"] == "per_step"
+    recipe.update(config, chosen)  # which checks it
+
+
+def test_activations_under_way() -> None:
+    plan = divide(8, 4, "1f1b")
+    kept = [at_height(orders("1f1b", plan, 16)[rank], {rank: 10}) for rank in range(4)]
+    assert kept == [40, 30, 20, 10]  # one for each stage from here on
+    assert [at_height(orders("gpipe", plan, 16)[rank], {rank: 10}) for rank in range(4)] == [160] * 4
+    two = divide(8, 2, "zero_bubble")
+    at_most = [at_height(orders("zero_bubble", two, 16)[rank], dict.fromkeys(two.of(rank), 5)) for rank in range(2)]
+    assert max(at_most) <= 2 * 2 * 5 + 5  # about as much as 1f1b keeps
