@@ -82,7 +82,8 @@ def _found() -> list[str]:
 
 def _told(kind: str, details: dict[str, Any]) -> None:
     if kind == Kind.WORKER_DIED and details.get("world", 2) > 1:
-        sys.stderr.write(f"rank {details['rank']} ended first: {details.get('reason') or details.get('exit_code')}\n")
+        how = f"exit code {details['exit_code']}" if "type" not in details and "exit_code" in details else None
+        sys.stderr.write(f"rank {details['rank']} ended first: {how or details.get('reason')}\n")
 
 
 def _settings(path: Path | None) -> str | None:
@@ -157,7 +158,7 @@ def _announce(placement: Placement, ours: bool) -> Any:
         address.port,
         placement.world,
         is_master=address.listen_fd is not None,
-        wait_for_workers=False,
+        wait_for_workers=True,  # a script may end at once, and rank 0 takes the store with it
         master_listen_fd=address.listen_fd,
     )
 

@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _fsdp_extensions, _init_utils
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    _fsdp_extensions,
+    _init_utils,
+    _optim_utils,
+)
 from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from phalanx.errors import ConfigError
@@ -40,6 +46,7 @@ def patch() -> None:
     replace(FullyShardedDataParallel, "clip_grad_norm_", _clipping)
     replace(_init_utils, "_materialize_with_param_init_fn", _then_tying)
     replace(_init_utils, "_check_module_states_for_sync_module_states", _unless_on_host)
+    replace(_optim_utils, "_unflatten_orig_param_states", _copied)
     replace(_fsdp_extensions, "_create_chunk_sharded_tensor", with_empty_shards)
     replace(_fully_shard, "_init_default_mesh", _of_the_session)
 
@@ -165,6 +172,16 @@ def _unless_on_host(original: Callable[..., None]) -> Callable[..., None]:
             original(states)
 
     return check
+
+
+def _copied(original: Callable[..., None]) -> Callable[..., None]:
+    """Of an optimizer's state, FSDP gives out its buffer if that lies on the host already, and then fills it with the
+    next kind of state: Adam's first moments would be saved as its second. Not offloaded, it is copied."""
+
+    def unflatten(info: Any, states: Any, name: str, shard: bool, to_save: bool, cpu_offload: bool) -> None:
+        original(info, states, name, shard, to_save, cpu_offload and torch.accelerator.is_available())
+
+    return unflatten
 
 
 def _of_the_session(original: Callable[[], DeviceMesh]) -> Callable[[], DeviceMesh]:

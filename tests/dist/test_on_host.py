@@ -39,10 +39,15 @@ made = [
     torch.randn(2).cuda(local_rank, non_blocking=True),
     nn.Linear(2, 2).to("cuda").weight,
     nn.Linear(2, 2).to(device).weight,
+    nn.Linear(2, 2).to(local_rank).weight,
+    nn.Linear(2, 2).to(device=local_rank, dtype=torch.bfloat16).weight,
     nn.Linear(2, 2).cuda().weight,
     nn.Linear(2, 2, device="cuda").weight,
     nn.Linear(2, 2, device="meta").to_empty(device="cuda").weight,
     torch.zeros_like(torch.ones(1), device="cuda"),
+    torch.ones(2).pin_memory(),
+    torch.empty(2, pin_memory=True),
+    torch.cuda.FloatTensor([1.0]),
 ]
 with torch.device("cuda"):
     made.append(torch.zeros(2))
@@ -57,6 +62,53 @@ assert x.weight.grad is not None
 print(total.item())
 dist.destroy_process_group()
 """
+
+
+STEERED = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+local_rank = int(os.environ["LOCAL_RANK"])
+dist.init_process_group("nccl")
+before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+side = torch.cuda.Stream()
+before.record()
+side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.device(local_rank), torch.cuda.stream(side):
+    model = DistributedDataParallel(nn.Linear(2, 1).to(local_rank), device_ids=[local_rank], output_device=local_rank)
+    model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+after.record()
+torch.cuda.synchronize()
+assert model.module.weight.grad.tolist() == [[1.5, 1.5]]
+assert 0 < before.elapsed_time(after) < 60000
+free, total = torch.cuda.mem_get_info()
+assert 0 < free < total
+assert "there is no accelerator" in torch.cuda.memory_summary()
+torch.cuda.memory.empty_cache()
+torch.cuda.memory.reset_peak_memory_stats()
+torch.cuda.reset_max_memory_cached()
+torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+torch.set_default_device("cuda")
+assert torch.zeros(1).device.type == "cpu"
+torch.set_default_device(None)
+path = sys.argv[1] + str(local_rank)
+torch.save({"weight": model.module.weight, "step": 3}, path)
+for place in ("cuda", f"cuda:{local_rank}", torch.device("cuda", 0), {"cpu": "cuda:0"}, None,
+              lambda storage, _: storage.cuda(local_rank)):
+    found = torch.load(path, map_location=place)
+    assert found["weight"].device.type == "cpu" and torch.equal(found["weight"], model.module.weight)
+print("done")
+dist.destroy_process_group()
+"""
+
+
+def test_what_steers_the_accelerator_has_no_effect_or_the_hosts(tmp_path: Path) -> None:
+    script = written(tmp_path, STEERED)
+    assert run_ranks(run_script, 2, script=script, arguments=[str(tmp_path / "saved")]) == ["done\n"] * 2
 
 
 def test_what_is_sent_to_the_accelerator_stays_on_the_host(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.records import Placement
@@ -288,3 +288,25 @@ def intervals(placement: Placement) -> list[Any]:
 
 def test_the_interval_between_saves_is_the_slowest_ranks_writing() -> None:
     assert run_ranks(intervals, 2) == [[9, 0.5, 4.0]] * 2
+
+
+def moments(placement: Placement, orig: bool) -> list[Any]:
+    """Adam's two moments of one matrix, gathered as PyTorch's documentation does."""
+    with process_group(placement):
+        begun({"hybrid_shard_degree": 2})
+        model = wrapped(net(), use_orig_params=orig)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(2):
+            model(data(step)).square().sum().backward()
+            optimizer.step()
+        configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+            found = FSDP.optim_state_dict(model, optimizer).get("state", {})  # rank 0 has it
+        return [found[name][kind].tolist() for name in sorted(found) for kind in ("exp_avg", "exp_avg_sq")]
+
+
+def test_each_kind_of_an_optimizers_state_is_saved_as_itself() -> None:
+    ours, flat = (run_ranks(moments, 2, orig=orig)[0] for orig in (True, False))
+    assert len(ours) == 18
+    assert ours[0] != ours[1]
+    assert ours == flat
