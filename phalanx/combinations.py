@@ -125,7 +125,12 @@ def problems_with(config: Config, world: int) -> list[str]:
     except ConfigError as error:
         return [*found, str(error)]
     degree = config.parallel.shard_degree
-    if degree != "auto" and copies > 1 and copies % degree:
+    if degree not in ("auto", 1) and copies == 1 < world:  # one rank alone has nothing to shard
+        found.append(
+            f"parallel.shard_degree {degree} shards the state over {degree} copies of the model, but there is 1; set "
+            "parallel.shard_degree=auto"
+        )
+    elif degree != "auto" and copies > 1 and copies % degree:
         ranks = f"{world} ranks" if copies == world else f"{copies} ranks that hold the same part of the model"
         found.append(
             f"parallel.shard_degree {degree} does not divide the {ranks}, so they cannot hold whole copies of "

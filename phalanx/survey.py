@@ -18,7 +18,7 @@ from phalanx.cluster.rendezvous import interface_of
 from phalanx.cluster.stopping import StopAsked, stoppable
 from phalanx.config import Config
 from phalanx.devices import Device, devices_of_ranks, warmed
-from phalanx.errors import RunError
+from phalanx.errors import ConfigError, RunError
 from phalanx.hardware import Hardware
 from phalanx.launch import Nodes, Prepared
 from phalanx.nodes import Meeting
@@ -39,6 +39,11 @@ def survey(
     Returns the exit code; raises PhalanxError for what a user can mend. Prepares the data, as the model's vocabulary
     may come from it, and writes no run folder.
     """
+    if wanted.parallel.tensor * wanted.parallel.pipeline > 1:
+        raise ConfigError(
+            "what is measured is the whole model on each device, but parallel.tensor and parallel.pipeline cut it; set "
+            "both to 1 to measure"
+        )
     try:
         with tempfile.TemporaryDirectory(prefix="phalanx-hardware-") as folder:
             paths = RunPaths(Path(folder))

@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model_config": {"values", "models.spec"},
     "config": {"errors", "model_config", "values", "models.spec", "parallel.slices", "parallel.stages"},
     "combinations": {"axes", "config", "balance", "errors", "rules", "models.spec"},
-    "recipe": {"combinations", "config", "errors", "model_config", "rules"},
+    "recipe": {"axes", "combinations", "config", "errors", "model_config", "rules"},
     "explain": {"config", "errors", "recipe"},
     "shrink": {"config", "errors", "model_config", "models.spec", "recipe"},
     # level 1 without torch

@@ -75,11 +75,18 @@ class Device:
 @dataclass(frozen=True)
 class Summary:
     """All devices over some steps; `step_s` and `even_s` are means of a step, as it was and with equal shares (None
-    where no step tells)."""
+    where no step tells). Where several ranks hold one model together, shares are those of its copies, and so is each of
+    `devices`."""
 
     devices: tuple[Device, ...]
     step_s: float
     even_s: float | None
+    of_copies: bool = False
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """Of a table's columns."""
+        return ("copy" if self.of_copies else "rank", *TITLES)
 
     @property
     def verdict(self) -> str:
@@ -112,8 +119,8 @@ def step_of(record: Record) -> Step | None:
 def summary(
     records: Iterable[Record], names: Mapping[int, str], lines: Mapping[int, Line] | None = None
 ) -> Summary | None:
-    """Of the steps with as many ranks as the last; None where no record speaks of several ranks. `lines` of devices
-    that were measured, by rank.
+    """Of the steps with as many ranks as the last; None where no record speaks of several ranks. `names` of the ranks'
+    devices, and `lines` of those that were measured, by rank. More names than shares: these are of copies of a model.
 
     The first step is left out where there are others: whatever is compiled or set up in it is no part of the others.
     """
@@ -123,14 +130,18 @@ def summary(
         return None
     steps = steps[1:] or steps
     whole_s, sequences = sum(step.step_s for step in steps), sum(sum(step.shares) for step in steps)
+    count = len(steps[-1].shares)
+    together = len(names) > count
+    if together:  # what was measured was of ranks
+        names, lines = dict.fromkeys(range(count), ", ".join(sorted(set(names.values())))), {}
     evens = [step.even_s(lines or {}) for step in steps]
     devices = []
-    for rank in range(len(steps[-1].shares)):
+    for rank in range(count):
         done, busy_s = sum(step.shares[rank] for step in steps), sum(step.busy_s[rank] for step in steps)
         rate = done / busy_s if busy_s > 0 and done else None
         last = steps[-1].shares[rank]
         devices.append(Device(rank, names.get(rank, ""), done / sequences, last, min(1.0, busy_s / whole_s), rate))
-    return Summary(tuple(devices), whole_s / len(steps), _mean([step.step_s for step in steps], evens))
+    return Summary(tuple(devices), whole_s / len(steps), _mean([step.step_s for step in steps], evens), together)
 
 
 def _mean(steps_s: Sequence[float], evens: Sequence[float | None]) -> float | None:
@@ -187,14 +198,14 @@ def compact(step: Step) -> str:
 def table(found: Summary) -> Table:
     """For a terminal; of many ranks the ones that waited least and most."""
     shown = Table(caption=found.verdict or None, caption_justify="left", box=None, padding=(0, 2, 0, 0))
-    for title in TITLES:
+    for title in found.titles:
         shown.add_column(title, justify="left" if title == "device" else "right", no_wrap=title != "device")
     for device in _few(found.devices):
         shown.add_row(*(Text(cell) for cell in _cells(device)))
     return shown
 
 
-TITLES = ("rank", "device", "share", "of the work", "busy", "waiting", "sequences/s")
+TITLES = ("device", "share", "of the work", "busy", "waiting", "sequences/s")
 
 
 def _cells(device: Device) -> tuple[str, ...]:
@@ -220,12 +231,13 @@ def card(found: Summary | None) -> list[str]:
     """The table of the report."""
     if found is None:
         return []
-    head = "".join(f"<th>{title}</th>" for title in TITLES)
+    head = "".join(f"<th>{title}</th>" for title in found.titles)
     rows = "".join(
         f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in _cells(device))}</tr>"
         for device in _few(found.devices)
     )
-    few = f"{2 * DRAWN} of {len(found.devices)} ranks" if len(found.devices) > 2 * DRAWN else ""
+    what = "copies" if found.of_copies else "ranks"
+    few = f"{2 * DRAWN} of {len(found.devices)} {what}" if len(found.devices) > 2 * DRAWN else ""
     said = "; ".join(part for part in (found.verdict, few) if part)
     body = f'<table class="inside"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
     title = f"<h3>Devices<span>{html.escape(said)}</span></h3>"

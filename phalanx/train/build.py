@@ -63,9 +63,10 @@ def build(
     """Build everything that holds no state of the run yet; the model is on meta.
 
     `train_tokens` are token sets with their weights in the mixture, `held_out_tokens` those to evaluate on by name;
-    `paths` is where the run folder keeps the model's own code; `speeds` of the ranks, with the limit of each, are what
-    was measured of their devices, and nothing but train.micro_batch if not given; `link` what was between them;
-    `weights` how much of the state each holds, if not all the same.
+    `paths` is where the run folder keeps the model's own code; `speeds` of the copies of the model (without
+    parallel.tensor and parallel.pipeline each rank is one), with the limit of each, are what was measured of their
+    devices, and nothing but train.micro_batch if not given; `link` what was between them; `weights` how much of the
+    state each holds, if not all the same.
     """
     train = config.train
     assert train.micro_batch != "auto"
@@ -73,7 +74,8 @@ def build(
     _check_dtype(train.dtype, mesh)
     if speeds is None:
         # Ranks that were not started by one launcher have each measured what fits.
-        speeds = [Speed(1.0, most=int(most)) for most in mesh.gather(train.micro_batch)]
+        speeds = [Speed(1.0, most=int(most)) for most in mesh.data.gather(train.micro_batch)]
+    assert len(speeds) == mesh.data.world, "a step is divided over copies of the model"
     assert spec is None or (spec.lora is None) == (config.model.lora is None), "an `auto` of model.lora is left"
     subject = subject_of(config, spec, paths)
     task, model = subject.task(), subject.model()

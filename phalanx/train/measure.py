@@ -228,11 +228,6 @@ def run(config: "Config", spec: ModelSpec | None, placement: Placement, file: Pa
     """One rank of a job that does nothing but measure; rank 0 writes `file`. Raises as training does."""
     threads = accelerator.threads_of(placement.threads, placement.local_world)
     accelerator.use(torch.device(placement.device), threads)
-    if config.parallel.tensor * config.parallel.pipeline > 1:
-        raise ConfigError(
-            "what is measured is the whole model on each device, but parallel.tensor and parallel.pipeline cut it; set "
-            "both to 1 to measure"
-        )
     with join(placement, config.comm.timeout_s) as mesh:
         config = agreed(config, mesh)
         subject = subject_of(config, spec)

@@ -34,22 +34,27 @@ def settled(config: "Config", subject: Subject, mesh: Mesh, paths: RunPaths, rec
     models = group.all_objects(accelerator.name(mesh.device))
     if len(set(models)) == 1 and mesh.device.type != "cpu":
         return config
-    of = {"devices": models, "schedule": config.parallel.schedule, "layers": subject.spec.layers}
+    parallel = config.parallel
+    of = {
+        "devices": models,
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "schedule": parallel.schedule,
+        "layers": subject.spec.layers,
+    }
     numbers = group.broadcast_object(recorded(paths, of) if mesh.rank == 0 else None)
     if numbers is None:
         seconds = _by_stage(mesh, _block_s(config, subject, mesh))
-        limit = UNLIKE if len(set(models)) > 1 else UNLIKE_OF_ONE_KIND
-        if max(seconds) <= limit * min(seconds):
-            return config
-        plan = plan_of(
-            subject.spec, mesh.pipe.size, config.parallel.schedule, speeds=[1.0 / taken for taken in seconds]
-        )
+        alike = max(seconds) <= (UNLIKE if len(set(models)) > 1 else UNLIKE_OF_ONE_KIND) * min(seconds)
+        speeds = None if alike else [1.0 / taken for taken in seconds]
+        plan = plan_of(subject.spec, mesh.pipe.size, parallel.schedule, speeds=speeds)
         numbers = [len(layers) for layers in plan.layers]
         told = ", ".join(f"{1e3 * taken:.1f}" for taken in seconds)
         why = f"a pass through one block takes the ranks of the pipeline {told} ms"
+        # Also where they are alike: the next start would measure anew, and might find them unlike.
+        why += ", nearly alike" if alike else ""
         records.event(Kind.RESOLVED, {"key": KEY, "value": numbers, "reason": why, "of": of})
-    parallel = config.parallel.model_copy(update={"stages": numbers})
-    return config.model_copy(update={"parallel": parallel})
+    return config.model_copy(update={"parallel": parallel.model_copy(update={"stages": numbers})})
 
 
 def recorded(paths: RunPaths, of: dict[str, Any]) -> Any:

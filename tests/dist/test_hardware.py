@@ -225,3 +225,9 @@ def test_a_file_of_other_devices_is_refused(here: Path, known: dict[str, Any]) -
     assert run_ranks(of_another_model, 1, folder=str(here), model="cpu") == ["it fits"]
     (found,) = run_ranks(of_another_model, 1, folder=str(here), model="H200")
     assert "rank 1 was on a device called 'cpu' when it was measured, and is on 'H200' now; measure anew" in found
+
+
+def test_a_model_that_several_ranks_hold_is_not_measured(here: Path) -> None:
+    assert "what is measured is the whole model on each device" in refused(
+        here, "hardware", "recipe.yaml", "--ranks", "2", "parallel.tensor=2"
+    )

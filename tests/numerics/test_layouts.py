@@ -52,6 +52,16 @@ def test_a_tied_embedding(layout: str, tokens: Path, tmp_path: Path) -> None:
     assert_same(several, one)
 
 
+@pytest.mark.parametrize("layout", ["TP2 x shard 2", "PP2 x shard 2, zero bubble"])
+def test_labels_that_do_not_count(layout: str, tokens: Path, tmp_path: Path) -> None:
+    """Every step has another weight, and some micro-batches have none."""
+    ranks, keys = LAYOUTS[layout]
+    one = walk(1, tmp_path / "one", tokens, masked=True, **DEEP)
+    cut = {f"parallel__{key}": value for key, value in keys.items()}
+    several = walk(ranks, tmp_path / "all", tokens, masked=True, **DEEP, **cut)
+    assert_same(several, one)
+
+
 @pytest.mark.parametrize(("ranks", "keys"), [(1, {}), (3, {"zero": 3}), (4, {"pipeline": 4}), (2, {"tensor": 2})])
 def test_what_eight_ranks_saved_goes_on_elsewhere(
     ranks: int, keys: dict[str, Any], deep: Outcome, tokens: Path, tmp_path: Path

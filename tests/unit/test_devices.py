@@ -41,6 +41,14 @@ def test_an_even_split_would_have_waited_for_the_device_that_needs_longest_for_a
     assert Step((16, 16), (0.5, 1.1), 1.0).even_s({}) == pytest.approx(1.0)
 
 
+def test_copies_of_a_model_that_several_ranks_hold_are_called_so() -> None:
+    found = devices.summary([record(1, [4, 0], [0.9, 0.3])], dict.fromkeys(range(4), "cpu"), {1: (0.1, 0.1)})
+    assert found is not None
+    assert found.even_s is None, "what was measured was of a rank"
+    assert shown(devices.table(found)).split()[:2] == ["copy", "device"]
+    assert [device.name for device in found.devices] == ["cpu", "cpu"]
+
+
 def test_of_a_device_that_had_no_share_and_was_not_measured_nothing_is_said() -> None:
     assert Step((12, 0), (0.9, 0.3), 1.0).even_s({}) is None
     found = devices.summary([record(step, [12, 0], [0.9, 0.3]) for step in (1, 2)], {})

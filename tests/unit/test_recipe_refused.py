@@ -231,3 +231,22 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             recipe.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "sentence"),
+    [
+        ({"tensor": 2}, 1, "1 rank cannot hold copies of a model on 2 ranks each (parallel.tensor=2)"),
+        ({"pipeline": 2}, 3, "3 ranks cannot hold copies of a model on 2 ranks each (parallel.pipeline=2)"),
+        ({"tensor": 2, "shard_degree": 2}, 2, "parallel.shard_degree 2 shards the state over 2 copies of the model"),
+        ({"tensor": 2, "shard_degree": 4}, 4, "parallel.shard_degree 4 does not divide the 2 ranks that hold the same"),
+    ],
+)
+def test_ranks_that_hold_a_model_together_must_come_out_even(
+    parallel: dict[str, int], world: int, sentence: str
+) -> None:
+    shape = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 64}
+    config = recipe.check({"model": shape, "data": {"source": "x.txt"}, "parallel": parallel}, "here")
+    with pytest.raises(ConfigError) as error:
+        recipe.resolve(config, device="cpu", world=world)
+    assert str(error.value).startswith(sentence)
