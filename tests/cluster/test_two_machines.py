@@ -271,7 +271,7 @@ def test_a_stop_before_all_have_met_stops_who_is_there(wired: Networks, place: P
         machine, 2, timeout_s=60, names=list(wired.names), folder=str(place), commands=commands, kill={"machine": asked}
     )
     assert [code for code, _, _ in ended] == [10, 10], ended
-    assert all("stopped by SIGTERM before any step was done" in out for _, out, _ in ended), ended
+    assert all("stopped by SIGTERM before " in out for _, out, _ in ended), ended
     assert not (place / "stopped").exists()
     assert not (place / "meet").exists()
 

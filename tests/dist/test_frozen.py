@@ -41,7 +41,8 @@ class Trained:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not is_frozen(name))
         make: Any = {"single": Single, "fsdp2": Fsdp2}[engine]
-        self.engine: Engine = apply(self.model, config, mesh, make, nominal_weight=128)
+        self.engine: Engine
+        self.engine, _ = apply(self.model, config, mesh, make, nominal_weight=128)
         self.filled: dict[str, Shard] = {}
         fill = drawn(self.model, seed=0)
 
