@@ -215,8 +215,8 @@ def at_work(make: Any, model: Any, mesh: Any) -> Iterator[Any]:
 
 
 def holds(mesh: Any, ours: Any, model: Any) -> list[int]:
-    """The most bytes that an engine is seen to hold on this rank as its passes come to each block, and those of the
-    formula."""
+    """The most bytes that an engine is seen to hold on this rank as its forward passes come to each block, and those of
+    the formula."""
     from benchmarks.sharded_peers import seconds
     from phalanx.optim.memory import held_bytes
 
@@ -226,8 +226,6 @@ def holds(mesh: Any, ours: Any, model: Any) -> list[int]:
     with at_work(ours, model, mesh) as way:
         for block in way._model:
             block.register_forward_pre_hook(lambda *_: seen.append(live_bytes()))
-            for parameter in block.parameters():
-                parameter.register_post_accumulate_grad_hook(lambda _: seen.append(live_bytes()))
         seconds(mesh, way, 1)
         items = held_bytes(way.engine.buckets, mesh.rank, ours.sharding, way.engine._precision, way.engine.rule)
     return [max(seen), sum(items.values())]
@@ -302,7 +300,7 @@ def compare_training(found: Sequence[dict[str, Any]], case: Training) -> tuple[l
                 "by the formula": _mib(formula for _, formula in pairs),
             })  # fmt: skip
             away = [held / formula - 1 for held, formula in pairs]
-            # What is on its way depends on how fast it goes: with zero 3 the formula is what is held at the most.
+            # With zero 3 the formula is what a backward pass holds at the most; "most memory" below is of that.
             off = max(off, *(max(0.0, each) if zero == "zero 3" else abs(each) for each in away))
     checks.append(at_most("bytes held on a rank: largest part away from the formula", off, 0.02))
     peaks = {name: [rank["beside FSDP2"][name] for rank in found] for name in found[0]["beside FSDP2"]}

@@ -48,7 +48,7 @@ def test_compares_and_writes_the_agreed_json(tmp_path: Path, capsys: pytest.Capt
     for held in (rank["held"][split] for rank in trained for split in ("1:1:1:1", "4:2:1:1")):
         for zero, (seen, formula) in held.items():
             # Sent as fast as on the loopback, gradients may never be on their way in as many buckets as there are.
-            assert (0.99 if zero == "zero 1" else 0.7) * formula < seen < 1.01 * formula, (zero, seen, formula)
+            assert (0.99 if zero == "zero 1" else 0.6) * formula < seen < 1.01 * formula, (zero, seen, formula)
     assert "uneven_shards" in capsys.readouterr().out
 
 
