@@ -99,7 +99,7 @@ def test_a_signal_is_named_however_it_was_written(value: object) -> None:
 @given(st.floats(min_value=0, max_value=999 * 86400))  # a thousand days may well begin with 1000
 def test_durations_never_show_sixty_of_a_unit(value: float) -> None:
     text = words.seconds(value)
-    assert " 60 " not in f" {text} "
+    assert " 60 " not in f" {text} ".replace(" 60 d ", " ")  # of days there may be any number
     assert not text.startswith("1000")
 
 
