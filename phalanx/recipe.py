@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from phalanx import rules
-from phalanx.axes import Axes
+from phalanx.axes import axes_of
 from phalanx.combinations import is_own, problems, problems_with
 from phalanx.config import Config, get, is_bert, leaves, section_of
 from phalanx.errors import ConfigError
@@ -187,7 +187,7 @@ def resolve(
     `train.micro_batch`, `model.vocab_size` and `data.tokenizer` need a device or files, and are left to
     `train/resolve.py`. Raises ConfigError for what cannot be on so many ranks.
     """
-    Axes(config.parallel.tensor, config.parallel.pipeline).data(world)  # else what follows speaks of `single`
+    axes_of(config).data(world)  # else what follows speaks of `single`
     on_cpu = device == "cpu"
     chosen: list[tuple[str, Any, str]] = []
     if config.task.kind == "auto":

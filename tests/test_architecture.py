@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": {"errors", "patience", "records"},
     "mirror": {"errors", "records", "storage"},
     "balance": {"errors"},
-    "axes": {"errors"},
+    "axes": {"config", "errors"},
     "resharing": {"balance"},
     "hardware": {"balance", "errors", "records"},
     "rules": set(),

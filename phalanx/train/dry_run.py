@@ -18,6 +18,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx import balance, storage
+from phalanx.axes import axes_of
 from phalanx.config import Config
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.errors import ConfigError
@@ -38,7 +39,7 @@ from phalanx.train import adapters, copies
 from phalanx.train.engines import sharding_of
 from phalanx.train.own import Own
 from phalanx.train.own_checks import check_own
-from phalanx.train.placed import Held, activations, all_held, axes_of, of_slice
+from phalanx.train.placed import Held, activations, all_held, of_slice
 from phalanx.train.probe import HALF, depths_of, state_items
 from phalanx.train.subject import Subject, class_of_run, spec_from_run, subject_of
 from phalanx.train.trial import UNSHARDED
@@ -251,12 +252,6 @@ def _assumed_mode(config: Config) -> str:
 def _compute_dtype(config: Config) -> torch.dtype:
     """The compute type; of `mixed` that of the devices that have it in 16 bits."""
     return DTYPES["bf16" if config.train.dtype == "mixed" else config.train.dtype]
-
-
-def activation_bytes(config: Config, subject: Subject) -> tuple[int, int]:
-    """What a forward and backward pass adds at its height: (once, for each sample), in bytes of the device."""
-    once, ends, block = walked_bytes(config, subject)
-    return once, ends + block * (0 if subject.spec is None else subject.spec.layers)
 
 
 def walked_bytes(config: Config, subject: Subject) -> tuple[int, int, int]:

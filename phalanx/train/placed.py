@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.axes import Axes, Place
+from phalanx.axes import Place, axes_of
 from phalanx.config import Config
 from phalanx.models.model import Model
 from phalanx.parallel.parted import cut_down
@@ -29,11 +29,6 @@ class Held:
     def parameters(self) -> int:
         """Elements of all that it holds."""
         return sum(parameter.numel() for parameter in self.model.parameters())
-
-
-def axes_of(config: Config) -> Axes:
-    """How many ranks hold one copy of the model."""
-    return Axes(config.parallel.tensor, config.parallel.pipeline)
 
 
 def held_by(subject: Subject, config: Config, pipe: int) -> Held:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx import accelerator
+from phalanx.axes import axes_of
 from phalanx.comm.mesh import join
 from phalanx.config import Config
 from phalanx.errors import ConfigError
@@ -31,7 +32,7 @@ from phalanx.parallel.apply import compute_dtype, own_units
 from phalanx.recipe import update
 from phalanx.records import Placement
 from phalanx.train.engines import Weights, sharding_of
-from phalanx.train.placed import all_held, axes_of, held_by
+from phalanx.train.placed import all_held, held_by
 from phalanx.train.subject import Subject
 from phalanx.train.trial import trial
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from phalanx import balance
+from phalanx.axes import axes_of
 from phalanx.combinations import LABELLED
 from phalanx.config import Config, spec_of
 from phalanx.data.columns import Columns
@@ -35,7 +36,7 @@ from phalanx.train.folder import of_tokens
 from phalanx.train.measure import given, work_of
 from phalanx.train.own import Own
 from phalanx.train.own_checks import check_own
-from phalanx.train.probe import Finding, axes_of, check_state, largest_micro_batch, least_zero
+from phalanx.train.probe import Finding, check_state, largest_micro_batch, least_zero
 from phalanx.train.subject import Subject, class_of_run, subject_of
 
 ZERO_WHY = {

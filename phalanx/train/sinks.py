@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.errors import ConfigError
-from phalanx.records import Kind, RunPaths, StepRecord, append_line
+from phalanx.records import Kind, RunPaths, StepRecord, append_line, read_lines
 
 SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "memory_bytes", "mfu", "loss_scale")
 MOST_RANKS = 64  # that have curves of their own: more nobody could tell apart
@@ -82,6 +82,15 @@ class Records:
                 log.error("no room in %s for %s", path, record)
             for sink in self._sinks:
                 sink.close()
+
+
+def resolved_before(paths: RunPaths, key: str, of: dict[str, Any]) -> Any:
+    """What was found last for `key` in a run folder under the same circumstances `of`; None where nothing was."""
+    found = None
+    for event in read_lines(paths.events):
+        if event.get("kind") == Kind.RESOLVED and event.get("key") == key and event.get("of") == of:
+            found = event.get("value")
+    return found
 
 
 def evaluation(event: dict[str, Any]) -> dict[str, float | None]:

@@ -4,14 +4,14 @@ Every rank tries one block by itself before the model is cut. What follows is ke
 the same ranks: another cut adds up in another order.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phalanx import accelerator
 from phalanx.comm.mesh import Mesh, alone
 from phalanx.comm.objects import JsonGroup
 from phalanx.parallel.parted import plan_of
-from phalanx.records import Kind, RunPaths, read_lines
-from phalanx.train.sinks import Records
+from phalanx.records import Kind, RunPaths
+from phalanx.train.sinks import Records, resolved_before
 from phalanx.train.subject import Subject
 from phalanx.train.trial import trial
 
@@ -42,7 +42,7 @@ def settled(config: "Config", subject: Subject, mesh: Mesh, paths: RunPaths, rec
         "schedule": parallel.schedule,
         "layers": subject.spec.layers,
     }
-    numbers = group.broadcast_object(recorded(paths, of) if mesh.rank == 0 else None)
+    numbers = group.broadcast_object(resolved_before(paths, KEY, of) if mesh.rank == 0 else None)
     if numbers is None:
         seconds = _by_stage(mesh, _block_s(config, subject, mesh))
         alike = max(seconds) <= (UNLIKE if len(set(models)) > 1 else UNLIKE_OF_ONE_KIND) * min(seconds)
@@ -55,15 +55,6 @@ def settled(config: "Config", subject: Subject, mesh: Mesh, paths: RunPaths, rec
         why += ", nearly alike" if alike else ""
         records.event(Kind.RESOLVED, {"key": KEY, "value": numbers, "reason": why, "of": of})
     return config.model_copy(update={"parallel": parallel.model_copy(update={"stages": numbers})})
-
-
-def recorded(paths: RunPaths, of: dict[str, Any]) -> Any:
-    """What was found last for such ranks; None where nothing was."""
-    found = None
-    for event in read_lines(paths.events):
-        if event.get("kind") == Kind.RESOLVED and event.get("key") == KEY and event.get("of") == of:
-            found = event.get("value")
-    return found
 
 
 def _by_stage(mesh: Mesh, mine: float) -> list[float]:

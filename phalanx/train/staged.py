@@ -43,9 +43,9 @@ def run_pipeline(
 
 
 def evaluate_pipeline(
-    model: nn.Module, task: Task, steps: Iterable[Sequence[Batch]], mesh: Mesh, pipeline: Pipeline
+    model: nn.Module, task: Task, steps: Iterable[Sequence[Batch]], mesh: Mesh, speaks: bool, pipeline: Pipeline
 ) -> tuple[float, int, dict[str, float]]:
-    """As `evaluate`: what is counted is counted where the last stage is. `mesh` is that of all ranks."""
+    """As `evaluate`, of stages: losses are there where the last one is. `mesh` is that of all ranks."""
     assert isinstance(model, Llama)
     counted: list[float] = []
 
@@ -61,9 +61,7 @@ def evaluate_pipeline(
         here = [batch.to(mesh.device) for batch in batches]
         pipeline.forward(len(here), _Passes(pipeline, model, here, run, end))
         weight += sum(batch.weight for batch in here)
-    # Ranks that share the layers of the last stage have all the same.
-    counts = pipeline.has_loss and (mesh.tensor is None or mesh.tensor.rank == 0)
-    total_loss, total_weight = mesh.sum([sum(counted), float(weight)] if counts else [0.0, 0.0])
+    total_loss, total_weight = mesh.sum([sum(counted), float(weight)] if speaks else [0.0, 0.0])
     return total_loss / max(total_weight, 1.0), int(total_weight), {}
 
 

@@ -11,9 +11,9 @@ from phalanx.optim.layout import lay_out
 from phalanx.optim.memory import held_bytes
 from phalanx.optim.units import describe
 from phalanx.parallel.apply import own_units, precision_of
-from phalanx.records import Kind, RunPaths, read_lines
+from phalanx.records import Kind, RunPaths
 from phalanx.train.engines import Weights, sharding_of
-from phalanx.train.sinks import Records
+from phalanx.train.sinks import Records, resolved_before
 from phalanx.train.subject import Subject
 
 if TYPE_CHECKING:
@@ -62,11 +62,7 @@ def settled_weights(
 
 def recorded(paths: RunPaths, of: dict[str, Any]) -> Any:
     """What was found last for such ranks: "even", or a list of parts in their order; None where nothing was."""
-    events = (event for event in read_lines(paths.events) if event.get("kind") == Kind.RESOLVED)
-    found = None
-    for event in events:
-        if event.get("key") == KEY and event.get("of") == of:
-            found = event.get("value")
+    found = resolved_before(paths, KEY, of)
     usable = isinstance(found, list) and len(found) == of["degree"] and all(type(part) is float for part in found)
     return found if usable or found == "even" else None
 

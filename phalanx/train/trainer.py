@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx import accelerator, mirror
-from phalanx.axes import Axes
+from phalanx.axes import axes_of
 from phalanx.checkpoint.disk import Saver
 from phalanx.checkpoint.read import find, newest_agreed
 from phalanx.comm.compressed import other_nodes
@@ -72,7 +72,7 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
     config = job.config
     threads = accelerator.threads_of(placement.threads, placement.local_world)
     accelerator.use(torch.device(placement.device), threads)
-    axes = Axes(config.parallel.tensor, config.parallel.pipeline)
+    axes = axes_of(config)
     storage_s = 0.0 if job.paths.url is None else STORE_OPERATIONS * config.resilience.storage_timeout_s
     with _asked_to_stop() as stop, join(placement, config.comm.timeout_s, storage_s, axes) as mesh:
         if attempt is not None:
@@ -291,11 +291,11 @@ class Loop:
             begun = time.perf_counter()
             batches = held_out.evaluation(self.parts.sharing.of_evaluation, limit)
             collated = ([self.parts.task.collate(samples) for samples in step_batches] for step_batches in batches)
-            pipeline, model, task = self.parts.parted.pipeline, self.parts.model, self.parts.task
-            if pipeline is None:
-                loss, tokens, scores = evaluate(model, task, collated, self.mesh, self.parts.parted.speaks)
-            else:
-                loss, tokens, scores = evaluate_pipeline(model, task, collated, self.mesh, pipeline)
+            parted = self.parts.parted
+            run = evaluate
+            if parted.pipeline is not None:
+                run = functools.partial(evaluate_pipeline, pipeline=parted.pipeline)
+            loss, tokens, scores = run(self.parts.model, self.parts.task, collated, self.mesh, parted.speaks)
             seconds = time.perf_counter() - begun
             details = {"step": step, "set": name, "loss": loss, "tokens": tokens, "seconds": seconds}
             details |= {"scores": scores, "unit": self.parts.subject.unit}

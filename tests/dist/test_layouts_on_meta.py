@@ -23,7 +23,7 @@ from phalanx.parallel.apply import own_units, precision_of
 from phalanx.parallel.parted import cut_down, part
 from phalanx.records import Placement
 from phalanx.train.dry_run import dry_run
-from phalanx.train.placed import axes_of
+from phalanx.axes import axes_of
 from phalanx.train.probe import state_bytes
 from phalanx.train.subject import spec_from_run, subject_of
 from tests.helpers import run_ranks

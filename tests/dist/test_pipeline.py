@@ -155,7 +155,8 @@ class Walker:
         ]
         if self.pipeline is None:
             return evaluate(self.model, self.task, batches, self.mesh)
-        return evaluate_pipeline(self.model, self.task, batches, self.mesh, self.pipeline)
+        speaks = self.pipeline.has_loss and (self.mesh.tensor is None or self.mesh.tensor.rank == 0)
+        return evaluate_pipeline(self.model, self.task, batches, self.mesh, speaks, self.pipeline)
 
     def copies(self, held: dict[str, Slice]) -> dict[str, int]:
         """How many ranks of one model hold each parameter alike."""

@@ -21,7 +21,7 @@ from phalanx.records import Placement
 from phalanx.report import sizes, words
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Batch
-from phalanx.train.dry_run import LiveBytes, activation_bytes, dry_run, height_of
+from phalanx.train.dry_run import LiveBytes, dry_run, height_of, walked_bytes
 from phalanx.train.placed import at_height
 from phalanx.train.probe import least_zero
 from phalanx.train.resolve import _fitting
@@ -79,7 +79,8 @@ def test_activations_are_what_a_pass_allocates(mode: str) -> None:
     config = checked(MODEL, train={"dtype": "fp32", "compile": False}, memory={"activations": mode, "horizon": 1})
     config, _ = recipe.resolve(config, device="cpu", world=1)
     spec = recipe_spec(config)
-    once, each = activation_bytes(config, subject_of(config, spec))
+    once, ends, block = walked_bytes(config, subject_of(config, spec))
+    each = ends + block * spec.layers
     measured = {batch: real_height(config, spec, batch) for batch in (2, 4)}
     assert once + 4 * each == pytest.approx(measured[4], rel=0.1)
     assert each == pytest.approx((measured[4] - measured[2]) / 2, rel=0.1)

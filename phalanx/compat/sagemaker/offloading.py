@@ -41,12 +41,6 @@ def prefetching(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def mover_of(wrapper: nn.Module) -> Mover:
-    """What moves the inputs of a wrapped model's layers, once the model was called."""
-    found: Mover = wrapper.__dict__[MOVER]
-    return found
-
-
 def _take_over(wrapper: OffloadWrapper, session: Session) -> Mover:
     units = [module for module in wrapper.modules() if isinstance(module, CheckpointWrapper)]
     inside = wrapper._checkpoint_wrapped_module
