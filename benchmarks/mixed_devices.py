@@ -147,8 +147,9 @@ def _worker(
     from phalanx.train.build import build
     from phalanx.train.measure import know
     from phalanx.train.sinks import Records
+    from phalanx.train.stopping import StopRequest
     from phalanx.train.subject import spec_from_run, subject_of
-    from phalanx.train.trainer import Loop, Run, StopRequest
+    from phalanx.train.trainer import Loop, Run
 
     place.limits.enter(first_rank + placement.rank)
     accelerator.use(accelerator.torch.device("cpu"), 1)

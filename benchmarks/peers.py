@@ -93,6 +93,7 @@ def settings(case: Case) -> Any:
         balance=SimpleNamespace(work="even", hardware=None),
         parallel=SimpleNamespace(data="single"),
         memory=SimpleNamespace(activations=case.activations),
+        resilience=SimpleNamespace(on_nan="skip", on_spike="off", checksum_every=0),
     )  # fmt: skip
 
 
@@ -134,7 +135,8 @@ def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
     from phalanx.parallel.materialize import with_adapters
     from phalanx.train.build import build
     from phalanx.train.sinks import Records
-    from phalanx.train.trainer import Loop, Run, StopRequest
+    from phalanx.train.stopping import StopRequest
+    from phalanx.train.trainer import Loop, Run
 
     config, paths = settings(case), RunPaths(folder)
     folder.mkdir(parents=True)

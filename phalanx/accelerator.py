@@ -95,6 +95,13 @@ def identity(device: torch.device) -> str:
     return str(getattr(properties, "uuid", ""))
 
 
+def driver_identity(device_name: str) -> str:
+    """The `identity` of a device given by its own name, in the spelling of NVIDIA's driver; "" for other kinds."""
+    device = torch.device(device_name)
+    found = identity(device) if device.type == NAMED_IN_SCRIPTS else ""
+    return found if not found or found.startswith(("GPU-", "MIG-")) else f"GPU-{found}"
+
+
 def host_cores() -> int:
     """CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0))
@@ -196,6 +203,12 @@ def side_stream(device: torch.device) -> Any:
     return None if device.type == "cpu" else torch.Stream(device)
 
 
+def wait_here(device: torch.device) -> None:
+    """Hold the host until the device has done all that this thread has queued."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+
+
 def wait(device: torch.device) -> None:
     """Hold the host until the device has done all that was queued."""
     if device.type != "cpu":
@@ -270,6 +283,11 @@ def save_memory_history(device: torch.device, path: Path) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def out_of_memory(message: str) -> Exception:
+    """What a device's allocator raises when there is no memory left."""
+    return torch.OutOfMemoryError(message)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

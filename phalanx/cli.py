@@ -13,9 +13,13 @@ from typing import Annotated
 
 import typer
 
-from phalanx import __version__, config, explain, mirror, recipe, storage
+from phalanx import __version__, config, explain, faults, mirror, recipe, storage
+from phalanx.axes import Axes
 from phalanx.data_commands import Overrides, data_app
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.health_commands import health_command
+from phalanx.job_commands import jobs_app
+from phalanx.node_commands import nodes_app
 from phalanx.records import ExitCode, Kind, RunPaths, Url, shown
 
 app = typer.Typer(
@@ -30,12 +34,18 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at recipes and their keys.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
+app.add_typer(nodes_app, name="nodes")
+app.command("health")(health_command)
+app.add_typer(jobs_app)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/demo.yaml.")]
 NodeCount = Annotated[
     int | None, typer.Option("--nodes", min=1, help="Nodes of the run, each of which is started by this command.")
 ]
 NodeRank = Annotated[int | None, typer.Option(min=0, help="Which of the nodes this one is, from 0.")]
+Spares = Annotated[
+    int | None, typer.Option(min=0, help="Nodes beyond --nodes that wait, ready to take the place of a lost one.")
+]
 Rendezvous = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Where nodes meet: tcp://HOST:PORT of node 0, or file:///FOLDER they share."),
@@ -43,6 +53,7 @@ Rendezvous = Annotated[
 RendezvousTimeout = Annotated[
     float | None, typer.Option(min=1.0, help="Seconds that nodes wait for a missing one. Default: 600.")
 ]
+PROMPT = "def "
 RunFolder = Annotated[str, typer.Argument(help="A run folder, or its URL.")]
 
 
@@ -100,8 +111,13 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
     node_count: NodeCount = None,
     node_rank: NodeRank = None,
+    spares: Spares = None,
     rendezvous: Rendezvous = None,
     rendezvous_timeout: RendezvousTimeout = None,
+    inject: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FAULT", help="Have something go wrong, such as kill:rank=1,step=7. May be repeated."),
+    ] = None,
 ) -> None:
     """Train a model; in a folder that holds the same run already, go on where it stopped.
 
@@ -111,9 +127,12 @@ def train(
 
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run; add that or leave it out")
-    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, os.environ)
+    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, os.environ, spares)
     if meeting is not None and dry_run:
         raise ConfigError("--dry-run looks at a recipe on this machine alone; leave --nodes out")
+    planned = faults.parse(inject or [])
+    if planned and dry_run:
+        raise ConfigError("--inject has nothing to happen in with --dry-run; leave one of them out")
     wanted = recipe.load(recipe_path, overrides or [])
     place = run_dir if run_dir is not None else f"runs/{recipe_path.stem}"
     if shrink:
@@ -123,9 +142,11 @@ def train(
         _dry_run(wanted, ranks or 1, as_json)
         return
     paths = _run_paths(place, wanted)
+    if meeting is None:
+        meeting = nodes.meeting_of_slurm(paths, os.environ)
     if meeting is not None:
-        raise typer.Exit(nodes.train(wanted, paths, ranks, meeting, os.environ, on_cpu=shrink))
-    raise typer.Exit(launch.train(wanted, paths, ranks, os.environ, on_cpu=shrink))
+        raise typer.Exit(nodes.train(wanted, paths, ranks, meeting, os.environ, on_cpu=shrink, planned=planned))
+    raise typer.Exit(launch.train(wanted, paths, ranks, os.environ, on_cpu=shrink, planned=planned))
 
 
 def _dry_run(wanted: config.Config, ranks: int, as_json: bool) -> None:
@@ -192,9 +213,11 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Draw among this many tokens; 0: among all.")] = 0,
     repetition_penalty: Annotated[float, typer.Option(min=1e-6, help="Above 1: avoid tokens that were there.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The same seed writes the same text.")] = 0,
+    tensor: Annotated[int, typer.Option(min=1, help="Of a run: local ranks that share every layer.")] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="Of a run: stages, one behind the other.")] = 1,
 ) -> None:
-    """Write text with a trained model, by the transformers library."""
-    from phalanx import generation
+    """Write text with a trained model, by the transformers library; by several ranks where no device holds it."""
+    from phalanx import generation, generation_over_ranks
     from phalanx.report.progress import phases
 
     if system is not None and not chat:
@@ -203,12 +226,18 @@ def generate(
         raise ConfigError("--prompt and --prompts both say what to go on from; leave one of them out")
     sampling = generation.Sampling(max_tokens, temperature, top_p, top_k, repetition_penalty, seed)
     show = functools.partial(phases, aside=True)
+    if tensor * pipeline > 1:
+        if chat:
+            raise ConfigError("--chat needs the model on one device; leave it out, or --tensor and --pipeline")
+        axes = Axes(tensor, pipeline)
+        text = prompt if prompt is not None else PROMPT
+        raise typer.Exit(generation_over_ranks.complete(model, axes, text, prompts, sampling))
     if prompts is not None:
         generation.complete_all(model, prompts, sampling, chat, system, show)
     elif chat:
         generation.converse(model, prompt, system, sampling, show)
     else:
-        generation.complete(model, prompt if prompt is not None else "def ", sampling, show)
+        generation.complete(model, prompt if prompt is not None else PROMPT, sampling, show)
 
 
 @app.command()

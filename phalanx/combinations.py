@@ -174,13 +174,19 @@ def _model_parallel_problems(config: Config) -> list[str]:
         found.append(f"{what} cannot be combined with parallel.data {parallel.data}; set parallel.data=sharded")
     if is_own(config) or is_bert(config) or (config.model.code is not None and parallel.tensor == 1):
         kind = "a task of one's own" if is_own(config) else "a BERT" if is_bert(config) else "model.code"
-        found.append(f"{what} cut models of the Llama family only, not that of {kind}; remove it")
+        cuts, it = ("cut", "them") if len(together) > 1 else ("cuts", "it")
+        found.append(f"{what} {cuts} models of the Llama family only, not that of {kind}; remove {it}")
     if config.model.lora is not None and parallel.tensor == 1:
         found.append(f"{what} cannot be combined with model.lora; remove one of them")
     if parallel.tensor > 1 and config.optim.rule == "adamw8bit":
         found.append(
             "optim.rule adamw8bit rounds the moments of whole rows of a matrix together, which parallel.tensor cuts; "
             "set optim.rule=adamw"
+        )
+    if parallel.pipeline > 1 and config.resilience.on_spike == "skip":
+        found.append(
+            "resilience.on_spike skip needs the loss of a step before its last backward pass, which a pipeline begins "
+            "before; set resilience.on_spike=rollback"
         )
     if parallel.pipeline > 1 and parallel.zero == 3:
         found.append(

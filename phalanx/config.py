@@ -20,6 +20,8 @@ from phalanx.models import spec as shapes
 from phalanx.models import spec_problems
 from phalanx.models.spec import PRESETS, LoraSpec, ModelSpec, RopeScaling
 from phalanx.parallel import slices, stages
+from phalanx.resilience_config import ResilienceSection
+from phalanx.slurm_config import SlurmSection
 from phalanx.values import (
     Auto,
     Count,
@@ -289,15 +291,6 @@ class CheckpointSection(Section):
     keep: Count = knob(3, "newest checkpoints kept")
 
 
-class ResilienceSection(Section):
-    """What happens when something breaks."""
-
-    max_restarts: CountOrZero = knob(3, "restarts after failures without a new checkpoint in between, before giving up")
-    storage_timeout_s: Annotated[float, Field(gt=0, le=604800), BeforeValidator(no_bool)] = knob(
-        300.0, "seconds for which an operation of a remote store that fails or stalls is tried again"
-    )
-
-
 class ReportSection(Section):
     """What is shown."""
 
@@ -320,6 +313,7 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()
     report: ReportSection = ReportSection()
+    slurm: SlurmSection = SlurmSection()
 
 
 SHAPE_FIELDS = (

@@ -1,5 +1,6 @@
 """This machine's devices as a launcher sees them: a child process, which may touch them, finds them for the ranks."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,9 @@ PRELOAD = (
     "torch.distributed.tensor",
     "phalanx.train.trainer",
     "phalanx.train.resolve",
+    "numpy.ma",  # which numpy itself imports when it first looks something up
 )
+WHERE_INSTALLED = ("psutil",)
 DEVICES_TIMEOUT_S = 120.0
 
 
@@ -28,6 +31,7 @@ class Device:
     name: str  # "cpu", or an accelerator with its index
     model: str  # what its maker calls it
     bf16: bool  # whether it computes in that type
+    identity: str = ""  # what its driver knows it by; empty for a CPU, and for what is told by other nodes
 
 
 def warmed(on_cpu: bool) -> tuple[dict[str, Device], list[str]]:
@@ -35,7 +39,7 @@ def warmed(on_cpu: bool) -> tuple[dict[str, Device], list[str]]:
     terminal = open_terminal()
     if terminal.is_terminal:
         terminal.print("[dim]importing torch[/dim]", end="\r")
-    agent.preload(PRELOAD)
+    agent.preload([*PRELOAD, *(name for name in WHERE_INSTALLED if importlib.util.find_spec(name) is not None)])
     found = {row[0]: Device(*row) for row in fork_call(_devices, timeout_s=DEVICES_TIMEOUT_S)}
     return found, [name for name in found if name != "cpu" and not on_cpu]
 
@@ -46,11 +50,14 @@ def devices_of_ranks(found: Mapping[str, Device], accelerators: Sequence[str], r
     return [found[device_of(accelerators, rank, world)] for rank in range(world)]
 
 
-def _devices() -> list[tuple[str, str, bool]]:
+def _devices() -> list[tuple[str, str, bool, str]]:
     from phalanx import accelerator
 
     names = ["cpu", *accelerator.found()]
-    return [(name, accelerator.model_of(name), accelerator.supports_bf16(name)) for name in names]
+    return [
+        (name, accelerator.model_of(name), accelerator.supports_bf16(name), accelerator.driver_identity(name))
+        for name in names
+    ]
 
 
 def models(devices: Sequence[Device]) -> list[str]:

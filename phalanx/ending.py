@@ -1,8 +1,12 @@
 """What a launcher says and writes of a run beside its ranks: its agent's events, how it ended, the report."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from phalanx import faults
 from phalanx.errors import PhalanxError
+from phalanx.faults import Fault
 from phalanx.records import ExitCode, Kind, RunPaths, Url, read_lines, write_event
 from phalanx.report.terminal import open_terminal
 
@@ -57,8 +61,24 @@ def outcome(paths: RunPaths, code: int, first_attempt: int) -> tuple[int, bool]:
     return code, asked
 
 
-def close(paths: RunPaths, code: int, asked: bool = False) -> None:
-    """Write the report and say where everything is; a report that fails must not hide how the run ended."""
+def tell_missed(paths: RunPaths, planned: Sequence[Fault], first_attempt: int) -> None:
+    """Say which faults were asked for and did not happen in this start, or they would be taken for tried."""
+    happened = {
+        str(event.get("fault"))
+        for event in read_lines(paths.events)
+        if event.get("kind") == Kind.INJECTED
+        and type(event.get("attempt")) is int
+        and event["attempt"] >= first_attempt
+    }
+    for fault in faults.missed(planned, happened):
+        message = f"--inject {fault.text} did not happen: the run did not get there in that attempt"
+        open_terminal().print(message, style="yellow", soft_wrap=True)
+        write_event(paths.events, Kind.WARNING, first_attempt, message=message)
+
+
+def close(paths: RunPaths, code: int, asked: bool = False, kept: Path | None = None) -> None:
+    """Write the report and say where everything is; a report that fails must not hide how the run ended. `kept`: the
+    folder in shared memory that holds a later step than the disk."""
     from phalanx.report import html
     from phalanx.report.console import summary
 
@@ -69,6 +89,12 @@ def close(paths: RunPaths, code: int, asked: bool = False) -> None:
         terminal.print(f"no report was written: {error}", style="yellow")
     if code in (ExitCode.DONE, ExitCode.STOPPED):
         terminal.print(summary(paths))
+    elif kept is not None:
+        terminal.print(
+            f"the run failed (exit code {code}); the ranks' own words are in {paths.root / 'logs'}. Its last step is "
+            f"newer than its checkpoints and kept in {kept}: the same command on this machine goes on from it",
+            style="red",
+        )
     elif asked:
         step = committed(paths)
         on = f"goes on from the checkpoint of step {step}" if step else "begins again, as there is no checkpoint"

@@ -33,10 +33,23 @@ class RunError(PhalanxError):
     exit_code = ExitCode.CONFIG
 
 
+class Unhealthy(PhalanxError):
+    """A node is not fit to be trained on: a sick device, a disk that cannot be written. Found before the start."""
+
+    exit_code = ExitCode.UNHEALTHY
+
+
 class Diverged(PhalanxError):
     """Training has run away: the same steps would run away again, so it is not retried."""
 
     exit_code = ExitCode.CONFIG
+
+
+class Corrupted(PhalanxError):
+    """Ranks hold different parameters where they must hold the same, and none can be believed. Worth another attempt,
+    from a checkpoint."""
+
+    exit_code = ExitCode.FAILED
 
 
 class CollectiveError(PhalanxError):

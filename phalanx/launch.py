@@ -1,8 +1,10 @@
 """Starting a run: the folder, each `auto`, the data, then local ranks under the agent, or one rank of a larger job."""
 
 import contextlib
+import dataclasses
 import functools
 import glob
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,20 +13,22 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.text import Text
 
-from phalanx import ending, hardware, mirror, recipe
+from phalanx import ending, faults, fitness, hardware, mirror, recipe, shared_memory, state_file, storage
 from phalanx.cluster import agent
-from phalanx.cluster.first_node import FirstNode
 from phalanx.cluster.fork import fork_call
-from phalanx.cluster.job import Part
 from phalanx.cluster.placement import from_environment
 from phalanx.cluster.rendezvous import look_again
 from phalanx.cluster.stopping import StopAsked, stoppable
+from phalanx.cluster.watchdog import Patience, patience_of
 from phalanx.combinations import unused
 from phalanx.config import Config
 from phalanx.devices import DEVICES_TIMEOUT_S, Device, devices_of_ranks, models, warmed
+from phalanx.faults import Fault
+from phalanx.kept import Kept
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, write_event
 from phalanx.remote_run import fetch_records, mirrored
 from phalanx.report.terminal import open_terminal
+from phalanx.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from phalanx.report.console import Console
@@ -44,27 +48,22 @@ class Prepared:
     warnings: list[str]  # events already, written before anything follows the file
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """What node 0 knows of a run on several nodes: its own part, the others, and devices and hosts of them all."""
-
-    part: Part
-    first: FirstNode
-    devices: list[Device]  # by rank
-    hosts: list[str]  # by node
-
-
 def train(
-    wanted: Config, paths: RunPaths, ranks: int | None, environment: Mapping[str, str], on_cpu: bool = False
+    wanted: Config,
+    paths: RunPaths,
+    ranks: int | None,
+    environment: Mapping[str, str],
+    on_cpu: bool = False,
+    planned: Sequence[Fault] = (),
 ) -> int:
     """Train `wanted` in a run folder: as local ranks, or as the rank that torchrun's or Slurm's variables describe;
-    `on_cpu` leaves accelerators alone.
+    `on_cpu` leaves accelerators alone; `planned` is what shall go wrong.
 
     Returns the exit code, also of a stop signal that comes before there are ranks; raises PhalanxError for what a user
     can mend.
     """
     try:
-        return _train(wanted, paths, ranks, environment, on_cpu)
+        return _train(wanted, paths, ranks, environment, on_cpu, planned)
     except StopAsked as asked:
         open_terminal().print(ending.stopped_early(paths, str(asked)))
         return ExitCode.STOPPED
@@ -99,90 +98,141 @@ def _tiny_hf(text: str) -> tuple[str, bool]:
     return tiny_folder(copies.fetched(recipe.check(yaml.safe_load(text), "the recipe"), weights=False))
 
 
-def _train(wanted: Config, paths: RunPaths, ranks: int | None, environment: Mapping[str, str], on_cpu: bool) -> int:
+def _train(
+    wanted: Config,
+    paths: RunPaths,
+    ranks: int | None,
+    environment: Mapping[str, str],
+    on_cpu: bool,
+    planned: Sequence[Fault],
+) -> int:
     with stoppable():
         found, accelerators = warmed(on_cpu)
     given = None if ranks is not None else from_environment(environment, accelerators)
     if given is not None:
-        return _join(wanted, paths, given, found[given.device])
-    return _launch(wanted, paths, devices_of_ranks(found, accelerators, ranks))
+        return _join(wanted, paths, given, found[given.device], planned)
+    return _launch(wanted, paths, devices_of_ranks(found, accelerators, ranks), planned)
 
 
-def _launch(wanted: Config, paths: RunPaths, devices: Sequence[Device]) -> int:
+def _launch(wanted: Config, paths: RunPaths, devices: Sequence[Device], planned: Sequence[Fault]) -> int:
     """Run local ranks under the agent, which starts them again when one dies."""
     from phalanx.train import folder
 
+    faults.check(planned, len(devices), wanted.train.steps, local=paths.url is None)
     with contextlib.ExitStack() as held:
         with stoppable():  # the agent has handlers of its own; these are for what comes before
             held.enter_context(folder.opened(paths))
             held.enter_context(mirrored(paths))
             if (done := finished(wanted, paths)) is not None:
                 return done
-            prepared = prepare(wanted, paths, devices, len(devices), len(devices), writes=True)
-        return run_ranks(prepared, paths, devices)
+            noticed = fitness.checked(wanted, paths, devices)
+            prepared = armed(prepare(wanted, paths, devices, len(devices), len(devices), writes=True), planned)
+        return run_ranks(prepared, paths, devices, noticed=noticed)
+
+
+def armed(prepared: Prepared, planned: Sequence[Fault]) -> Prepared:
+    """What is left to do, with faults in it whose attempts count from the first one of this command."""
+    job = dataclasses.replace(prepared.job, faults=faults.absolute(planned, prepared.attempt))
+    return dataclasses.replace(prepared, job=job)
 
 
 def run_ranks(
     prepared: Prepared,
     paths: RunPaths,
     devices: Sequence[Device],
-    nodes: Nodes | None = None,
+    noticed: dict[str, Any] | None = None,
 ) -> int:
-    """Run this node's ranks, one for each of `devices`, to the end of the run, and show its progress."""
+    """Run this node's ranks, one for each of `devices`, to the end of the run, and show its progress. `noticed`: what
+    was worth a look when this node was looked at."""
     from phalanx.report.console import Console, Follower
 
     with stoppable():
         if prepared.config.report.tensorboard:
-            agent.preload(["torch.utils.tensorboard"])
+            preload_tensorboard()
         console = Console(prepared.config.train.steps, paths.name, unit=prepared.unit)
         follower = Follower(paths, console)
-        everywhere = devices if nodes is None else nodes.devices
-        facts = _facts(prepared, everywhere, len(everywhere)) | ({} if nodes is None else {"hosts": nodes.hosts})
-        write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **facts)
+        write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **facts(prepared, devices, len(devices)))
         _show_warnings(prepared, console)
-    lowered = hardware.lowered(paths)
-
-    def limit_has_fallen() -> bool:
-        look_again(paths.limit(0).parent)  # another node may have written it
-        return lowered()
+        if noticed is not None:
+            write_event(paths.events, Kind.HEALTH, prepared.attempt, **noticed)
+    watch = fitness.Watch(paths, fitness.used(devices), fitness.into_events(paths))
 
     def note(kind: str, details: dict[str, Any]) -> None:
         ending.note(paths, console, kind, {"attempt": prepared.attempt} | details)
+        if kind == Kind.WORKER_DIED and "host" not in details and prepared.config.resilience.health != "off":
+            watch.look(details["attempt"], f"the death of rank {details['rank']}")
 
-    if nodes is not None:
-        nodes.first.notice = note
+    def idle() -> None:
+        follower.poll()
+        watch.tend()
+
     job = agent.Job(
         world=len(devices),
         worker=functools.partial(worker, prepared.job),
         paths=paths,
         devices=[device.name for device in devices],
         max_restarts=prepared.config.resilience.max_restarts,
+        patience=patience(prepared.config),
+        same_crash=prepared.config.resilience.same_crash,
         on_event=note,
-        on_idle=follower.poll,
+        on_idle=idle,
         first_attempt=prepared.attempt,
         grace_s=prepared.config.comm.timeout_s,
-        progress=lambda: ending.committed(paths),
-        after_out_of_memory=limit_has_fallen,
-        part=None if nodes is None else nodes.part,
-        others=None if nodes is None else nodes.first,
+        after_out_of_memory=hardware.lowered(paths),
     )
     try:
-        code = agent.run(job)
+        with shared_memory.held(shared_memory.folder_of(paths)) as shared:
+            for folder in shared_memory.sweep():
+                note(Kind.WARNING, {"message": f"removed {folder}, which a run had left behind more than a day ago"})
+            code = _in_memory(job, shared, prepared, paths)
     finally:
+        watch.close()
         follower.poll()
         console.close()
     code, asked = ending.outcome(paths, code, prepared.attempt)
-    ending.close(paths, code, asked)
+    ending.tell_missed(paths, prepared.job.faults, prepared.attempt)
+    ending.close(paths, code, asked, shared.folder if shared.keeps else None)
     return code
 
 
-def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device) -> int:
+def _in_memory(job: agent.Job, shared: SharedMemory, prepared: Prepared, paths: RunPaths) -> int:
+    """Run a job whose ranks have a folder in shared memory, which stays when it holds more than the disk does."""
+    run = state_file.run_of(paths.events)
+
+    def progress() -> int:
+        return max(ending.committed(paths), state_file.committed(shared.folder, run))
+
+    def kept() -> Kept | None:
+        wanted = prepared.config.resilience.memory is not False and job.others is None
+        return state_file.to_go_on_from(shared.folder, run, ending.committed(paths) if wanted else math.inf)
+
+    def idle() -> None:
+        job.on_idle()
+        shared.touch()
+
+    shared.keeps = False
+    code = int(ExitCode.FAILED)
+    try:
+        code = agent.run(dataclasses.replace(job, shared=shared.folder, progress=progress, kept=kept, on_idle=idle))
+    finally:
+        in_memory = state_file.committed(shared.folder, run)
+        shared.keeps = code != ExitCode.DONE and in_memory > ending.committed(paths)
+    return code
+
+
+def patience(config: Config) -> Patience | None:
+    """For how long nothing may change with a rank."""
+    return patience_of(config.resilience.hang_s, config.comm.timeout_s, config.train.compile is True)
+
+
+def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device, planned: Sequence[Fault]) -> int:
     """Be one rank of a job that something else started; rank 0 keeps the folder and shows the progress."""
     from phalanx.report.console import Console
     from phalanx.train import folder, trainer
     from phalanx.train.sinks import Sink
 
     first = placement.rank == 0
+    faults.check(planned, placement.world, wanted.train.steps, local=paths.url is None)
     if paths.url is not None:  # the ranks may be on one machine, or on many
         paths = mirror.working(paths.url.text, wanted.data.cache, paths.url.timeout_s, placement.rank)
     with contextlib.ExitStack() as stack:
@@ -194,16 +244,22 @@ def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device)
         if (done := finished(wanted, paths, show=first)) is not None:
             return done
         with stoppable():
+            noticed = fitness.checked(wanted, paths, [device]) if placement.local_rank == 0 else None
             prepared = prepare(wanted, paths, [device], placement.world, placement.local_world, writes=first)
+        # Who restarts the ranks starts this command again: attempts are those of the run folder.
+        job = dataclasses.replace(prepared.job, faults=tuple(planned))
         sinks: list[Sink] = []
         if first:
-            write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **_facts(prepared, [device], placement.world))
+            write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **facts(prepared, [device], placement.world))
             console = Console(prepared.config.train.steps, paths.name, unit=prepared.unit)
             _show_warnings(prepared, console)
+            if noticed is not None:
+                console.on_event(write_event(paths.events, Kind.HEALTH, prepared.attempt, **noticed))
             sinks = [console]
             sinks += _sinks(prepared.job, prepared.attempt)
-        code = int(trainer.run(prepared.job, placement, sinks, attempt=prepared.attempt if first else 0))
+        code = int(trainer.run(job, placement, sinks, attempt=prepared.attempt if first else 0))
         if first:
+            ending.tell_missed(paths, planned, prepared.attempt)
             ending.close(paths, code)
         return code
 
@@ -317,7 +373,20 @@ def resolve(text: str, devices: list[str], world: int, local_world: int, show: b
         return resolve_with_files(text, devices, world, local_world, progress)
 
 
-def _facts(prepared: Prepared, devices: Sequence[Device], world: int) -> dict[str, Any]:
+def resolved(config: Config, devices: Sequence[Device], world: int, meanwhile: Callable[[], None]) -> dict[str, Any]:
+    """What `train.resolve` says on this node of a configuration that another node has resolved."""
+    unlike = list({device.model: device.name for device in devices}.values())
+    look_again(storage.local_cache(config.data.cache))  # that node may just have made there what this one needs
+    text = recipe.to_yaml(config)
+    return fork_call(resolve, text, unlike, world, len(devices), True, timeout_s=None, meanwhile=meanwhile)
+
+
+def preload_tensorboard() -> None:
+    agent.preload(["torch.utils.tensorboard"])
+
+
+def facts(prepared: Prepared, devices: Sequence[Device], world: int) -> dict[str, Any]:
+    """What the records say of a start; `devices` are those of all ranks where they are known."""
     return {
         "parameters": prepared.parameters,
         "trainable": prepared.trainable,

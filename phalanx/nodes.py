@@ -6,9 +6,6 @@ same run folder and the same data before the first step. The rules of meeting ar
 
 import contextlib
 import functools
-import json
-import os
-import secrets
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,65 +13,98 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-import yaml
 from rich.text import Text
 
 import phalanx
-from phalanx import ending, launch, mirror, recipe, storage
-from phalanx.cluster import agent, other_node, rendezvous
-from phalanx.cluster.first_node import FirstNode, own_hello
-from phalanx.cluster.fork import fork_call
-from phalanx.cluster.job import Job, Others, Part
+from phalanx import ending, faults, fitness, launch, member, shared_memory
+from phalanx.cluster import epochs, other_node, rendezvous
+from phalanx.cluster.circle import Claim
+from phalanx.cluster.door import Door
+from phalanx.cluster.first_node import FirstNode
+from phalanx.cluster.greeting import own_hello
+from phalanx.cluster.job import Job
+from phalanx.cluster.leader import Leader
 from phalanx.cluster.other_node import OtherNode
-from phalanx.cluster.rendezvous import Place, look_again
+from phalanx.cluster.peer import Peer
+from phalanx.cluster.rendezvous import Place
+from phalanx.cluster.slurm_step import step_of
 from phalanx.cluster.stopping import StopAsked, stoppable
+from phalanx.cluster.wire import Message
 from phalanx.config import Config
 from phalanx.devices import Device, devices_of_ranks, warmed
 from phalanx.errors import ConfigError, PhalanxError, RunError
-from phalanx.launch import Nodes, Prepared
-from phalanx.records import BASE_WEIGHTS, ExitCode, Kind, RunPaths, write_atomic
-from phalanx.remote_run import fetch_records, mirrored
+from phalanx.faults import Fault
+from phalanx.records import ExitCode, RunPaths
+from phalanx.remote_run import mirrored
 from phalanx.report import words
 from phalanx.report.terminal import open_terminal
 
 TIMEOUT_S = 600.0
-WEIGHTS = "model.from_hf"  # what a new run begins with: each rank reads its own part of it
-SEEN_S = 3.0  # what a network file system gets to show what another node has just written
+AUTO_RESUME = "PHALANX_AUTO_RESUME"  # what the option --auto-resume of srun and sbatch sets, by contrib/spank
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the command line says of a job on several nodes."""
+    """What the command line says of a job on several nodes: `nodes` train, and `spares` more wait."""
 
     nodes: int
     node: int
     place: Place
     timeout_s: float
     quiet: bool = False  # whether nothing is said on the way
+    spares: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.nodes + self.spares
 
 
 def meeting(
-    nodes: int | None, node: int | None, where: str | None, timeout_s: float | None, environment: Mapping[str, str]
+    nodes: int | None,
+    node: int | None,
+    where: str | None,
+    timeout_s: float | None,
+    environment: Mapping[str, str],
+    spares: int | None = None,
 ) -> Meeting | None:
     """Check the options that belong together; None for a run on one node. Raises ConfigError."""
     if nodes is None:
-        given = {"--node-rank": node, "--rendezvous": where, "--rendezvous-timeout": timeout_s}
+        given = {"--node-rank": node, "--rendezvous": where, "--rendezvous-timeout": timeout_s, "--spares": spares}
         alone = [name for name, value in given.items() if value is not None]
         if alone:
             raise ConfigError(f"{alone[0]} belongs to a run on several nodes; give --nodes too, or leave it out")
         return None
-    if nodes == 1:
+    total = nodes + (spares or 0)
+    if total == 1:
         raise ConfigError("--nodes 1 is a run on one node, which needs no rendezvous; leave --nodes out")
+    named = f"--nodes {nodes}" + (f" --spares {spares}" if spares else "")
     if node is None:
-        raise ConfigError(f"--nodes {nodes} needs --node-rank, which of them this one is: 0 to {nodes - 1}")
-    if node >= nodes:
-        raise ConfigError(f"--node-rank {node} is not one of {nodes} nodes; give a number from 0 to {nodes - 1}")
+        raise ConfigError(f"{named} needs --node-rank, which of them this one is: 0 to {total - 1}")
+    if node >= total:
+        raise ConfigError(f"--node-rank {node} is not one of {total} nodes; give a number from 0 to {total - 1}")
     if where is None:
         raise ConfigError(
-            f"--nodes {nodes} needs --rendezvous, where the nodes meet: tcp://HOST:PORT of node 0, or file:///FOLDER "
-            "that all nodes share"
+            f"{named} needs --rendezvous, where the nodes meet: tcp://HOST:PORT of node 0, or file:///FOLDER that all "
+            "nodes share"
         )
-    return Meeting(nodes, node, rendezvous.place_of(where, environment), timeout_s or TIMEOUT_S)
+    place = rendezvous.place_of(where, environment)
+    return Meeting(nodes, node, place, timeout_s or TIMEOUT_S, spares=spares or 0)
+
+
+def meeting_of_slurm(paths: RunPaths, environment: Mapping[str, str]) -> Meeting | None:
+    """The meeting of a Slurm step that has one task on each of several nodes and was started with --auto-resume=1:
+    each task is then a node's agent instead of a rank. None for any other start. Raises ConfigError."""
+    if environment.get(AUTO_RESUME) != "1":
+        return None
+    step = step_of(environment)
+    if step is None or step.nodes == 1:
+        return None
+    if paths.url is not None:
+        raise ConfigError(
+            f"srun --auto-resume=1 needs a run folder that all nodes share, by which they meet, but {paths.shown} is a "
+            "URL; name a folder, or give --nodes, --node-rank and --rendezvous"
+        )
+    return Meeting(step.nodes, step.node, Place(str(paths.meet), folder=paths.meet.absolute()), TIMEOUT_S)
 
 
 def train(
@@ -84,6 +114,7 @@ def train(
     meeting: Meeting,
     environment: Mapping[str, str],
     on_cpu: bool = False,
+    planned: Sequence[Fault] = (),
 ) -> int:
     """Train as one of several nodes. Returns the exit code, as `launch.train` does; raises PhalanxError for what a user
     can mend, on whichever node it was found."""
@@ -91,21 +122,26 @@ def train(
         with stoppable():
             found, accelerators = warmed(on_cpu)
         devices = devices_of_ranks(found, accelerators, ranks)
-        run = _lead if meeting.node == 0 else _follow
-        return run(wanted, paths, devices, meeting)
+        run = _lead if meeting.node == 0 and not _goes_on(paths, meeting) else _follow
+        return run(wanted, paths, devices, meeting, planned)
     except StopAsked as asked:
         open_terminal().print(ending.stopped_early(paths, str(asked)))
         return ExitCode.STOPPED
 
 
 def hello(
-    wanted: Config, devices: Sequence[Device], meeting: Meeting, command: str = "phalanx train"
+    wanted: Config,
+    devices: Sequence[Device],
+    meeting: Meeting,
+    command: str = "phalanx train",
+    planned: Sequence[Fault] = (),
 ) -> dict[str, Any]:
     """What this node says of itself; nodes that were started by unlike commands do not fit, nor by unlike recipes."""
     rows = [[device.name, device.model, device.bf16] for device in devices]
     versions = {"phalanx": phalanx.__version__, "torch": version("torch")}
-    asked = {"the command": command, **dict(_flat(wanted.model_dump(mode="json")))}
-    return own_hello(meeting.node, meeting.nodes, rows, versions, asked)
+    asked = {"the command": command, "--spares": meeting.spares, **dict(_flat(wanted.model_dump(mode="json")))}
+    asked["--inject"] = "; ".join(fault.text for fault in planned)
+    return own_hello(meeting.node, meeting.total, rows, versions, asked)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -118,14 +154,14 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _say(meeting: Meeting, text: str) -> None:
     if not meeting.quiet:
-        open_terminal().print(Text(f"node {meeting.node} of {meeting.nodes}: {text}"), soft_wrap=True)
+        open_terminal().print(Text(f"node {meeting.node} of {meeting.total}: {text}"), soft_wrap=True)
 
 
 def _show(meeting: Meeting, kind: str, details: dict[str, Any]) -> None:
     _say(meeting, words.sentence({"kind": kind, **details}))
 
 
-def wait(others: Others, until: Callable[[], bool]) -> None:
+def wait(others: FirstNode | OtherNode, until: Callable[[], bool]) -> None:
     """Let others be heard until something holds."""
     others.tend()
     while not until():
@@ -139,35 +175,76 @@ def wait(others: Others, until: Callable[[], bool]) -> None:
 # -------------------------------------------------------------------------------------------------------------- node 0
 
 
-def _lead(wanted: Config, paths: RunPaths, devices: Sequence[Device], meeting: Meeting) -> int:
+def _goes_on(paths: RunPaths, meeting: Meeting) -> bool:
+    """Whether the run goes on already, led by another node, which this one then comes back to."""
+    if meeting.place.folder is None:
+        leader = _leader(paths)
+        return leader is not None and other_node.goes_on((leader[0],), leader[1], meeting.place.secret)
+    there = rendezvous.read_address(meeting.place.folder)
+    return there is not None and other_node.goes_on(there.hosts, there.port, there.secret)
+
+
+def _leader(paths: RunPaths) -> tuple[str, int] | None:
+    """Where the leader of the newest epoch listens, as its file says."""
+    told = None if paths.url is not None else epochs.newest(paths)
+    try:
+        return None if told is None else (str(told["address"][0]), int(told["address"][1]))
+    except (KeyError, TypeError, ValueError, IndexError):
+        return None
+
+
+def _lead(
+    wanted: Config, paths: RunPaths, devices: Sequence[Device], meeting: Meeting, planned: Sequence[Fault]
+) -> int:
+    """Be node 0: bring all together, prepare the run, and then be one of the members."""
     from phalanx.train import folder
 
+    said = hello(wanted, devices, meeting, planned=planned)
     with contextlib.ExitStack() as held:
         with stoppable():
             held.enter_context(folder.opened(paths))
             held.enter_context(mirrored(paths))
-            first = held.enter_context(hosted(meeting, hello(wanted, devices, meeting)))
+            first = held.enter_context(hosted(meeting, said))
             tend = hearing(first)
             gather(first, meeting, tend)
             if (done := launch.finished(wanted, paths)) is not None:
                 first.finish(done, "the run is complete already")
                 return done
-            nodes = everywhere(first)
-            world = len(nodes.devices)
+            noticed = fitness.checked(wanted, paths, devices)
+            hellos = first.hellos()
+            rows_of = [each["devices"] for each in hellos[: meeting.nodes]]  # spares have no part yet
+            everywhere = [Device(*row) for rows in rows_of for row in rows]
+            elsewhere, world = everywhere[len(devices) :], len(everywhere)
+            faults.check(planned, world, wanted.train.steps, local=paths.url is None)
             prepared = launch.prepare(
-                wanted,
-                paths,
-                devices,
-                world,
-                len(devices),
-                writes=True,
-                elsewhere=nodes.devices[len(devices) :],
-                meanwhile=tend,
+                wanted, paths, devices, world, len(devices), writes=True, elsewhere=elsewhere, meanwhile=tend
             )
-            offer(first, held.enter_context(_offering(wanted, prepared, paths, first)), tend)
-        code = launch.run_ranks(prepared, paths, devices, nodes)
-        first.finish(code, _ending(code, paths))
-        return code
+            prepared = launch.armed(prepared, planned)
+            plan = [(node, len(rows)) for node, rows in enumerate(rows_of)]
+            told = member.offer_of(wanted, prepared, paths, 1, plan, rows_of, meeting.nodes)
+            held.callback(paths.sign.unlink, missing_ok=True)
+            offer(first, lambda node: told, tend)
+            shared = held.enter_context(shared_memory.held(shared_memory.folder_of(paths, meeting.node)))
+            shared.keeps = False
+            where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
+            run = member.Member(wanted, paths, devices, where, said, shared.folder, functools.partial(_say, meeting))
+            peer = Peer(first.secret, run.make, run.lead)
+            peer.prepared(told, run.job(prepared.job, len(devices), world))
+            hosts = [each["host"] for each in hellos[: meeting.nodes]]
+            run.begin(launch.facts(prepared, everywhere, world) | {"hosts": hosts}, prepared, noticed)
+            epoch = 1 if run.claim is None else epochs.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
+            enter_first(first, peer, run.claim, wanted.resilience.heartbeat_s, epoch)
+        return run.to_the_end(peer)
+
+
+def enter_first(first: FirstNode, peer: Peer, claim: Claim | None, heartbeat_s: float, epoch: int) -> None:
+    """Have all who have met enter the circle, node 0 with them. Raises RunError."""
+    at = first.bound()
+    roster = first.roster(epoch, at)
+    me = roster.member(0)
+    assert me is not None
+    first.enter(roster)
+    peer.enter(me, roster, first.door, at, heartbeat_s, claim)
 
 
 def hearing(first: FirstNode) -> Callable[[], None]:
@@ -227,7 +304,7 @@ def hosted(meeting: Meeting, hello: dict[str, Any]) -> Iterator[FirstNode]:
             made = rendezvous.publish(place.folder, address)
             held.callback(rendezvous.withdraw, place.folder, address, made)
         show = functools.partial(_show, meeting)
-        first = FirstNode(meeting.nodes, listener, address, place.folder, hello, meeting.timeout_s, show)
+        first = FirstNode(meeting.total, listener, address, place.folder, hello, meeting.timeout_s, show)
         try:
             yield first
         except StopAsked as asked:
@@ -241,50 +318,6 @@ def hosted(meeting: Meeting, hello: dict[str, Any]) -> Iterator[FirstNode]:
             raise
 
 
-def everywhere(first: FirstNode) -> Nodes:
-    """What all nodes have said of themselves. All must be there."""
-    hellos = first.hellos()
-    devices = [Device(*row) for said in hellos for row in said["devices"]]
-    return Nodes(Part(0, 0, len(devices), first.interface()), first, devices, [said["host"] for said in hellos])
-
-
-def config_for_all(wanted: Config, prepared: Prepared) -> str:
-    """The resolved configuration as YAML, but for what was `auto` and follows from memory: each node looks at its own,
-    and the ranks agree."""
-    of_memory = ("train.micro_batch", "parallel.zero", "parallel.reduce", "memory.activations")
-    own = {key: "auto" for key in of_memory if recipe.get(wanted, key) == "auto"}
-    return recipe.to_yaml(recipe.update(prepared.config, own))
-
-
-@contextlib.contextmanager
-def _offering(
-    wanted: Config, prepared: Prepared, paths: RunPaths, first: FirstNode
-) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """What node 0 tells each node; the sign by which they know the run folder is there as long."""
-    counts = [len(said["devices"]) for said in first.hellos()]
-    told = {
-        "config": config_for_all(wanted, prepared),
-        "sign": None if paths.url is not None else secrets.token_hex(8),
-        "data": json.loads(paths.data.read_text(encoding="utf-8")),
-        "weights": prepared.weights,
-        "world": sum(counts),
-    }
-    if told["sign"] is not None:
-        write_atomic(paths.sign, str(told["sign"]))
-    try:
-        yield lambda node: told | {"first_rank": sum(counts[:node])}
-    finally:
-        paths.sign.unlink(missing_ok=True)
-
-
-def _ending(code: int, paths: RunPaths) -> str:
-    if code == ExitCode.DONE:
-        return "the run is done"
-    if code == ExitCode.STOPPED:
-        return "the run was stopped; the same commands go on with it"
-    return f"the run failed (exit code {code}); node 0 and {paths.shown} say why"
-
-
 # --------------------------------------------------------------------------------------------------------- other nodes
 
 
@@ -292,33 +325,54 @@ class _Changed(Exception):
     """Node 0 has gone, or has ended the job, while this node was preparing its part."""
 
 
-def _follow(wanted: Config, paths: RunPaths, devices: Sequence[Device], meeting: Meeting) -> int:
-    def make(node: OtherNode, tend: Callable[[], None]) -> Job:
-        return _job(node, paths, devices, meeting, tend)
+def _follow(
+    wanted: Config, paths: RunPaths, devices: Sequence[Device], meeting: Meeting, planned: Sequence[Fault]
+) -> int:
+    said = hello(wanted, devices, meeting, planned=planned)
+    with shared_memory.held(shared_memory.folder_of(paths, meeting.node)) as shared:
+        shared.keeps = False
+        where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
+        run = member.Member(wanted, paths, devices, where, said, shared.folder, functools.partial(_say, meeting))
+        works = Works(run.make, run.lead, run.claim, wanted.resilience.heartbeat_s)
+        peer = take_part(said, meeting, works, functools.partial(_leader, paths))
+        return peer if isinstance(peer, int) else run.to_the_end(peer)
 
-    return take_part(hello(wanted, devices, meeting), meeting, make)
+
+@dataclass(frozen=True)
+class Works:
+    """What a node does as a member of a job, as `Peer` and its circle want it."""
+
+    make: Callable[[Message, Callable[[], None]], Job]
+    lead: Callable[[Peer], Leader]
+    claim: Claim | None
+    heartbeat_s: float
 
 
-def take_part(said: dict[str, Any], meeting: Meeting, make: Callable[[OtherNode, Callable[[], None]], Job]) -> int:
-    """Be another node than node 0, which hears `said` of this one, until the job is over. `make` makes what runs here
-    of what node 0 has offered; it calls the function that it is given all the time.
+def take_part(
+    said: Message,
+    meeting: Meeting,
+    works: Works,
+    leader: Callable[[], tuple[str, int] | None] = lambda: None,
+) -> Peer | int:
+    """Come to a job, whose leader hears `said` of this node, and be a member; or the exit code where the job is over.
 
-    Returns the exit code. Raises StopAsked, and PhalanxError where node 0 does not come or this node cannot take part.
+    Raises StopAsked, and PhalanxError where node 0 does not come or this node cannot take part.
     """
     while True:
         with stoppable():
-            node = other_node.seek(meeting.place, said, meeting.timeout_s, functools.partial(_say, meeting))
+            node = other_node.seek(meeting.place, said, meeting.timeout_s, functools.partial(_say, meeting), leader)
         with contextlib.closing(node):
-            code = _take_part(node, meeting, make)
-        if code is not None:
-            return code
+            found = _take_part(node, meeting, works)
+        if found is not None:
+            return found
         _say(
             meeting, f"node 0 was lost ({node.lost}); waiting for it to come back, for {meeting.timeout_s:g} s at most"
         )
+        time.sleep(other_node.PAUSE_S)
 
 
-def _take_part(node: OtherNode, meeting: Meeting, make: Callable[[OtherNode, Callable[[], None]], Job]) -> int | None:
-    """This node's part of the job, up to its exit code, or to None when node 0 is lost."""
+def _take_part(node: OtherNode, meeting: Meeting, works: Works) -> Peer | int | None:
+    """The way into the job: a member, the exit code of one that is over, or None when node 0 is lost."""
 
     def settled() -> bool:
         return node.over is not None or node.refused is not None or node.lost is not None
@@ -328,109 +382,32 @@ def _take_part(node: OtherNode, meeting: Meeting, make: Callable[[OtherNode, Cal
         if settled():
             raise _Changed
 
+    peer = Peer(node.secret, works.make, works.lead)
     try:
-        code = None
-        with stoppable():
+        with stoppable(), contextlib.suppress(_Changed):
             _say(meeting, "reached node 0, which prepares the run when all are there")
-            wait(node, lambda: settled() or node.offer is not None)
-            job = None if settled() else make(node, tend)
-        if job is not None:
-            node.say({"answer": {}})
-            code = agent.follow(job, node)
-    except _Changed:
-        code = None
+            wait(node, lambda: settled() or node.offer is not None or node.roster is not None)
+            if node.offer is not None and not settled():
+                peer.prepared(node.offer, works.make(node.offer, tend))
+                node.say({"answer": {}})
+                wait(node, lambda: settled() or node.roster is not None)
     except StopAsked as asked:
         node.tell_stop(str(asked))
         raise
     except PhalanxError as error:
         node.say({"unfit": str(error)})
         raise
+    if node.roster is not None:
+        door = Door(node.at.listener, node.secret, functools.partial(_refused, meeting))
+        peer.enter(node.member, node.roster, door, node.at, works.heartbeat_s, works.claim)
+        return peer
     if node.refused is not None:
         raise ConfigError(node.refused)
     if node.over is not None:
         _say(meeting, node.over[1])
         return node.over[0]
-    return code
+    return None
 
 
-def _job(
-    node: OtherNode, paths: RunPaths, devices: Sequence[Device], meeting: Meeting, tend: Callable[[], None]
-) -> Job:
-    """What this node's agent runs. Raises PhalanxError where this node does not fit the run that node 0 prepared."""
-    from phalanx.train import copies
-    from phalanx.train.resolve import token_folders
-    from phalanx.train.subject import spec_if_any
-    from phalanx.train.trainer import Run
-
-    offer = node.offer
-    assert offer is not None
-    first_rank, world = int(offer["first_rank"]), int(offer["world"])
-    config = recipe.check(yaml.safe_load(offer["config"]), "node 0's configuration")
-    if paths.url is None:
-        _check_folder(paths, offer["sign"])
-    else:
-        paths = mirror.working(paths.url.text, config.data.cache, paths.url.timeout_s, first_rank)
-        fetch_records(paths, tend)
-    answer = resolved(config, devices, world, tend)
-    _check_data(answer, {**offer["data"], WEIGHTS: offer["weights"]})
-    here = copies.here(recipe.check(yaml.safe_load(answer["config"]), "the resolved configuration"))
-    run = Run(here, spec_if_any(here, paths), paths, *token_folders(answer))
-    last = first_rank + len(devices) - 1
-
-    def show(kind: str, details: dict[str, Any]) -> None:
-        if kind == Kind.ATTEMPT_STARTED:
-            ranks = f"rank {first_rank}" if last == first_rank else f"ranks {first_rank} to {last}"
-            _say(meeting, f"attempt {details['attempt']} started: {ranks} of {world} here")
-        else:
-            _show(meeting, kind, details)
-
-    return Job(
-        world=len(devices),
-        worker=functools.partial(launch.worker, run),
-        paths=paths,
-        devices=[device.name for device in devices],
-        on_event=show,
-        grace_s=here.comm.timeout_s,
-        part=Part(meeting.node, first_rank, world, rendezvous.interface_of(node.channel.socket)),
-        others=node,
-    )
-
-
-def resolved(config: Config, devices: Sequence[Device], world: int, tend: Callable[[], None]) -> dict[str, Any]:
-    """What `train.resolve` says on this node of the configuration that node 0 has offered."""
-    unlike = list({device.model: device.name for device in devices}.values())
-    look_again(storage.local_cache(config.data.cache))  # node 0 may just have made there what this node needs
-    text = recipe.to_yaml(config)
-    return fork_call(launch.resolve, text, unlike, world, len(devices), True, timeout_s=None, meanwhile=tend)
-
-
-def _check_folder(paths: RunPaths, sign: str) -> None:
-    """Raises ConfigError when this node does not see node 0's run folder, or cannot write to it."""
-    until = time.monotonic() + SEEN_S
-    while True:
-        look_again(paths.root)
-        with contextlib.suppress(OSError):
-            if paths.sign.read_text(encoding="utf-8") == sign:
-                break
-        if time.monotonic() > until:
-            raise ConfigError(
-                f"the run folder {paths.root.absolute()} of this node is not the one of node 0; give --run-dir a "
-                "folder on a file system that all nodes share, or a URL"
-            )
-        time.sleep(0.2)
-    if not os.access(paths.root, os.W_OK | os.X_OK):
-        raise ConfigError(f"this node cannot write to the run folder {paths.root.absolute()}; change its rights")
-
-
-def _check_data(answer: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Raises ConfigError when this node would train on something else than node 0."""
-    mine = {**answer["data"], WEIGHTS: answer["weights"]}
-    if answer["base"] is not None:
-        mine[BASE_WEIGHTS] = {"sha256": answer["base"]}
-    different = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
-    if different:
-        differ = "differs" if len(different) == 1 else "differ"
-        raise ConfigError(
-            f"{' and '.join(different)} {differ} between this node and node 0, so the nodes would train on different "
-            "things; give all nodes the same files, or a data.cache that they share"
-        )
+def _refused(meeting: Meeting, host: str, why: str) -> None:
+    _say(meeting, f"a caller from {host} was refused: {why}")

@@ -245,9 +245,10 @@ def to_yaml(config: Config) -> str:
 def continue_from(wanted: Config, saved: Config, folder: Path | str, same_devices: bool = True) -> Config:
     """The configuration for going on in `folder`: `wanted`, with each `auto` as it was resolved when the run began.
 
-    What was resolved for the devices is resolved anew when they are not the `same_devices` any more. Raises ConfigError
-    when a knob that defines the loss curve differs from the saved one.
+    What was resolved for the devices is resolved anew when they are not the `same_devices` any more, or when each holds
+    another part of the model. Raises ConfigError when a knob that defines the loss curve differs from the saved one.
     """
+    same_devices = same_devices and _part_of_a_rank(wanted) == _part_of_a_rank(saved)
     different, kept = [], {}
     for key, info in leaves():
         mine, theirs = get(wanted, key), get(saved, key)
@@ -266,6 +267,11 @@ def continue_from(wanted: Config, saved: Config, folder: Path | str, same_device
     for key in (*FOUND_ANEW, *(() if same_devices else FOUND_FOR_DEVICES)):
         kept.pop(key, None)
     return update(wanted, kept)
+
+
+def _part_of_a_rank(config: Config) -> tuple[Any, ...]:
+    """What decides which part of a model a rank holds, and how many micro-batches are under way there."""
+    return axes_of(config), config.parallel.schedule if config.parallel.pipeline > 1 else ""
 
 
 # ------------------------------------------------------------------------------------------------------------ sentences

@@ -18,20 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Files of a Hugging Face folder that make up its tokenizer: any of the first makes a folder one, the others say more
-# about it.
+from phalanx.kept import Kept
+
+# Files of a Hugging Face folder's tokenizer: any of the first makes a folder one, the others say more about it.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 TOKENIZER_FILES = (
-    *VOCABULARY_FILES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
-
+    *VOCABULARY_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt",
+    "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
 BASE_WEIGHTS = "base weights"  # in data.json, what a run's adapters belong to
 MANIFEST = "manifest.json"  # of a checkpoint
 HELD_OUT = "held_out"  # the set to evaluate on that was kept back of the training documents
@@ -45,6 +39,7 @@ class ExitCode(enum.IntEnum):
     DONE = 0
     FAILED = 1  # an unexpected error; worth another attempt
     CONFIG = 2  # a mistake in the recipe, the data or the run folder; never retried
+    UNHEALTHY = 3  # a node is not fit to be trained on: found before the start; another node may be
     STOPPED = 10  # asked to stop by a signal: finished the step, saved, left
     OUT_OF_MEMORY = 11  # never retried unchanged
 
@@ -55,7 +50,7 @@ class Kind(enum.StrEnum):
     RUN_STARTED = "run_started"
     RESOLVED = "resolved"  # an `auto` got its value: key, value, reason
     ATTEMPT_STARTED = "attempt_started"  # pids by rank
-    RESUMED = "resumed"  # step, checkpoint
+    RESUMED = "resumed"  # step, checkpoint or memory
     MEASURING = "measuring"  # ranks, reason
     MEASURED = "measured"  # devices (rank, model, most, sequences_per_s), seconds
     DEVICES_CHANGED = "devices_changed"  # reason
@@ -69,16 +64,23 @@ class Kind(enum.StrEnum):
     RESHARED = "reshared"  # step (the first with these shares), shares, parts, why, before_s, after_s
     EVALUATED = "evaluated"  # step, set, loss, tokens, seconds, scores, unit
     STEP_SKIPPED = "step_skipped"  # step, reason
+    ROLLED_BACK = "rolled_back"  # step, from_step, reason, first, last: the steps whose data are passed over
+    CORRUPTED = "corrupted"  # step, ranks, parameters, devices, repaired
+    SLOW = "slow"  # rank, host, factor, seconds
+    INJECTED = "injected"  # rank, step, fault
     WORKER_DIED = "worker_died"  # rank, pid, signal or exit_code, reason
     RESTARTED = "restarted"  # attempt
+    GAVE_UP = "gave_up"  # reason: why no other attempt is made
     NODE_JOINED = "node_joined"  # node, host, ranks
     NODE_LOST = "node_lost"  # node, host, reason
+    INCIDENT = "incident"  # what, done, seconds, step
     SIGNALLED = "signalled"  # signal
     STOPPED = "stopped"  # step
     FINISHED = "finished"  # step, seconds
     EXPORTED = "exported"  # folder
     PROFILED = "profiled"  # first, last, phases, operators, folder
     MEMORY_RECORDED = "memory_recorded"  # step, peak_bytes, phases, folder
+    HEALTH = "health"  # host, after, verdict, findings
     WARNING = "warning"  # message
 
 
@@ -96,7 +98,8 @@ class StoreAddress:
 @dataclass(frozen=True)
 class Placement:
     """Where one worker runs. `device` is "cpu" or an accelerator with its index; `attempt` counts from 1; `threads` of
-    the host are the user's choice, 0: this rank's part of the cores."""
+    the host are the user's choice, 0: this rank's part of the cores; `shared` is the folder in this node's shared
+    memory where things outlive the rank, `kept` what of it the attempt begins with (None: with what is on the disk)."""
 
     rank: int
     world: int
@@ -107,6 +110,8 @@ class Placement:
     store: StoreAddress | None  # None: one rank alone
     attempt: int = 1
     threads: int = 0
+    shared: str | None = None
+    kept: Kept | None = None
 
 
 @dataclass
@@ -269,6 +274,11 @@ class RunPaths:
         return self.root / "limits" / f"rank-{rank:05d}.json"
 
     @property
+    def suspects(self) -> Path:
+        """Devices that have computed or kept something wrong, a line for each time."""
+        return self.root / "suspects.jsonl"
+
+    @property
     def lock(self) -> Path:
         return self.root / ".lock"
 
@@ -277,12 +287,85 @@ class RunPaths:
         """By what other nodes know that this folder is node 0's."""
         return self.root / ".sign"
 
+    @property
+    def nodes(self) -> Path:
+        """What was asked of nodes, and what their checks have found."""
+        return self.root / "nodes"
+
+    def node_request(self, node: str) -> Path:
+        """What a user asks of a node: to leave it, replace it, or use it again."""
+        return self.nodes / f"{node}.json"
+
+    def node_health(self, host: str) -> Path:
+        """The results of a host's last check."""
+        return self.nodes / f"{host}.health"
+
+    @property
+    def launch(self) -> Path:
+        """What `phalanx launch` has left for the nodes, and they for it."""
+        return self.root / "launch"
+
+    @property
+    def launched(self) -> Path:
+        """How the run was launched last."""
+        return self.launch / "launched.json"
+
+    @property
+    def launch_recipe(self) -> Path:
+        """The recipe as it was launched, with its overrides."""
+        return self.launch / "recipe.yaml"
+
+    @property
+    def launch_script(self) -> Path:
+        """The job that Slurm was given."""
+        return self.launch / "job.sh"
+
+    @property
+    def jobs(self) -> Path:
+        """Numbers of the jobs that Slurm was given for this run, the newest last."""
+        return self.launch / "jobs"
+
+    @property
+    def cancelled(self) -> Path:
+        """Exists when the run was asked to stop for good."""
+        return self.launch / "cancelled"
+
+    @property
+    def keeper(self) -> Path:
+        """Process and machine that keep a run that was launched without a scheduler; locked while they do."""
+        return self.launch / "keeper"
+
+    @property
+    def meet(self) -> Path:
+        """Where the nodes of a launched run meet."""
+        return self.launch / "meet"
+
+    def over(self, start: str) -> Path:
+        """How a start of a launched run ended: exit code, `again` or `end`, the step that was saved, who says so."""
+        return self.launch / f"over-{start}"
+
+    def node_log(self, node: int) -> Path:
+        """What the agent of a node of a launched run says."""
+        return self.root / "logs" / f"node-{node}.log"
+
+    def job_log(self, number: str) -> Path:
+        """What Slurm and the script of a job say."""
+        return self.root / "logs" / f"slurm-{number}.log"
+
+    def epoch(self, number: int) -> Path:
+        """On several nodes: who leads them since then."""
+        return self.root / "epochs" / f"{number:06d}.json"
+
     def log(self, attempt: int, rank: int) -> Path:
         return self.root / "logs" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"
 
     def cause(self, attempt: int, rank: int) -> Path:
         """Why a worker ended, written by itself."""
         return self.root / "logs" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.cause.json"
+
+    def flights(self, attempt: int) -> Path:
+        """The beginning of the names of what NCCL writes of its last collectives; a rank's number follows."""
+        return self.log(attempt, 0).parent / "flight-rank-"
 
     def logged(self) -> list[int]:
         """The attempts that have left logs here."""
@@ -353,6 +436,23 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(record, dict):
                 yield record
+
+
+def recent_lines(path: Path, least_bytes: int) -> list[dict[str, Any]]:
+    """The whole records in the last bytes of a JSON-lines file, at least so many of them if it has them."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - least_bytes)
+        file.seek(start)
+        lines = file.read().splitlines()[1 if start else 0 :]
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                found.append(record)
+    return found
 
 
 def last_line(path: Path) -> dict[str, Any] | None:

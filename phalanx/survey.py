@@ -6,27 +6,31 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx import balance, hardware, launch, nodes, recipe
+from phalanx import balance, hardware, launch, member, nodes, recipe
 from phalanx.cluster import agent
-from phalanx.cluster.job import Job, Part
-from phalanx.cluster.other_node import OtherNode
-from phalanx.cluster.rendezvous import interface_of
-from phalanx.cluster.stopping import StopAsked, stoppable
+from phalanx.cluster.affairs import Policy
+from phalanx.cluster.job import Job
+from phalanx.cluster.leader import Leader, Plan, take_lead
+from phalanx.cluster.peer import Peer, run
+from phalanx.cluster.stopping import Signals, StopAsked, stoppable
+from phalanx.cluster.succession import division_of
+from phalanx.cluster.wire import Message
 from phalanx.config import Config
 from phalanx.devices import Device, devices_of_ranks, warmed
 from phalanx.errors import ConfigError, RunError
 from phalanx.hardware import Hardware
-from phalanx.launch import Nodes, Prepared
+from phalanx.launch import Prepared
 from phalanx.nodes import Meeting
 from phalanx.records import ExitCode, Kind, Placement, RunPaths
 from phalanx.report import measured, words
 from phalanx.report.terminal import open_terminal
 
 COMMAND = "phalanx hardware"  # by which its nodes know each other
+HEARTBEAT_S = 5.0  # of silence; measuring takes all of a machine
 GRACE_S = 1.0  # what ranks get to end; they have nothing to save
 
 
@@ -69,8 +73,8 @@ def _survey(
 ) -> int:
     with contextlib.ExitStack() as held:
         with stoppable():
-            prepared, everywhere = _prepared(wanted, devices, paths, meeting, held)
-        code = _measured(prepared, devices, everywhere, as_json, paths)
+            prepared, peer = _prepared(wanted, devices, paths, meeting, held)
+        code = _measured(prepared, devices, peer, as_json, paths)
         if code == ExitCode.DONE:
             known = hardware.read(paths.hardware)
             try:
@@ -78,62 +82,108 @@ def _survey(
             except OSError as error:
                 raise _unwritten(file, error) from None
             _show(known, wanted, prepared, file, as_json)
-        if everywhere is not None:
-            done = "the devices are measured, and node 0 has the file"
-            everywhere.first.finish(code, done if code == ExitCode.DONE else "not measured; node 0 says why")
         return code
+
+
+@dataclass
+class _Said:
+    """What is said of events while ranks measure."""
+
+    quiet: bool
+    died: list[str] = field(default_factory=list)
+
+    def note(self, kind: str, details: dict[str, Any]) -> None:
+        if kind in (Kind.WORKER_DIED, Kind.NODE_LOST):
+            self.died.append(words.sentence({"kind": kind, **details}))
+        elif kind == Kind.WARNING and not self.quiet:
+            open_terminal().print(words.sentence({"kind": kind, **details}))
 
 
 def _prepared(
     wanted: Config, devices: Sequence[Device], paths: RunPaths, meeting: Meeting | None, held: contextlib.ExitStack
-) -> tuple[Prepared, Nodes | None]:
+) -> tuple[Prepared, Peer | None]:
     """Resolve the recipe; on node 0 of several with all others there and ready."""
     here = len(devices)
     if meeting is None:
         return launch.prepare(wanted, paths, devices, here, here, writes=False), None
-    first = held.enter_context(nodes.hosted(meeting, nodes.hello(wanted, devices, meeting, COMMAND)))
+    said = nodes.hello(wanted, devices, meeting, COMMAND)
+    first = held.enter_context(nodes.hosted(meeting, said))
     tend = nodes.hearing(first)
     nodes.gather(first, meeting, tend)
-    everywhere = nodes.everywhere(first)
-    world, elsewhere = len(everywhere.devices), everywhere.devices[here:]
+    rows = [each["devices"] for each in first.hellos()]
+    elsewhere = [Device(*row) for each in rows[1:] for row in each]
+    world = here + len(elsewhere)
     prepared = launch.prepare(wanted, paths, devices, world, here, writes=False, elsewhere=elsewhere, meanwhile=tend)
-    counts = [len(said["devices"]) for said in first.hellos()]
-    told = {"config": nodes.config_for_all(wanted, prepared), "world": world}
-    nodes.offer(first, lambda node: told | {"first_rank": sum(counts[:node])}, tend)
-    return prepared, everywhere
+    plan = [(node, len(each)) for node, each in enumerate(rows)]
+    told = {"config": member.config_for_all(wanted, prepared), "world": world}
+    told |= division_of(1, plan, rows, Policy(len(rows), max_restarts=0, on_lost_node=()))
+    nodes.offer(first, lambda node: told, tend)
+    works = _works(said, devices, paths, as_json=meeting.quiet)
+    peer = Peer(first.secret, works.make, works.lead)
+    peer.prepared(told, _job(prepared.job, devices, paths))
+    nodes.enter_first(first, peer, None, HEARTBEAT_S, epoch=1)
+    return prepared, peer
 
 
-def _measured(
-    prepared: Prepared, devices: Sequence[Device], everywhere: Nodes | None, as_json: bool, paths: RunPaths
-) -> int:
-    """Have all ranks measure; returns the exit code."""
-    terminal = open_terminal()
-    world = len(devices) if everywhere is None else len(everywhere.devices)
-    if not as_json:
-        terminal.print(f"measuring {world} device{'s' if world > 1 else ''}: passes of this model, copies, the link")
-    died: list[str] = []
+def _works(said: Message, devices: Sequence[Device], paths: RunPaths, as_json: bool) -> nodes.Works:
+    """What a node does that measures with others. A node that is lost ends it."""
+    from phalanx.train import copies
+    from phalanx.train.resolve import token_folders
+    from phalanx.train.subject import spec_if_any
+    from phalanx.train.trainer import Run
 
-    def note(kind: str, details: dict[str, Any]) -> None:
-        if kind in (Kind.WORKER_DIED, Kind.NODE_LOST):
-            died.append(words.sentence({"kind": kind, **details}))
-        elif kind == Kind.WARNING and not as_json:
-            terminal.print(words.sentence({"kind": kind, **details}))
+    def make(offer: Message, tend: Callable[[], None]) -> Job:
+        config = recipe.check(recipe.parse_yaml(offer["config"], "node 0's configuration"), "node 0's configuration")
+        answer = launch.resolved(config, devices, int(offer["world"]), tend)
+        what = "the resolved configuration"
+        here = copies.here(recipe.check(recipe.parse_yaml(answer["config"], what), what))
+        return _job(Run(here, spec_if_any(here, paths), paths, *token_folders(answer)), devices, paths)
 
-    if everywhere is not None:
-        everywhere.first.notice = note
-    job = Job(
+    def prepare(division: int, plan: Plan, devices: list[list[Any]]) -> Message:
+        raise ConfigError("devices are measured together, or not at all")
+
+    def lead(peer: Peer) -> Leader:
+        return take_lead(peer, said, 1, 0, prepare, _Said(as_json).note)
+
+    return nodes.Works(make, lead, None, HEARTBEAT_S)
+
+
+def _job(training: Any, devices: Sequence[Device], paths: RunPaths) -> Job:
+    return Job(
         world=len(devices),
-        worker=functools.partial(_worker, prepared.job, paths.hardware),
+        worker=functools.partial(_worker, training, paths.hardware),
         paths=paths,
         devices=[device.name for device in devices],
-        on_event=note,
         grace_s=GRACE_S,
-        part=None if everywhere is None else everywhere.part,
-        others=None if everywhere is None else everywhere.first,
     )
-    code = agent.run(job)
+
+
+def _measured(prepared: Prepared, devices: Sequence[Device], peer: Peer | None, as_json: bool, paths: RunPaths) -> int:
+    """Have all ranks measure; returns the exit code."""
+    terminal, said = open_terminal(), _Said(as_json)
+    world = len(devices) if peer is None or peer.offer is None else int(peer.offer["world"])
+    if not as_json:
+        terminal.print(f"measuring {world} device{'s' if world > 1 else ''}: passes of this model, copies, the link")
+    if peer is None:
+        code = agent.run(replace(_job(prepared.job, devices, paths), on_event=said.note))
+        why = "; ".join(said.died)
+    else:
+        code = _run(peer)
+        why = peer.circle.fenced or (peer.over[1] if peer.over is not None else "")
     if code != ExitCode.DONE:
-        terminal.print("; ".join(died) or f"not measured (exit code {code})", style="red")
+        terminal.print(why or f"not measured (exit code {code})", style="red")
+    return code
+
+
+def _run(peer: Peer) -> int:
+    """This node's part of measuring."""
+    with Signals() as signals:
+        try:
+            code = run(peer, GRACE_S, signals)
+            if peer.leads and peer.over is not None and code == ExitCode.DONE:
+                peer.over = code, "the devices are measured, and node 0 has the file"
+        finally:
+            peer.close()
     return code
 
 
@@ -155,35 +205,14 @@ def _show(known: Hardware, wanted: Config, prepared: Prepared, file: Path, as_js
 
 def _take_part(wanted: Config, devices: Sequence[Device], paths: RunPaths, meeting: Meeting) -> int:
     """Measure this node's devices as node 0 says; it has the result."""
-    from phalanx.train import copies
-    from phalanx.train.resolve import token_folders
-    from phalanx.train.subject import spec_if_any
-    from phalanx.train.trainer import Run
-
-    def make(node: OtherNode, tend: Callable[[], None]) -> Job:
-        assert node.offer is not None
-        first_rank, world = int(node.offer["first_rank"]), int(node.offer["world"])
-        config = recipe.check(
-            recipe.parse_yaml(node.offer["config"], "node 0's configuration"), "node 0's configuration"
-        )
-        answer = nodes.resolved(config, devices, world, tend)
-        here = copies.here(
-            recipe.check(
-                recipe.parse_yaml(answer["config"], "the resolved configuration"), "the resolved configuration"
-            )
-        )
-        run = Run(here, spec_if_any(here, paths), paths, *token_folders(answer))
-        return Job(
-            world=len(devices),
-            worker=functools.partial(_worker, run, paths.hardware),
-            paths=paths,
-            devices=[device.name for device in devices],
-            grace_s=GRACE_S,
-            part=Part(meeting.node, first_rank, world, interface_of(node.channel.socket)),
-            others=node,
-        )
-
-    return nodes.take_part(nodes.hello(wanted, devices, meeting, COMMAND), meeting, make)
+    said = nodes.hello(wanted, devices, meeting, COMMAND)
+    peer = nodes.take_part(said, meeting, _works(said, devices, paths, as_json=meeting.quiet))
+    if isinstance(peer, int):
+        return peer
+    code = _run(peer)
+    if not meeting.quiet:
+        open_terminal().print(peer.circle.fenced or (peer.over[1] if peer.over is not None else ""))
+    return code
 
 
 def _writable(file: Path) -> None:

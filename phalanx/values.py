@@ -18,6 +18,11 @@ def no_bool(value: Any) -> Any:
     return value
 
 
+def or_off(value: Any) -> Any:
+    """The word off, which YAML reads as false; of other values that are no numbers no_bool speaks."""
+    return "off" if value is False else no_bool(value)
+
+
 def plain(value: str) -> str:
     """Refuse what YAML can spell as an escape and no file name or text of a corpus holds."""
     if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):

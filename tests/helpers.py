@@ -21,18 +21,25 @@ START_S = 120  # what the zygote gets to import torch on a busy machine
 
 
 def run_ranks(
-    function: Callable[..., Any] | str, world: int, timeout_s: float = 60, restarts: int = 0, **kwargs: Any
+    function: Callable[..., Any] | str,
+    world: int,
+    timeout_s: float = 60,
+    restarts: int = 0,
+    shared: Path | None = None,
+    **kwargs: Any,
 ) -> list[Any]:
     """Call `function(placement, **kwargs)` on `world` CPU ranks and return their JSON-able results by rank.
 
     `function` is a module-level function of an importable module, or its "module:name"; kwargs travel as JSON (a Path
-    arrives as a string). With `restarts`, an abnormal end starts all ranks again with the next `placement.attempt`.
+    arrives as a string). With `restarts`, an abnormal end starts all ranks again with the next `placement.attempt`;
+    with `shared`, a folder for state files, ranks of the run in kwargs["run"] begin with what those hold.
 
     Raises:
         AssertionError: a rank failed or the time was up; the text has the first cause's traceback and the logs' ends.
     """
     name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
     request = {"function": name, "world": world, "kwargs": kwargs, "timeout_s": timeout_s, "restarts": restarts}
+    request["shared"] = None if shared is None else str(shared)
     with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder:
         reply = _ask(request | {"folder": folder}, timeout_s)
     assert "error" not in reply, f"{name} on {world} ranks: {reply['error']}"

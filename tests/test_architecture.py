@@ -23,18 +23,27 @@ PLAIN = {
     "phalanx", "errors", "axes", "records", "balance", "resharing", "hardware", "rules", "values", "model_config",
     "config", "combinations", "recipe", "explain", "models.spec", "optim.overlap", "optim.timeline",
     "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
+    "shared_memory", "state_file", "kept", "pairing", "pulse", "faults", "slurm_config", "resilience_config",
+    "fencing",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
 MAY_IMPORT: dict[str, set[str]] = {
     # level 0: plain data and pure functions
     "phalanx": set(),
-    "records": set(),
+    "records": {"kept"},
     "errors": {"records"},
     "patience": {"errors", "records"},
     "storage": {"errors", "patience", "records"},
     "mirror": {"errors", "records", "storage"},
+    "shared_memory": {"errors", "records"},
+    "pulse": {"errors"},
+    "faults": {"errors"},
+    "kept": set(),
+    "state_file": {"errors", "kept", "records"},
+    "fencing": {"errors", "records"},
     "balance": {"errors"},
+    "pairing": set(),
     "axes": {"config", "errors"},
     "resharing": {"balance"},
     "hardware": {"balance", "errors", "records"},
@@ -48,7 +57,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel.stages": {"balance", "errors", "models.spec"},
     "values": set(),
     "model_config": {"values", "models.spec"},
-    "config": {"errors", "model_config", "values", "models.spec", "parallel.slices", "parallel.stages"},
+    "slurm_config": {"values"},
+    "resilience_config": {"values"},
+    "config": {
+        "errors", "model_config", "slurm_config", "resilience_config", "values", "models.spec", "parallel.slices",
+        "parallel.stages",
+    },
     "combinations": {"axes", "config", "balance", "errors", "rules", "models.spec"},
     "recipe": {"axes", "combinations", "config", "errors", "model_config", "rules"},
     "explain": {"config", "errors", "recipe"},
@@ -73,17 +87,31 @@ MAY_IMPORT: dict[str, set[str]] = {
     # level 4
     "devices": PLAIN | {"accelerator", "cluster", "report"},
     "remote_run": PLAIN | {"cluster", "report"},
+    "fitness": PLAIN | {"cluster", "devices"},
+    "deep_health": PLAIN | {"cluster", "devices", "report", "train"},
+    "health_nodes": PLAIN | {"cluster", "deep_health", "nodes", "report"},
+    "node_commands": PLAIN | {"cluster", "report"},
+    "health_commands": PLAIN | {"cluster", "deep_health", "health_nodes", "nodes", "report"},
     "ending": PLAIN | {"checkpoint", "report"},
-    "launch": PLAIN | {"devices", "remote_run", "ending", "shrink", "cluster", "report", "data", "train"},
+    "launch": PLAIN | {"devices", "fitness", "remote_run", "ending", "shrink", "cluster", "report", "data", "train"},
     "generation": PLAIN | {"models", "data", "train"},
+    "generation_over_ranks": PLAIN | {"accelerator", "cluster", "comm", "generation", "train"},
     "sharded_model": PLAIN | {"comm", "optim", "checkpoint", "parallel"},
     "sharding": PLAIN | {"accelerator", "models", "comm", "optim", "cluster", "sharded_model", "parallel"},
     "scripts": PLAIN | {"accelerator", "cluster", "comm", "parallel"},
     "compat": PLAIN | {"accelerator", "cluster", "comm", "models", "parallel", "scripts"},
-    "survey": PLAIN | {"cluster", "devices", "launch", "nodes", "report", "train"},
-    "nodes": PLAIN | {"cluster", "devices", "launch", "remote_run", "ending", "report", "train"},
+    "survey": PLAIN | {"cluster", "devices", "launch", "member", "nodes", "report", "train"},
+    "recorder": PLAIN | {"cluster", "ending", "report"},
+    "member": PLAIN
+    | {"cluster", "devices", "fitness", "launch", "recorder", "remote_run", "ending", "report", "train"},
+    "nodes": PLAIN | {"cluster", "devices", "fitness", "launch", "member", "remote_run", "ending", "report", "train"},
     "data_commands": PLAIN | {"data", "report", "train"},
-    "cli": PLAIN | {"compat", "data_commands", "nodes", "survey", "launch", "generation", "report", "train"},
+    "keeper": PLAIN | {"cluster", "ending"},
+    "jobs": PLAIN | {"cluster", "keeper", "report"},
+    "job_commands": PLAIN | {"cluster", "jobs", "keeper", "report"},
+    "cli": PLAIN
+    | {"compat", "data_commands", "health_commands", "node_commands", "job_commands", "nodes", "survey", "launch"}
+    | {"generation", "generation_over_ranks", "report", "train"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -91,10 +119,13 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_USE: dict[str, set[str]] = {
     "values": {"pydantic"},
     "model_config": {"pydantic"},
+    "slurm_config": {"pydantic"},
+    "resilience_config": {"pydantic"},
     "config": {"pydantic"},
     "recipe": {"pydantic", "yaml"},
     "explain": {"pydantic"},
     "storage": {"fsspec"},
+    "cluster": {"pynvml"},
     "report": {"plotly", "rich", "yaml"},
     "accelerator": {"torch", "psutil"},
     "phases": {"torch"},
@@ -107,13 +138,19 @@ MAY_USE: dict[str, set[str]] = {
     "checkpoint": {"torch", "safetensors"},
     "train": {"torch", "numpy", "yaml", "wandb"},
     "launch": {"rich", "yaml"},
-    "nodes": {"rich", "yaml"},
+    "member": {"yaml"},
+    "nodes": {"rich"},
     "generation": {"torch", "transformers"},
+    "generation_over_ranks": {"torch", "transformers"},
     "sharded_model": {"torch"},
     "sharding": {"torch"},
     "scripts": {"torch"},
     "compat": {"torch"},
     "data_commands": {"typer"},
+    "health_commands": {"typer"},
+    "node_commands": {"typer"},
+    "jobs": {"rich"},
+    "job_commands": {"typer"},
     "cli": {"typer"},
 }
 TORCH_FREE = (*PLAIN, "cluster", "report")
@@ -121,19 +158,28 @@ TORCH_FREE = (*PLAIN, "cluster", "report")
 ALSO_TORCH_FREE = (
     "phalanx.cli",
     "phalanx.data_commands",
+    "phalanx.health_commands",
+    "phalanx.node_commands",
+    "phalanx.deep_health",
+    "phalanx.health_nodes",
+    "phalanx.fitness",
+    "phalanx.job_commands",
+    "phalanx.jobs",
+    "phalanx.keeper",
     "phalanx.launch",
     "phalanx.nodes",
     "phalanx.survey",
     "phalanx.scripts.ranks",
     "phalanx.compat.run",
     "phalanx.generation",
+    "phalanx.generation_over_ranks",
     "phalanx.optim.schedule",
 )
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 # What a unit may import of another only in part: the interface of the engines, not the engines.
 IN_PART = {
     ("parallel", "optim"): {"phalanx.optim.choose", "phalanx.optim.engine", "phalanx.optim.gradients"},
-    ("checkpoint", "optim"): {"phalanx.optim.engine"},
+    ("checkpoint", "optim"): {"phalanx.optim.engine", "phalanx.optim.coded", "phalanx.optim.lane"},
 }
 
 
@@ -323,7 +369,14 @@ def test_importing_does_no_work(module: str) -> None:
 
 def test_the_process_environment_is_read_in_few_places() -> None:
     readers = {name for name in MODULES if any("os.environ" in ast.unparse(node) for node in _attributes(name))}
-    commands = {"phalanx.cli", "phalanx.launch", "phalanx.cluster.agent", "phalanx.cluster.worker"}
+    commands = {
+        "phalanx.cli",
+        "phalanx.health_commands",
+        "phalanx.job_commands",
+        "phalanx.launch",
+        "phalanx.cluster.agent",
+        "phalanx.cluster.worker",
+    }
     # What a script of a user's own calls, however it was started, and what starts one.
     scripts = {"phalanx.sharding", "phalanx.scripts.session", "phalanx.compat.run"}
     scripts |= {"phalanx.compat.sagemaker.start", "phalanx.compat.sagemaker.command"}
@@ -336,7 +389,8 @@ def _attributes(module: str) -> Iterator[ast.Attribute]:
 
 def test_only_what_faces_the_user_prints() -> None:
     for module in MODULES:
-        if unit_of(module) in ("report", "cli", "data_commands", "launch", "generation"):
+        reading = ("report", "cli", "data_commands", "job_commands", "launch", "generation", "generation_over_ranks")
+        if unit_of(module) in reading:
             continue
         printing = {"print", "typer.echo", "sys.stdout.write"}
         guilty = [f"{module}:{line}" for name, line in calls_of(module) if name in printing]

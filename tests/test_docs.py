@@ -21,7 +21,7 @@ import click
 import pytest
 import typer
 
-from phalanx import cli, explain, recipe
+from phalanx import cli, explain, faults, recipe
 from phalanx.config import Config, leaves
 from phalanx.models.spec import PRESETS
 from phalanx.records import ExitCode, Kind, RunPaths, StepRecord, read_lines, read_steps
@@ -34,7 +34,10 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 NAMES = {page: page.relative_to(ROOT).as_posix() for page in PAGES}
 BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
 # Options of other programs that the pages speak of.
-FOREIGN_FLAGS = {"--debug", "--signal", "--max-restarts", "--ntasks", "--gpus", "--apply", "--limit", "--output"}
+FOREIGN_FLAGS = {
+    "--debug", "--signal", "--max-restarts", "--ntasks", "--ntasks-per-node", "--gpus", "--apply", "--limit",
+    "--output", "--no-kill", "--requeue", "--cpu-bind", "--constraint", "--reservation", "--auto-resume", "--gres",
+}  # fmt: skip
 FORBIDDEN = re.compile(r"https?://|/work/|/root/|/home/|pypi|index-url|github\.com|huggingface\.co|\bTODO\b", re.I)
 # What makes a documented command small; a page's own key=value comes later and wins.
 SMALL_MODEL = ["model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1"]
@@ -120,7 +123,9 @@ def test_keys_exist(page: Path) -> None:
     text = spans(page) + re.findall(r"\b[a-z]+\.[a-z_.]+(?==)", "\n".join(block.text for block in blocks(page)))
     named = [match[0] for span in text if (match := re.match(r"[a-z]+(\.[a-z_0-9]+)+", span))]
     meant = [
-        key for key in named if key.split(".")[0] in sections and not key.endswith((".html", ".yaml", ".json", ".py"))
+        key
+        for key in named
+        if key.split(".")[0] in sections and not key.endswith((".html", ".yaml", ".json", ".py", ".conf"))
     ]
     assert [key for key in meant if key not in keys | groups] == []
 
@@ -229,6 +234,13 @@ def test_the_tables_of_records_are_complete() -> None:
     assert {name.rstrip("/") for name in first_column(section(page, "The run folder"))} >= tops
 
 
+def test_the_table_of_faults_is_complete() -> None:
+    page = ROOT / "docs" / "faults.md"
+    assert first_column(section(page, "What can be asked for")) == list(faults.KINDS)
+    keys = [key for row in first_column(section(page, "Where and when")) for key in row.split("=")[:1]]
+    assert keys[:4] == ["rank", "attempt", "every", "phase"]
+
+
 def test_the_table_of_exit_codes_is_complete() -> None:
     table = section(ROOT / "docs" / "launching.md", "Exit codes")
     rows = re.findall(r"^\| (\d+) \| (\w+) \|.*\| (yes|yes, [^|]+|no) \|$", table, re.M)
@@ -275,7 +287,7 @@ def command_lines(text: str) -> list[str]:
 def smaller(line: str) -> str:
     """A documented command with settings that a test has time for."""
     line = re.sub(r"train\.steps=(\d+)", lambda match: f"train.steps={int(match[1]) // STEPS_FACTOR}", line)
-    training = re.match(r"(.*phalanx (?:train|hardware) \S+\.yaml)(.*)", line)
+    training = re.match(r"(.*phalanx (?:train|hardware|launch) \S+\.yaml)(.*)", line)
     if not training:
         return line
     if "digits.yaml" in line:  # a network and data of its own

@@ -20,7 +20,9 @@ from typing import Any
 from phalanx.cluster.agent import Job, preload, run
 from phalanx.cluster.fork import die_with
 from phalanx.cluster.worker import STACKS_SIGNAL
+from phalanx.kept import Kept
 from phalanx.records import Kind, Placement, RunPaths, write_atomic
+from phalanx.state_file import run_of, to_go_on_from
 
 WARM = (
     "torch",
@@ -80,6 +82,13 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
         raise TimeUp(f"the ranks had not ended after {request['timeout_s']} s; their stacks are in the logs below")
 
     worker = partial(run_case, function=request["function"], kwargs=request["kwargs"], folder=str(folder))
+
+    def kept() -> Kept | None:
+        run_paths = RunPaths(Path(request["kwargs"]["run"]))
+        steps = [int(path.name.removeprefix("step-")) for path in (run_paths.root / "checkpoints").glob("step-*")]
+        return to_go_on_from(Path(request["shared"]), run_of(run_paths.events), max(steps, default=0))
+
+    shared = request.get("shared")
     job = Job(
         world=world,
         worker=worker,
@@ -87,6 +96,8 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
         max_restarts=request["restarts"],
         on_event=lambda kind, details: events.append({"kind": kind, **details}),
         on_idle=watch_the_clock,
+        first_attempt=request["kwargs"].get("first_attempt", 1),
+        **({} if shared is None else {"shared": Path(shared), "kept": kept}),
     )
     try:
         code = run(job)

@@ -30,6 +30,7 @@ from phalanx.checkpoint.read import (
     all_columns,
     canonical,
     examine,
+    find,
     first_missing,
     manifest_checksum,
     step_folder,
@@ -69,7 +70,8 @@ class Saver:
 
     Every rank has one and calls the same methods in the same order. `group` must not be used by anything else. `keep`
     (at least 1) is how many valid checkpoints stay. `before_commit` is called on rank 0, from the saver's thread, when
-    all files are written; what it raises fails the save. `on_event(kind, details)` is called on rank 0 only, from the
+    all files are written, `before_write` on every rank, with the step, before its own; what they raise fails the save.
+    `on_event(kind, details)` is called on rank 0 only, from the
     saver's thread: "checkpoint_saved" (step, bytes, seconds), "checkpoint_failed" (step, reason, rank), "warning"
     (message). After each `save`: `blocked_s` is how long it waited for the save before it, `snapshot_s` how long the
     copy took. After `wait`: `outcome` is how the last save ended, the same on all ranks.
@@ -83,6 +85,7 @@ class Saver:
         keep: int,
         on_event: OnEvent,
         before_commit: Callable[[], None] | None = None,
+        before_write: Callable[[int], None] | None = None,
     ) -> None:
         assert keep >= 1, keep
         self.folder = folder
@@ -93,7 +96,7 @@ class Saver:
         self._group = group
         self._keep = keep
         self._on_event = on_event
-        self._before_commit = before_commit
+        self._before_commit, self._before_write = before_commit, before_write
         self._buffer = HostBuffer()
         self._thread: Thread | None = None
         self._error: Exception | None = None
@@ -129,6 +132,20 @@ class Saver:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def remove_behind(self, step: int) -> None:
+        """Remove the checkpoints of later steps, which belong to a way that was given up. No save may be running.
+        Collective. Raises RunError."""
+        members, failure = self._group.gather_objects(None), None
+        if members is not None:
+            try:
+                for later in [other for other in find(self.folder) if other > step]:
+                    self._place().remove(later)
+            except (OSError, PhalanxError) as error:
+                failure = f"checkpoints behind step {step} in {self.folder} cannot be removed ({error})"
+        failure = self._group.broadcast_object(failure)
+        if failure is not None:
+            raise RunError(f"{failure}, and a run that goes on would begin with them; remove them by hand")
 
     def close(self) -> None:
         """Wait for a running save and give the snapshot's memory back. Raises like `wait`."""
@@ -187,7 +204,8 @@ class Saver:
             return agreed["failure"], None, None
 
         def same_trajectory(found: Checkpoint) -> bool:
-            return found.parameters == job.parameters and found.header.get("skipped") == job.header.get("skipped")
+            skips = [(header.get("skipped"), header.get("skips") or []) for header in (found.header, job.header)]
+            return found.parameters == job.parameters and skips[0] == skips[1]
 
         checkpoint = None
         try:
@@ -205,6 +223,8 @@ class Saver:
         path = place.file(job.step, job.attempt, self._rank)
         entry, error = None, None
         try:
+            if self._before_write is not None:
+                self._before_write(job.step)
             content = Content(job.stored, self._buffer)
             place.write(job.step, job.attempt, self._rank, content)
             entry = content.entry()

@@ -52,6 +52,10 @@ class Local:
         """Remove old checkpoints. Raises OSError."""
         retain(self._folder, keep, step)
 
+    def remove(self, step: int) -> None:
+        """Remove the checkpoint of a step. Raises OSError."""
+        remove_folder(step_folder(self._folder, step))
+
     def _unfinished(self, step: int, attempt: int) -> Path:
         return self._folder / f".step-{step:08d}.attempt-{attempt}"
 

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from phalanx import storage
+from phalanx.checkpoint.assemble import assemble
 from phalanx.checkpoint.files import LocalFiles, RemoteFiles
-from phalanx.checkpoint.windows import Window, bands, covers, lift, project, rectangles
+from phalanx.checkpoint.windows import Window, bands, covers, project
 from phalanx.errors import CheckpointError, StorageError
 from phalanx.records import MANIFEST, Kind, Url
 
@@ -34,7 +34,6 @@ VERSION, WINDOWED = 1, 2  # without and with windows: who does not know of them 
 OnEvent = Callable[[str, dict[str, Any]], None]
 Parameters = dict[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype such as "float32"
 Span = tuple[int, int, Window]  # elements [start, stop) of a window
-_ELEMENTS = 1 << 22  # of columns that are read at a time, with what lies between them
 
 Place = TypeVar("Place", Path, Url, Path | Url)
 
@@ -183,25 +182,13 @@ class Checkpoint:
                 f"checkpoint {self.path} holds no elements [{first}, {last}){columns} of {kind} of parameter {name}, so"
                 " it does not fit this model; resume with the configuration that wrote it"
             )
-        for band in bands((w for _, _, w, _ in pieces), asked):
-            at, end = project(start, asked, band), project(stop, asked, band)
-            here = [piece for piece in pieces if covers(piece[2], band)]
-            while at < end:
-                # Of all pieces that hold this element the one that reaches farthest, so that replicas are read once.
-                begun = (piece for piece in here if project(piece[0], piece[2], band) <= at)
-                low, high, w, file = max(begun, key=lambda piece: project(piece[1], piece[2], band))
-                reach = min(project(high, w, band), end)
-                # Where all of them are the same columns, what is asked for is one run.
-                width = stop if band == w == asked else band[1] - band[0]
-                key = tensor_name(name, kind, low, high)
-                for begin, rows, count in rectangles(at, reach, width, _rows(w)):
-                    source, target = lift(begin, band, w) - low, lift(begin, band, asked) - start
-                    with self._reading(file):
-                        values = self._source.values(file, key, source, source + _extent(rows, count, w))
-                    into = out[target : target + _extent(rows, count, asked)]
-                    with torch.no_grad():  # `out` may be a view of a parameter that wants gradients
-                        _grid(into, rows, count, asked).copy_(_grid(values, rows, count, w))
-                at = reach
+
+        def values(piece: tuple[int, int, Window, str], first: int, last: int) -> Tensor:
+            low, high, _, file = piece
+            with self._reading(file):
+                return self._source.values(file, tensor_name(name, kind, low, high), first, last)
+
+        assemble(out, start, stop, asked, pieces, values)
 
     def close(self) -> None:
         """Let go of the open files; a later `read` opens them again."""
@@ -243,22 +230,6 @@ class Checkpoint:
         )
 
 
-def _rows(window: Window) -> int:
-    """How many rows of a window are read at a time."""
-    return max(1, _ELEMENTS // (window[1] - window[0]))
-
-
-def _extent(rows: int, columns: int, window: Window) -> int:
-    """Elements of a window from the first to the last of a rectangle in it."""
-    return (rows - 1) * (window[1] - window[0]) + columns
-
-
-def _grid(flat: Tensor, rows: int, columns: int, window: Window) -> Tensor:
-    """That rectangle, as a view of them."""
-    step = flat.stride(0)
-    return flat.as_strided((rows, columns), ((window[1] - window[0]) * step, step))
-
-
 def find(folder: Path | Url) -> list[int]:
     """Steps that have a checkpoint, valid or not, newest first: a folder of their name, or at a URL one that holds a
     manifest. Empty where `folder` does not exist."""
@@ -296,9 +267,14 @@ def agree(group: Group, reason: str | None) -> str | None:
 
 
 def newest_agreed(
-    folder: Path | Url, rank: int, group: Group, check: Callable[[Checkpoint], bool] | None, on_event: OnEvent
+    folder: Path | Url,
+    rank: int,
+    group: Group,
+    check: Callable[[Checkpoint], bool] | None,
+    on_event: OnEvent,
+    at_most: int | None = None,
 ) -> Checkpoint | None:
-    """The newest checkpoint that every rank finds valid.
+    """The newest checkpoint that every rank finds valid, of step `at_most` or before if that is given.
 
     All ranks call it and share the work of reading the files. Refused ones are reported on rank 0 as
     "checkpoint_refused" (step, reason) and left untouched on disk.
@@ -307,6 +283,8 @@ def newest_agreed(
     # Rank 0 lists the folder for all: on a network file system two ranks may see different lists for a while.
     plan = group.broadcast_object(None if members is None else {"world": len(members), "steps": find(folder)})
     for step in plan["steps"]:
+        if at_most is not None and step > at_most:
+            continue
         checkpoint, reason = examine(step_folder(folder, step), rank, plan["world"], check)
         reason = agree(group, reason)
         if reason is None:

@@ -84,8 +84,13 @@ class Remote:
             if kept < keep:
                 kept += is_whole(path)
                 continue
-            files = storage.listing(path.text, timeout_s=path.timeout_s)
-            storage.remove(
-                (entry.url for entry in sorted(files, key=lambda entry: entry.name != MANIFEST)),
-                timeout_s=path.timeout_s,
-            )
+            self.remove(other)
+
+    def remove(self, step: int) -> None:
+        """Remove the checkpoint of a step, its manifest first."""
+        path = step_folder(self._folder, step)
+        files = storage.listing(path.text, timeout_s=path.timeout_s)
+        storage.remove(
+            (entry.url for entry in sorted(files, key=lambda entry: entry.name != MANIFEST)),
+            timeout_s=path.timeout_s,
+        )

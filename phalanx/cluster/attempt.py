@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.cluster.causes import End, first_cause, is_aftermath
+from phalanx.cluster.causes import DEADLOCK, HANG, End, first_cause, is_aftermath
 from phalanx.cluster.fork import fork, kill_group, out_of_memory_kills
 from phalanx.cluster.job import Job, Part
 from phalanx.cluster.stopping import Signals
-from phalanx.cluster.worker import STACKS_SIGNAL, run_worker
+from phalanx.cluster.watchdog import Hang, Watchdog
+from phalanx.cluster.worker import STACKS_SIGNAL, ask_flight_recorder, run_worker
 from phalanx.errors import PhalanxError, RunError
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, StoreAddress
 
@@ -46,6 +47,7 @@ class Attempt:
     forwarded: set[int] = field(default_factory=set)
     deadline: float | None = None  # of the grace period
     next_idle: float = 0.0
+    cause: End | None = None  # what ended it, if that was no signal from outside and no other node
     kills_before: int = field(default_factory=out_of_memory_kills)
     part: Part = field(init=False)
 
@@ -75,6 +77,7 @@ class Attempt:
                 self._fork_all([StoreAddress(host, port, listener.fileno()), *elsewhere])
 
     def _fork_all(self, stores: Sequence[StoreAddress | None]) -> None:
+        kept = self.job.kept()
         for local_rank, store in enumerate(stores):
             placement = Placement(
                 rank=self.part.first_rank + local_rank,
@@ -85,6 +88,8 @@ class Attempt:
                 device=self.job.devices[local_rank],
                 store=store,
                 attempt=self.number,
+                shared=None if self.job.shared is None else str(self.job.shared),
+                kept=kept,
             )
             self._fork(placement)
         pids = {process.rank: process.pid for process in self.processes}
@@ -111,8 +116,13 @@ class Attempt:
     def watch(self) -> int:
         """Wait until all have ended, or until the first abnormal end, and return the exit code."""
         others = self.job.others
+        pids = {process.rank: process.pid for process in self.processes}
+        watchdog = Watchdog(self.job.shared, self.number, pids, self.part.world, self.job.patience)
         while self._living() or self._busy_elsewhere():
             self._wait(IDLE_S, heed_signals=True)
+            hang = watchdog.look([process.rank for process in self.processes if process.status is not None])
+            if hang is not None:
+                self._give_up(hang)
             for number in self.signals.take():
                 self._pass_on(number)
                 if others is not None:
@@ -131,6 +141,27 @@ class Attempt:
         stopped = any(end.exit_code == ExitCode.STOPPED for end in self.ends)
         stopped |= others is not None and others.stopped()
         return int(ExitCode.STOPPED if stopped else ExitCode.DONE)
+
+    def _give_up(self, hang: Hang) -> None:
+        """Take ranks that hang for failed; all get their stacks into their logs before they are killed."""
+        self._dump_stacks(self._living())
+        pids = {process.rank: process.pid for process in self.processes}
+        for beat in hang.late or hang.waiting[:1]:
+            reason = hang.reason(beat)
+            kind = HANG if hang.late else DEADLOCK
+            cause = {"exit_code": int(ExitCode.FAILED), "type": kind, "message": reason, "reason": reason}
+            cause["step"] = beat.step or None
+            self.ends.append(End(beat.rank, pids[beat.rank], None, int(ExitCode.FAILED), cause))
+
+    def _dump_stacks(self, processes: Sequence[_Process]) -> None:
+        """Have workers write their stacks to their logs, and NCCL what it has recorded of its collectives."""
+        if self.job.paths is None:
+            return
+        for process in processes:
+            signal.pidfd_send_signal(process.pidfd, STACKS_SIGNAL)
+            if self.job.shared is not None:
+                ask_flight_recorder(self.job.shared, process.rank)
+        time.sleep(STACKS_S)
 
     def _is_broken(self) -> bool:
         abnormal = any(end.abnormal for end in self.ends)
@@ -157,7 +188,7 @@ class Attempt:
             poll.register(self.signals, select.POLLIN)
         for process in self._living():
             poll.register(process.pidfd, select.POLLIN)
-        poll.poll(seconds * 1000)
+        poll.poll(min(seconds, IDLE_S) * 1000)  # other nodes are waiting for a sign of life
         if self.job.others is not None:
             self.job.others.tend()
         for process in self._living():
@@ -217,7 +248,7 @@ class Attempt:
         elsewhere = self.job.others is not None and self.job.others.explained()
         if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
             return int(ExitCode.FAILED)  # a node was lost, or node 0 ended the attempt: that has been said
-        end = first_cause(ends)
+        self.cause = end = first_cause(ends)
         details = end.details()
         if end.signal == signal.SIGKILL and end.host is None and out_of_memory_kills() > self.kills_before:
             details["reason"] += "; the kernel has killed something for want of memory meanwhile"
@@ -237,10 +268,7 @@ class Attempt:
     def _kill_the_unwilling(self) -> int:
         """Kill the workers that have not stopped in time; their logs get the stacks they were killed in."""
         unwilling = self._living()
-        if self.job.paths is not None:
-            for process in unwilling:
-                signal.pidfd_send_signal(process.pidfd, STACKS_SIGNAL)
-            time.sleep(STACKS_S)
+        self._dump_stacks(unwilling)
         self.kill()
         self.end_elsewhere()
         impatient = self.signals.asked.count(signal.SIGINT) >= 2

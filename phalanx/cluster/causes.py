@@ -23,6 +23,8 @@ _LOST_PEER = re.compile(
     r"remote process exited|ncclRemoteError|unhandled system error|process group .*(abort|timeout)",
     re.IGNORECASE,
 )
+HANG, DEADLOCK = "Hang", "Deadlock"  # types of causes that an agent finds for a rank
+_OF_OTHERS = ("CollectiveError", "StorageError")  # exceptions that speak of something outside the program
 _LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -100,10 +102,10 @@ def signal_name(number: int) -> str:
 
 def is_aftermath(end: End) -> bool:
     """Whether an end looks like the consequence of another rank's: a lost peer, or an abort (gloo's answer to one)."""
-    return _suspicion(end) >= 2
+    return suspicion(end) >= 2
 
 
-def _suspicion(end: End) -> int:
+def suspicion(end: End) -> int:
     """0: a death by signal; 1: an exception of its own; 2: an abort; 3: an exception that speaks of a lost peer."""
     if end.signal is not None:
         return 2 if end.signal == signal.SIGABRT else 0
@@ -113,6 +115,35 @@ def _suspicion(end: End) -> int:
     return 3 if lost else 1
 
 
+def place_of(end: End | None) -> tuple[int | None, str, str] | None:
+    """Where a rank failed by itself: the step, the class of its exception and the last line of its code that the
+    traceback names; whichever rank it was, the same mistake has the same place. None: it did not fail by itself."""
+    if end is None or end.signal is not None or end.cause is None or suspicion(end) != 1:
+        return None
+    if end.cause["type"] in _OF_OTHERS:
+        return None
+    lines = [line.strip() for line in str(end.cause.get("traceback", "")).splitlines()]
+    files = [line for line in lines if line.startswith("File ")]
+    return end.cause["step"], str(end.cause["type"]), files[-1] if files else ""
+
+
+def is_deterministic(places: Sequence[tuple[int | None, str, str] | None], times: int) -> bool:
+    """Whether the last `times` attempts, of whose ends these are the places, failed at the same one."""
+    last = places[-times:]
+    return len(last) == times and last[0] is not None and all(place == last[0] for place in last)
+
+
 def first_cause(ends: Sequence[End]) -> End:
     """The end that brought down the others, out of a non-empty sequence in order of detection."""
-    return min(ends, key=_suspicion)
+    return min(ends, key=suspicion)
+
+
+def sameness(end: End) -> str:
+    """What is the same whenever the same mistake ends a rank: class, step and words of the exception, or the signal of
+    a crash. Empty for a kill from outside, which says nothing of what comes next."""
+    if end.signal is not None:
+        return "" if end.signal in (signal.SIGKILL, signal.SIGTERM) else f"killed by {signal_name(end.signal)}"
+    if end.cause is None:
+        return f"exit code {end.exit_code}"
+    step = end.cause["step"]
+    return end.cause["reason"] + (f" in step {step}" if step is not None else "")

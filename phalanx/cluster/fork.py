@@ -152,7 +152,7 @@ def fork_call(
     kills_before = out_of_memory_kills()
     reader, writer = os.pipe()
     try:
-        pid, pidfd = fork(lambda: _answer(function, args, writer), keep=[writer])
+        pid, pidfd = fork(lambda: answer_into(writer, function, args), keep=[writer])
     finally:
         os.close(writer)
     try:
@@ -167,14 +167,15 @@ def fork_call(
     if status == 0 and text:
         return json.loads(text)
     if status == ExitCode.FAILED and text:
-        raise _as_raised(json.loads(text))
+        raise error_of(json.loads(text))
     if status == -signal.SIGKILL and out_of_memory_kills() > kills_before:
         raise OutOfMemory(f"{name} was killed because this machine ran out of memory; ask for less, or free some")
     how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with exit code {status}"
     raise RuntimeError(f"{name}, called in a process of its own, {how} before it gave an answer")
 
 
-def _answer(function: Callable[..., Any], args: tuple[Any, ...], writer: int) -> int:
+def answer_into(writer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """In a child: write the result of a call, or what it raised, into a pipe; returns the exit code."""
     code = int(ExitCode.DONE)
     try:
         text = json.dumps(function(*args))
@@ -204,14 +205,14 @@ def _listen(reader: int, pidfd: int, timeout_s: float | None, meanwhile: Callabl
         if not ready:
             return None
         # The end is taken from the process, not from the pipe: a grandchild may hold the pipe open for ever.
-        if reader in ready and _drain(reader, received):
+        if reader in ready and drain(reader, received):
             poll.unregister(reader)
         if pidfd in ready:
-            _drain(reader, received)
+            drain(reader, received)
             return received.decode()
 
 
-def _drain(reader: int, received: bytearray) -> bool:
+def drain(reader: int, received: bytearray) -> bool:
     """Move what lies in the pipe; True at its end."""
     while True:
         try:
@@ -223,7 +224,8 @@ def _drain(reader: int, received: bytearray) -> bool:
         received += part
 
 
-def _as_raised(cause: dict[str, Any]) -> Exception:
+def error_of(cause: dict[str, Any]) -> Exception:
+    """The error that a child's description stands for."""
     classes: dict[str, type[PhalanxError]] = {cls.__name__: cls for cls in PhalanxError.__subclasses__()}
     classes[PhalanxError.__name__] = PhalanxError
     if cause["type"] in classes:

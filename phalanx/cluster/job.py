@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.cluster.causes import End
+from phalanx.cluster.watchdog import Patience
+from phalanx.kept import Kept
 from phalanx.records import Placement, RunPaths, StoreAddress
 
 
@@ -70,6 +73,10 @@ def _no() -> bool:
     return False
 
 
+def _nothing_kept() -> None:
+    return None
+
+
 def _no_event(kind: str, details: dict[str, Any]) -> None:
     return None
 
@@ -78,14 +85,18 @@ def _no_event(kind: str, details: dict[str, Any]) -> None:
 class Job:
     """What an agent runs: `world` ranks of `worker` on this node, started anew up to `max_restarts` times in a row.
 
-    `progress` says how far the run has come for good (the step of the newest checkpoint); when it has grown since the
-    failure before, the count of restarts begins again. `after_out_of_memory` says whether, after a rank ran out of
+    `progress` says how far the run has come for good (the last committed step, or that of the newest checkpoint); when
+    it has grown since the failure before, the count of restarts begins again. Ranks that fail `same_crash` times in the
+    same step at the same place are not started again. `kept` says what an attempt goes on from that is in shared
+    memory; it is asked when no rank lives. `after_out_of_memory` says whether, after a rank ran out of
     memory, another attempt asks for less than the one before: then it is made, whatever the count.
 
     `devices` has one name per rank (none given: all on the CPU). `paths` says where logs and causes of death go (None:
     standard error, and no causes). `on_event(kind, details)` gets the events; details always hold `attempt`. `on_idle`
     is called about every 0.1 s. `grace_s`: seconds that workers get, after a stop signal, to finish their step and
-    save, before they are killed. `part` and `others` belong to a job on several nodes.
+    save, before they are killed. `part` and `others` belong to a job on several nodes. `shared`: a
+    folder in this node's shared memory, which outlives the ranks; there their pulses are, by which ranks are ended for
+    which nothing has changed for longer than `patience` (None: for ever).
     """
 
     world: int
@@ -101,6 +112,10 @@ class Job:
     after_out_of_memory: Callable[[], bool] = _no
     part: Part | None = None
     others: Others | None = None
+    shared: Path | None = None
+    patience: Patience | None = None
+    kept: Callable[[], Kept | None] = _nothing_kept
+    same_crash: int = 3
 
     def __post_init__(self) -> None:
         self.devices = list(self.devices) or ["cpu"] * self.world

@@ -1,20 +1,19 @@
-"""A node but node 0 of a job on several nodes: finding node 0, and what the agent here has to know of it.
+"""A node that comes to a job on several nodes: finding node 0, or who leads now, and what that says until this node is
+one of the members.
 
 `seek` waits and belongs to the time before an agent has signal handlers; nothing in OtherNode waits.
 """
 
-import contextlib
+import select
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from phalanx.cluster import rendezvous
-from phalanx.cluster.causes import End
-from phalanx.cluster.relay import Relay, to_node_0
+from phalanx.cluster.door import bind
 from phalanx.cluster.rendezvous import Place
+from phalanx.cluster.roster import Member, Roster, member_of, roster_of
 from phalanx.cluster.wire import PROOF_S, Channel, Message, proved
 from phalanx.errors import CollectiveError, ConfigError
-from phalanx.records import ExitCode, StoreAddress
 
 CONNECT_S = 3.0  # what an address gets before another one of node 0's is tried
 PAUSE_S = 0.3  # between two rounds of looking
@@ -22,24 +21,28 @@ NOTE_S = 60.0  # after which who is waited for is said once more
 
 
 class OtherNode:
-    """This node's connection to node 0, whose secret is known to both. Says `hello` at once."""
+    """This node's connection to node 0, or to whichever leads now, whose secret is known to both. Says `hello` at once,
+    with the address where this node listens for the others."""
 
-    def __init__(self, channel: Channel, address: tuple[str, int], secret: str, hello: Message) -> None:
-        self.channel, self._address, self._secret, self._hello = channel, address, secret, hello
+    def __init__(self, channel: Channel, secret: str, hello: Message) -> None:
+        self.channel, self.secret = channel, secret
+        self.at = bind(str(channel.socket.getsockname()[0]))
+        self.hello = hello | {"at": self.at.told()}
         self.offer: Message | None = None  # what node 0 has resolved for the job
+        self.roster: Roster | None = None  # once this node is a member
         self.refused: str | None = None  # why it does not let this node take part
         self.over: tuple[int, str] | None = None  # how the job ended: exit code and words
-        self._starting: int | None = None
-        self._attempt = 0
-        self._ordered_to_end = False
-        self._stops: list[str] = []
-        self._relay: Relay | None = None
-        channel.say(hello)
+        channel.say(self.hello)
 
     @property
     def lost(self) -> str | None:
         """Why node 0 is out of reach; None while it is not."""
         return self.channel.lost
+
+    @property
+    def member(self) -> Member:
+        """This node as a member."""
+        return member_of(self.hello | self.hello["at"])
 
     def descriptors(self) -> Mapping[int, int]:
         """What poll() has to look at, and for what."""
@@ -52,15 +55,8 @@ class OtherNode:
                 self.refused = str(message["refused"])
             elif "offer" in message:
                 self.offer = message["offer"]
-            elif "start" in message:
-                self._starting = int(message["start"])
-            elif "end" in message and message["end"] == self._starting:
-                self._starting = None
-                self.report(int(message["end"]), ExitCode.FAILED, [])  # nothing of it has begun here
-            elif "end" in message:
-                self._ordered_to_end |= message["end"] == self._attempt
-            elif "stop" in message:
-                self._stops.append(str(message["stop"]))
+            elif "roster" in message:
+                self.roster = roster_of(message["roster"])
             elif "finish" in message:
                 self.over = int(message["finish"]), str(message["text"])
             elif "ping" in message:
@@ -72,80 +68,34 @@ class OtherNode:
         if self.channel.lost is None:
             self.channel.say(message)
 
-    def starting(self) -> int | None:
-        """The attempt that node 0 wants started, once."""
-        number, self._starting = self._starting, None
-        return number
-
-    # ------------------------------------------------------------------------------------------------------- attempts
-
-    def begin(self, number: int, port: int | None) -> StoreAddress | None:
-        """Take part in an attempt; returns where its ranks on this node find the store."""
-        assert port is None
-        self._attempt, self._ordered_to_end = number, False
-        role = {**self._hello, "role": "store", "attempt": number}
-        self._relay, address = to_node_0(self._address, self._secret, role)
-        return address
-
-    def busy(self) -> bool:
-        """Whether this node has to wait for others before its part is done: it has not."""
-        return False
-
-    def broken(self) -> bool:
-        """Whether the attempt has to end here because of what happened elsewhere."""
-        return self._ordered_to_end or self.channel.lost is not None or self.over is not None
-
-    def explained(self) -> bool:
-        """Whether what happened elsewhere explains why ranks here lost a peer: node 0 tells its user that."""
-        return self.broken()
-
-    def ends(self) -> list[End]:
-        """How ranks elsewhere ended: that is node 0's to know."""
-        return []
-
-    def stopped(self) -> bool:
-        """As for `ends`."""
-        return False
-
-    def end(self) -> None:
-        """The attempt is over here."""
-        if self._relay is not None:
-            relay, self._relay = self._relay, None
-            relay.stop()
-
-    def ended(self) -> bool:
-        """Whether it is over wherever this node has to wait for it."""
-        return True
-
-    def report(self, number: int, code: int, ends: list[End]) -> None:
-        """Tell node 0 how an attempt ended here."""
-        self.say({"ended": number, "code": code, "ends": [asdict(end) for end in ends]})
-
-    def stops(self) -> list[str]:
-        """Names of stop signals that other nodes got since the last call."""
-        new, self._stops = self._stops, []
-        return new
-
     def tell_stop(self, name: str) -> None:
         """Tell node 0 that this node was asked to stop."""
         self.say({"stop": name})
 
     def close(self) -> None:
-        """Leave; what was said is still sent."""
-        self.end()
+        """Leave; what was said is still sent. A member's address stays open: it is its circle's."""
         if self.channel.lost is None:
             self.channel.farewell({"bye": True}, "this node has left")
+        if self.roster is None:
+            self.at.close()
 
 
-def seek(place: Place, hello: Message, timeout_s: float, notice: Callable[[str], None]) -> OtherNode:
-    """Wait for node 0 at the rendezvous, and say hello.
+def seek(
+    place: Place,
+    hello: Message,
+    timeout_s: float,
+    notice: Callable[[str], None],
+    leader: Callable[[], tuple[str, int] | None] = lambda: None,
+) -> OtherNode:
+    """Wait for node 0 at the rendezvous, or for the one that leads in its stead, and say hello. `leader` looks where
+    that is, as the newest epoch's file says.
 
     Raises CollectiveError when it is not there in time, ConfigError when it does not take this node's secret.
     """
     until = time.monotonic() + timeout_s
     note_at, problem = time.monotonic() + 1.0, "there was none yet"
     while True:
-        for address, secret in _addresses(place):
+        for address, secret in _addresses(place, leader()):
             patience_s = max(1.0, until - time.monotonic())
             try:
                 channel = proved(address, secret, min(CONNECT_S, patience_s), min(PROOF_S, patience_s))
@@ -157,7 +107,7 @@ def seek(place: Place, hello: Message, timeout_s: float, notice: Callable[[str],
                         "nodes, and give each job a port of its own"
                     ) from None
                 continue
-            return OtherNode(channel, address, secret, hello)
+            return OtherNode(channel, secret, hello)
         left = until - time.monotonic()
         if left <= 0:
             raise CollectiveError(
@@ -171,16 +121,36 @@ def seek(place: Place, hello: Message, timeout_s: float, notice: Callable[[str],
 
 
 def is_there(address: rendezvous.Address) -> bool:
-    """Whether node 0 of some job answers at an address; for a node 0 that finds one in its folder."""
-    for host in address.hosts:
-        with contextlib.suppress(OSError):
-            proved((host, address.port), address.secret, CONNECT_S, PROOF_S).farewell({"role": "first"}, "that was all")
-            return True
-    return False
+    """Whether a job answers at an address; for a node 0 that finds one in its folder."""
+    return any(_asked(host, address.port, address.secret) is not None for host in address.hosts)
 
 
-def _addresses(place: Place) -> Iterator[tuple[tuple[str, int], str]]:
+def goes_on(hosts: Sequence[str], port: int, secret: str) -> bool:
+    """Whether a job answers there whose nodes have met already."""
+    return any((_asked(host, port, secret) or {}).get("goes_on") is True for host in hosts)
+
+
+def _asked(host: str, port: int, secret: str) -> Message | None:
+    """What the job that listens at an address says to a node 0; None where nobody answers."""
+    try:
+        channel = proved((host, port), secret, CONNECT_S, PROOF_S)
+    except OSError:
+        return None
+    channel.say({"role": "first"})
+    until, poll = time.monotonic() + PROOF_S, select.poll()
+    heard: list[Message] = []
+    while not heard and channel.lost is None and time.monotonic() < until:
+        poll.register(channel, channel.awaits)
+        poll.poll(100)
+        heard = channel.heard()
+    channel.close("that was all")
+    return heard[0] if heard else {}
+
+
+def _addresses(place: Place, leader: tuple[str, int] | None) -> Iterator[tuple[tuple[str, int], str]]:
     if place.folder is None:
+        if leader is not None:
+            yield leader, place.secret
         yield (place.host, place.port), place.secret
         return
     found = rendezvous.read_address(place.folder)

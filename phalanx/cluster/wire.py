@@ -77,6 +77,10 @@ class Channel:
             messages.append(message)
         return messages
 
+    def give_back(self, messages: list[Message]) -> None:
+        """Have these, the last of what was heard, heard again: they are for whoever owns the channel next."""
+        self._in[:0] = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
+
     def check_alive(self) -> None:
         """Ask the other side's process whether it lives, where that is due; who does not answer in time is lost. Must
         follow `heard`, since an answer may lie there."""
@@ -235,6 +239,23 @@ def proved(address: tuple[str, int], secret: str, connect_s: float, proof_s: flo
         channel.close("it did not answer in time")
         raise ConnectionError(channel.lost)
     return channel
+
+
+def calling(address: tuple[str, int]) -> Channel:
+    """A channel to an address that is being called: for an agent, which may not wait until somebody answers.
+
+    Raises OSError where it is known at once that nobody will.
+    """
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            connection.connect(address)
+        return Channel(connection)
+    except OSError:
+        connection.close()
+        raise
 
 
 def call(address: tuple[str, int], secret: str, hello: Message, timeout_s: float) -> socket.socket:

@@ -33,6 +33,8 @@ def run_worker(
     """
     if paths is not None:
         _redirect_output(paths.log(placement.attempt, placement.rank))
+        if placement.shared is not None:
+            _record_flights(paths.flights(placement.attempt), _pipes(Path(placement.shared)))
     # Without this gloo asks the resolver for the host's own name, maybe in vain.
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -62,6 +64,32 @@ def _redirect_output(log: Path) -> None:
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable(file=2, all_threads=True)
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+
+
+def _record_flights(records: Path, pipes: Path) -> None:
+    """Have NCCL, if it is used, keep its last collectives, and write them to a file when that is asked for or a
+    collective runs out of time. It adds the rank to these names, and reads them when its groups are made."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(records))
+    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(pipes))
+
+
+def ask_flight_recorder(shared: Path, rank: int) -> None:
+    """Ask NCCL of a rank to write down what it has recorded; without NCCL nobody listens there."""
+    pipe = f"{_pipes(shared)}{rank}.pipe"
+    try:
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        os.write(descriptor, b"1\n")
+    finally:
+        os.close(descriptor)
+
+
+def _pipes(shared: Path) -> Path:
+    return shared / "flight-"
 
 
 def _code_of(error: SystemExit) -> int:

@@ -3,6 +3,7 @@
 gloo returns wrong values, without an error, for non-contiguous tensors in some collectives: here that is an assertion.
 """
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.phases import phase
+from phalanx.pulse import Pulse
 
 # torch 2.13 renamed them.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,7 +30,12 @@ class Traffic:
     payload_bytes: int = 0
     wait_s: float = 0.0  # time the host was held up
     waited_s: float = 0.0  # the same since the beginning: `take` leaves it
+    pulse: Pulse | None = field(default=None, repr=False, compare=False)  # is told what the main thread waits for
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a wait for something of pulse.WAITS."""
+        return contextlib.nullcontext() if self.pulse is None else self.pulse.waiting(what)
 
     def count(self, payload_bytes: int) -> None:
         """Take note of one call."""
@@ -65,7 +72,7 @@ class Pending:
     def wait(self) -> None:
         if self._work is not None:
             start = time.perf_counter()
-            with phase(self._name):
+            with phase(self._name), self._traffic.waiting(self._name):
                 self._work.wait()
             self._traffic.waited(time.perf_counter() - start)
             self._work = None
@@ -98,6 +105,15 @@ def reduce_scatter(shard: torch.Tensor, tensor: torch.Tensor, group: dist.Proces
     with phase("reduce"):
         work = REDUCE_SCATTER(shard, tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
     return _issued(work, traffic, start, "reduce")
+
+
+def carried_from(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where a tensor must lie for `group` to send it: on `device`, or on the accelerator, if the group is for that."""
+    if device.type in [each.type for each in group._device_types]:
+        return device
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, f"a group for {group._device_types}, and there is no accelerator"
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def _begin(traffic: Traffic, *tensors: torch.Tensor) -> float:

@@ -84,5 +84,6 @@ class Messages:
 def _wait(work: dist.Work | None, traffic: Traffic) -> None:
     if work is not None:
         begun = time.perf_counter()
-        work.wait()
+        with traffic.waiting("message"):
+            work.wait()
         traffic.waited(time.perf_counter() - begun)

@@ -10,6 +10,7 @@ import os
 import runpy
 import socket
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,12 +116,14 @@ def become(
     from phalanx import accelerator
     from phalanx.compat.on_host import on_host
     from phalanx.compat.sagemaker.install import install
+    from phalanx.compat.sagemaker.names import WITHOUT
 
     accelerator.use(torch.device(placement.device), accelerator.threads_of(placement.threads, placement.local_world))
     store = _announce(placement, ours)
     if settings is not None:
         os.environ[PARAMETERS] = settings
     install()
+    _quieten()
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     with on_host(placement.rank, placement.local_world):
@@ -129,9 +132,22 @@ def become(
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
+        except ModuleNotFoundError as error:
+            missing = str(error.name).partition(".")[0]
+            if missing not in WITHOUT:
+                raise
+            raise ConfigError(f"{script} imports {missing}, which is not installed here; {WITHOUT[missing]}") from error
     if store is not None:
         _leave(store, placement)
     return 0
+
+
+def _quieten() -> None:
+    """Leave out torch's warnings of what torch's own functions call, which a script can do nothing about: several for
+    each checkpoint and rank. What a script calls itself is told."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|phalanx)\.")
+    for of_groups in ("`_get_pg_default_device` will be deprecated", "Multiple backends are registered with this"):
+        warnings.filterwarnings("ignore", message=of_groups, category=UserWarning, module=r"torch\.")
 
 
 def _announce(placement: Placement, ours: bool) -> Any:

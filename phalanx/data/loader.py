@@ -65,9 +65,10 @@ class Loader:
         self._quotas = tuple(balance.quotas([weight for _, weight in sources], balance.MIXTURE_BLOCK))
         if held_out:
             return
-        advice = "add data, or lower train.global_batch"
         for rows in self.sources:
-            made = rows.describe()
+            made, advice = rows.describe(), "add data, or lower train.global_batch"
+            if not rows.count:  # which no smaller batch would change
+                advice = "add data, or make its samples shorter"
             if len(self.sources) > 1 and not rows.count:
                 raise DataError(f"{made}, so it cannot take its share of the mixture; {advice}")
             if self.sequences < global_batch:

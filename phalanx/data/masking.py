@@ -106,7 +106,8 @@ class Windows:
     def describe(self) -> str:
         """As the loader's Rows."""
         held = f"{self.file.tokens} tokens in {self.file.documents} documents"
-        return f"{self.file.folder} has {held}, which make {self.count} sequences of {self._form.seq_len}"
+        why = "" if self.count else " (data.seq_len)"
+        return f"{self.file.folder} has {held}, which make {self.count} sequences of {self._form.seq_len}{why}"
 
     def warnings(self) -> list[str]:
         """As the loader's Rows."""

@@ -201,7 +201,7 @@ def _placed(row: Row, position: int) -> Sample:
 
 
 def _made(count: int, form: Form) -> str:
-    return f"which make {count} sequences of {form.seq_len}"
+    return f"which make {count} sequences of {form.seq_len}" + ("" if count else " (data.seq_len)")
 
 
 def _tokens(file: TokenFile, start: int, stop: int) -> NDArray[np.int64]:

@@ -5,7 +5,7 @@ Collectives are paired: every rank makes the same calls with the same number of 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,9 @@ from phalanx.optim.gradients import LossScale
 
 # An allocator gives zero-filled buffers for state: (parameter name, kind, elements, dtype, device) -> flat tensor.
 Allocator = Callable[[str, str, int, torch.dtype, torch.device], torch.Tensor]
+
+State = dict[str, torch.Tensor]  # what is kept of one shard: "param", and what the rule made
+Slot = dict[str, State]  # by a name of the shard
 
 
 @dataclass
@@ -58,6 +61,51 @@ class Piece:
     @property
     def device(self) -> torch.device:
         return self.held.device
+
+
+class Keeper(Protocol):
+    """Two slots of memory that outlives this process, into which a rank commits step after step.
+
+    Nothing of the step before the last is written over until `settle` has returned on all ranks: whoever commits has
+    waited for that, by a collective of all ranks behind their `settle`.
+    """
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an engine's state lives in the slots; else it is copied into them."""
+
+    @property
+    def late(self) -> bool:
+        """Whether a step may be committed, on some rank, only some time after `commit` has returned."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether the slots hold, from processes before, the very state that the run goes on from."""
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Both, laid out as `open` was told."""
+
+    @property
+    def current(self) -> int:
+        """The number of the slot with the newest state."""
+
+    def open(self, like: Slot, pieces: Callable[[Slot], Iterable[Piece]]) -> bool:
+        """Take memory for two slots that look like `like`, which may be on meta and of which `pieces` gives the pieces;
+        False where there is none. Collective."""
+
+    def begin(self) -> None:
+        """The slot that is not current is about to be written to, where the state lives in the slots."""
+
+    def commit(self, step: int, outcome: "Outcome", state: Slot) -> None:
+        """The state of `step`, of which came `outcome`, is complete: in the slot that was not current, or in `state`,
+        which must not change before `settle` has returned."""
+
+    def settle(self) -> None:
+        """Wait until the last step is committed, here and wherever it is kept besides."""
+
+    def loaded(self, step: int, state: Slot) -> None:
+        """The state was loaded from elsewhere, or is what was found: that of `step`."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +199,10 @@ class Engine(Protocol):
 
     def commit(self, step: int) -> None:
         """Declare the state that of `step`: from here on `pieces` belong to it."""
+        ...
+
+    def begin_after(self, step: int) -> None:
+        """Declare the state, which was loaded or found, that of `step`, and keep it where steps are kept."""
         ...
 
     def notices(self) -> list[tuple[str, dict[str, Any]]]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.errors import ConfigError
-from phalanx.optim.engine import Allocator
-from phalanx.optim.update import Change, Slot, State
+from phalanx.optim.engine import Allocator, Slot, State
+from phalanx.optim.update import Change
 from phalanx.rules import BETAS, RULES
 
 PORTION_ELEMENTS = 2**24  # updated at a time: the new state lies beside the old one until it is known whether it counts

@@ -21,8 +21,8 @@ from phalanx.comm import collectives
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh
 from phalanx.optim import gradients
-from phalanx.optim.engine import Allocator, Piece, Precision, Queued, Shard
-from phalanx.optim.update import Change, Read, Rule, Slot, load, pieces, zeros
+from phalanx.optim.engine import Allocator, Keeper, Piece, Precision, Queued, Shard, Slot
+from phalanx.optim.update import Change, Read, Rule, copy_over, load, pieces, zeros
 
 
 class Fsdp2:
@@ -39,14 +39,15 @@ class Fsdp2:
         precision: Precision,
         loss_scale: gradients.LossScale | None = None,
         allocate: Allocator = zeros,
+        keeper: Keeper | None = None,
     ) -> None:
-        """`model` is on meta and gets wrapped; it takes memory in `initialise`.
+        """`model` is on meta and gets wrapped; it takes memory in `initialise`. `keeper`: what outlives the process.
 
         Parameters outside `units` belong to the root: gathered once, they stay whole until the step's end.
         """
         self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
         self.step, self.loss_scale = 0, loss_scale
-        self._allocate = allocate
+        self._allocate, self._keeper = allocate, keeper
         self._units = dict(units)
         self._precision = precision
         self._kept: Slot = {}  # what the rule keeps of each shard
@@ -111,10 +112,16 @@ class Fsdp2:
             if name in self._trained:
                 size = (tensor.numel(), self._precision.master, self.mesh.device)
                 self._kept[name] = self.rule.make(name, self._shapes[name], *size, self._allocate)
+        if self._keeper is not None and not self._keeper.open(self._slot(), self._pieces):
+            self._keeper = None
+        attached = self._keeper is not None and self._keeper.attached
         for name, tensor in local.items():
             start, stop = self._ranges[name]
             assert stop - start == tensor.numel(), (name, start, stop, tensor.numel())
-            fill(Shard(name, start, stop, self._shapes[name], tensor, trainable=name in self._trained))
+            if not (attached and name in self._trained):
+                fill(Shard(name, start, stop, self._shapes[name], tensor, trainable=name in self._trained))
+        if self._keeper is not None and attached:
+            copy_over(self._keeper.slots[self._keeper.current], self._slot())
 
     def begin_step(self, step: int, weight: int, lr: float, clip: float | None) -> None:
         assert step == self.step + 1, (step, self.step)
@@ -135,6 +142,8 @@ class Fsdp2:
 
     @torch.no_grad()
     def finish_step(self) -> Queued:
+        if self._keeper is not None:
+            self._keeper.settle()  # before the sum that tells the others that this rank is through with the step before
         grads = {name: _flat(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         squares = gradients.sum_of_squares(grads.values(), self._precision.master, self.mesh.device)
         collectives.all_reduce(squares, self.mesh.shard.get_group(), self.mesh.traffic).wait()
@@ -147,7 +156,10 @@ class Fsdp2:
         change = Change(step=self.step + 1, lr=self._lr, no_decay=self._no_decay, divisor=divisor, skip=skip)
         self.rule.apply(slot, slot, grads, change)
         self.model.zero_grad(set_to_none=True)
-        return Queued(norm, skip, total, scale)
+        outcome = Queued(norm, skip, total, scale)
+        if self._keeper is not None:
+            self._keeper.commit(self.step + 1, outcome, slot)
+        return outcome
 
     def _slot(self) -> Slot:
         local = self._local()
@@ -165,7 +177,10 @@ class Fsdp2:
                 module.reshard()
 
     def pieces(self) -> Iterator[Piece]:
-        for name, state in self._slot().items():
+        return self._pieces(self._slot())
+
+    def _pieces(self, slot: Slot) -> Iterator[Piece]:
+        for name, state in slot.items():
             start, stop = self._ranges[name]
             if stop > start:
                 yield from pieces(self.rule, name, state, start)
@@ -177,6 +192,11 @@ class Fsdp2:
                 load(self.rule, name, state, start, read)
 
     def commit(self, step: int) -> None:
+        self.step = step
+
+    def begin_after(self, step: int) -> None:
+        if self._keeper is not None:
+            self._keeper.loaded(step, self._slot())
         self.step = step
 
     def notices(self) -> list[tuple[str, dict[str, Any]]]:

@@ -33,7 +33,7 @@ class Pool:
     def take(self, like: torch.Tensor, elements: int, lane: Lane, limited: bool) -> torch.Tensor:
         """A buffer of `elements`, with any content; `limited`: wait if there are as many as may be of that size."""
         size = (elements, like.dtype)
-        with self._changed:
+        with lane.waiting(), self._changed:
             while limited and self._taken.get(size, 0) >= self._most and all(mark.reached for mark in self._awaited):
                 self._changed.wait(POLL_S)
                 lane.check()

@@ -26,8 +26,10 @@ class Lane:
     The first exception ends it: it is raised again wherever somebody waits for the lane, and nothing more is run.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, traffic: Traffic | None = None) -> None:
+        """`traffic` is the main thread's."""
         self.device = device
+        self._traffic = traffic or Traffic()
         self._stream = accelerator.side_stream(device)
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -38,6 +40,10 @@ class Lane:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a wait of the main thread for this one, for those who look at its pulse."""
+        return self._traffic.waiting("lane")
 
     def __reduce__(self) -> str:
         raise TypeError(
@@ -138,8 +144,9 @@ class Mark:
         """
         if not self._reached.is_set():
             start = time.perf_counter()
-            while not self._reached.wait(POLL_S):
-                self._lane.check()
+            with self._lane.waiting():
+                while not self._reached.wait(POLL_S):
+                    self._lane.check()
             if traffic is not None:
                 traffic.waited(time.perf_counter() - start)
         self._lane.check()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.comm.codec import PLAIN
+from phalanx.errors import ConfigError
 from phalanx.optim.overlap import Work, plan
 from phalanx.optim.prefetch import plan_zero3
 from phalanx.optim.timeline import Op
@@ -37,6 +38,28 @@ class Sharding:
     def apart(self) -> bool:
         """Whether no two parameters share what is rounded together."""
         return self.compress != PLAIN
+
+    def weights_over(self, world: int, alike: bool) -> tuple[float, ...]:
+        """How much each of the ranks holds that keep a copy together, of `world` whose devices are `alike` or not.
+        Raises ConfigError for shards that there cannot be."""
+        degree = self.degree or world
+        weights = self.weights or (1.0,) * degree
+        if world % degree:
+            raise ConfigError(
+                f"a copy of the state cannot be sharded over {degree} ranks each, since there are {world}; choose a "
+                "shard_degree that divides their number"
+            )
+        if degree < world and not alike:
+            raise ConfigError(
+                "copies of the state on devices of unlike kinds would drift apart, since each updates its own; leave "
+                "shard_degree out, so that there is one copy"
+            )
+        if len(weights) != degree:
+            raise ConfigError(
+                f"weights has a number for each of {len(weights)} ranks, but {degree} hold a copy of the state "
+                "together; give each of these one, or leave weights out"
+            )
+        return weights
 
 
 @dataclass(frozen=True)

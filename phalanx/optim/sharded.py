@@ -12,6 +12,7 @@ parameters are whole only while they are used, and gathered for the forward and 
 """
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,20 +25,20 @@ from phalanx.comm.codec import PLAIN
 from phalanx.comm.collectives import Pending, Traffic
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.ways import ways
-from phalanx.errors import ConfigError
 from phalanx.optim import gradients, layout
 from phalanx.optim.carrier import Carrier
-from phalanx.optim.engine import Allocator, Outcome, Piece, Precision, Shard
+from phalanx.optim.engine import Allocator, Keeper, Outcome, Piece, Precision, Shard, Slot
 from phalanx.optim.held import IN_FLIGHT_RELEASED, Gradient, Held, Pool, place, reduced
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import PART_BYTES, PREFETCH, Sharding
 from phalanx.optim.passes import Marks, Passes
 from phalanx.optim.several import Several
+from phalanx.optim.slots import Shards, Slots
 from phalanx.optim.stepping import Done, Step
 from phalanx.optim.timeline import Op
 from phalanx.optim.timetable import Timetable
 from phalanx.optim.units import Unit, describe
-from phalanx.optim.update import NO_COPIES, Change, Read, Rule, Slot, load, pieces, zeros
+from phalanx.optim.update import NO_COPIES, Change, Read, Rule, zeros
 
 EVEN = Sharding()
 NEAR_CLIPPING = 0.8  # of the limit: a norm that was below is taken to stay below it in the next step
@@ -59,29 +60,15 @@ class Sharded:
         allocate: Allocator = zeros,
         sharding: Sharding = EVEN,
         copies: Mapping[str, int] = NO_COPIES,
+        keeper: Keeper | None = None,
     ) -> None:
         """`model` is on meta, or holds values. `copies`: of parameters that several ranks of `mesh.model` hold alike,
-        how many do. Raises ConfigError for shards that there cannot be."""
+        how many do. `keeper`: what outlives the process. Raises ConfigError for shards that there cannot be."""
         self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
         self.step, self.loss_scale, self.sharding = 0, loss_scale, sharding
-        self._precision, self._allocate, self._held_alike = precision, allocate, copies
+        self._precision, self._allocate, self._held_alike, self._keeper = precision, allocate, copies, keeper
         self._degree = degree = sharding.degree or mesh.world
-        weights = sharding.weights or (1.0,) * degree
-        if mesh.world % degree:
-            raise ConfigError(
-                f"a copy of the state cannot be sharded over {degree} ranks each, since there are {mesh.world}; choose "
-                "a shard_degree that divides their number"
-            )
-        if degree < mesh.world and not mesh.alike:
-            raise ConfigError(
-                "copies of the state on devices of unlike kinds would drift apart, since each updates its own; leave "
-                "shard_degree out, so that there is one copy"
-            )
-        if len(weights) != degree:
-            raise ConfigError(
-                f"weights has a number for each of {len(weights)} ranks, but {degree} hold a copy of the state "
-                "together; give each of these one, or leave weights out"
-            )
+        weights = sharding.weights_over(mesh.world, mesh.alike)
         parameters = describe(model, units, rule)
         if sharding.compress == "int8":
             layout.check_rows(parameters)
@@ -91,20 +78,21 @@ class Sharded:
         self._parts = sharding.parts if degree > 1 and mesh.on_host else 1
         least = PART_BYTES // precision.shared.itemsize
         self.buckets = layout.lay_out(parameters, weights, self._parts, least, sharding.apart)
-        owned = (each for bucket in self.buckets for each in bucket.fragments(mesh.rank % degree))
-        self._no_decay = frozenset(each.key for each in owned if len(each.parameter.shape) < 2)
         self._modules = dict(units)
         self._released = sharding.zero == 3
         self.traffic = Traffic()  # the lane's: nobody but the lane is held up by it
-        self._lane = Lane(mesh.device)
+        self._lane = Lane(mesh.device, mesh.traffic)
         self._rank, self._copies = mesh.rank % degree, mesh.world // degree
+        owned = (each for bucket in self.buckets if bucket.trained for each in bucket.fragments(self._rank))
+        self._shards = Shards(tuple(owned), rule, precision.master, mesh.device)
+        self._no_decay = self._shards.no_decay
         self._ways = ways(mesh, degree, self.traffic, sharding.compress)
         self._whole: deque[tuple[Unit, Mark, Mark]] = deque()  # units, when they may be released, when they are there
         self._root: tuple[Unit, Mark, Mark] | None = None  # the model's own parameters, likewise, for a whole pass
-        self._complete: Pending | None = None  # all ranks have finished the step before
+        self._complete: Pending | None = None  # all ranks have finished, and committed, the step before
+        self._unconfirmed = False  # this one has not said so
         self._last_norm: float | None = None  # of a step that was taken
         self._used = set(self._trained)  # by the last step, on any rank
-        self._current = 0  # slot of the newest state
         self._before: Mark | None = None  # the ranks have agreed on the step before
 
     @property
@@ -119,12 +107,18 @@ class Sharded:
         self._pool = pool = None if whole else Pool(IN_FLIGHT_RELEASED, keeps=False) if self._released else Pool()
         helds: list[Held] = []
         replaced: dict[int, nn.Parameter] = {}
-        self._slots: list[Slot] = [{} for _ in range(self.sharding.slots)]
+        # Where the model computes in the masters' type and in all of their digits, and there is one slot in plain
+        # memory, the model's own range is the master itself.
+        same_type = self._precision.compute == self._precision.master and self.sharding.compress == PLAIN
+        itself = same_type and self.sharding.slots == 1 and self._allocate is zeros and not self._released
+        itself = itself and self._keeper is None
+        make = functools.partial(self._shards.make, masters=not itself)
+        self._state = Slots(make, self._pieces, self._allocate, self.sharding.slots, self._keeper)
         for bucket in self.buckets:  # one after the other: what is released between uses was never there all at once
             held = Held(bucket, self._rank, self.mesh.device, self._precision, self._lane, pool, self._released)
             held.take([parameters[member.parameter.name] for member in bucket.members], replaced)
-            for slot in self._slots if bucket.trained else ():
-                slot.update(self._state_of(held))
+            for fragment in held.fragments if itself and bucket.trained else ():
+                self._state.source[fragment.key]["param"] = held.own(fragment)
             self._fill(held, fill)
             if self._released:
                 held.release()
@@ -153,27 +147,16 @@ class Sharded:
             self._bring_masters()
 
     def _fill(self, held: Held, fill: Callable[[Shard], None]) -> None:
+        if held.bucket.trained and self._state.attached:
+            return  # it is filled
         if held.bucket.trained or self._released:
             for fragment in held.fragments:
                 name, shape = fragment.parameter.name, fragment.parameter.shape
-                into = self._slots[0][fragment.key]["param"] if held.bucket.trained else held.own(fragment)
+                into = self._state.source[fragment.key]["param"] if held.bucket.trained else held.own(fragment)
                 fill(Shard(name, fragment.start, fragment.stop, shape, into, trainable=held.bucket.trained))
         else:
             for member, values in held.members():
                 fill(Shard(member.parameter.name, 0, values.numel(), member.parameter.shape, values, trainable=False))
-
-    def _state_of(self, held: Held) -> Slot:
-        """State of a bucket's own range. Where the model computes in the masters' type and in all of their digits, and
-        there is one slot in plain memory, the model's own range is the master itself."""
-        same_type = self._precision.compute == self._precision.master and self.sharding.compress == PLAIN
-        itself = same_type and self.sharding.slots == 1 and self._allocate is zeros and not self._released
-        slot: Slot = {}
-        for fragment in held.fragments:
-            key, shape, count = fragment.key, fragment.parameter.shape, fragment.stop - fragment.start
-            size = (count, self._precision.master, self.mesh.device)
-            made = self.rule.make(key, shape, *size, self._allocate)
-            slot[key] = {"param": held.own(fragment) if itself else self._allocate(key, "param", *size)} | made
-        return slot
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         """Where parameters may be: by name, what identifies their memory."""
@@ -272,6 +255,11 @@ class Sharded:
     def commit(self, step: int) -> None:
         self.step = step
 
+    def begin_after(self, step: int) -> None:
+        self._lane.drain()
+        self._state.loaded(step)
+        self.step = step
+
     def close(self) -> None:
         self._lane.close()
         # Their groups end with the last reference, and none may outlive the interpreter, as this engine may.
@@ -300,10 +288,19 @@ class Sharded:
         return torch.zeros((), dtype=self._precision.master, device=self.mesh.device)
 
     def _await_others(self) -> None:
-        """No update begins before all ranks are through with the step before."""
+        """No update begins before all ranks are through with the step before, and have committed it."""
+        if self._unconfirmed:
+            self._confirm()
         if self._complete is not None:
             self._complete.wait()
             self._complete = None
+
+    def _confirm(self) -> None:
+        """Begin to tell all ranks, those of other parts of the model, too, that this one is through with its step."""
+        self._state.settle()
+        group = self.mesh.everyone or self.mesh.agreement
+        self._complete = collectives.all_reduce(torch.ones((), dtype=torch.int32), group, self.traffic)
+        self._unconfirmed = False
 
     def _agree(self, now: Step) -> None:
         """The norm of the whole gradient, and which parameters have one: the same on all ranks from here on."""
@@ -349,7 +346,8 @@ class Sharded:
         now.again = now.gathered.copy()
 
     def _update(self, now: Step, unit: Unit, change: Change) -> None:
-        source, target = self._slots[self._current], self._slots[(self._current + 1) % len(self._slots)]
+        self._state.begin()
+        source, target = self._state.source, self._state.target
         for held in unit.trained:
             keys = [fragment.key for fragment in held.fragments]
             grads = {f.key: held.gradient_of(f) for f in held.fragments if f.parameter.name in self._used}
@@ -384,11 +382,10 @@ class Sharded:
             for unit in self._units:
                 self._update(now, unit, now.change)
         self._carrier.settle()
-        self._current = (self._current + 1) % len(self._slots)
-        # Whoever updates in the next step knows by this that all ranks, those of other parts of the model, too, are
-        # through with this one.
-        group = self.mesh.everyone or self.mesh.agreement
-        self._complete = collectives.all_reduce(torch.ones((), dtype=torch.int32), group, self.traffic)
+        self._state.turn(now.number, Done(now, self.traffic))
+        self._unconfirmed = True
+        if not self._state.late:  # else the next update asks
+            self._confirm()
         if now.makes_order:
             self._timetable.make(now.number + 2)
         ended.set()
@@ -401,7 +398,7 @@ class Sharded:
         mark = (marks.regathered if again else marks.gathered)[unit.number]
         if op.part == 0:
             while len(self._whole) > PREFETCH:
-                self._release(*self._whole.popleft())
+                self._release(self._whole.popleft())
             self._restore(unit)
             used = (marks.used_again if again else marks.used)[unit.number]
             if unit.module is self.model:
@@ -416,26 +413,26 @@ class Sharded:
         if self._whole and unit.number > (self._units[0].module is self.model):  # of the first nothing tells the end
             self._carrier.wait(marks.used_again[unit.number])
         while self._whole and all(mark.reached for mark in self._whole[0][1:]):  # what nobody uses may still arrive
-            self._release(*self._whole.popleft())
+            self._release(self._whole.popleft())
 
     def _restore(self, unit: Unit) -> None:
-        slot = self._slots[self._current]
+        slot = self._state.source
         for held in unit.helds:
             held.restore()
             if held.bucket.trained:
                 held.round([slot[fragment.key]["param"] for fragment in held.fragments])
 
-    def _release(self, unit: Unit, used: Mark, gathered: Mark) -> None:
-        self._carrier.wait(used)
-        for held in unit.helds:
+    def _release(self, whole: tuple[Unit, Mark, Mark]) -> None:
+        self._carrier.wait(whole[1])
+        for held in whole[0].helds:
             held.release()
 
     def _release_all(self) -> None:
         self._carrier.settle()  # the last to be gathered may still arrive, where nothing has used it
         while self._whole:
-            self._release(*self._whole.popleft())
+            self._release(self._whole.popleft())
         if self._root is not None:
-            self._release(*self._root)
+            self._release(self._root)
             self._root = None
 
     # ------------------------------------------------------------------------------------------------------------ state
@@ -447,7 +444,7 @@ class Sharded:
             if self._released:
                 self._restore(unit)
             else:
-                slot = self._slots[self._current]
+                slot = self._state.source
                 for held in unit.trained:
                     held.round([slot[fragment.key]["param"] for fragment in held.fragments])
             for part in range(self._parts):
@@ -476,24 +473,17 @@ class Sharded:
                     for held in unit.helds:
                         held.release()
 
-    def _kept(self) -> Iterator[tuple[str, dict[str, torch.Tensor], int]]:
-        """Name, state and first element of each fragment of this rank."""
-        self._lane.drain()
-        slot = self._slots[self._current]
-        for held in self._trained_held:
-            for fragment in held.fragments:
-                yield fragment.parameter.name, slot[fragment.key], fragment.start
+    def _pieces(self, slot: Slot) -> Iterator[Piece]:
+        """Nothing where another rank holds the same."""
+        return self._shards.pieces(slot) if self.mesh.rank < self._degree else iter(())
 
     def pieces(self) -> Iterator[Piece]:
         self._lane.drain()
-        if self.mesh.rank >= self._degree:
-            return  # another rank holds the same
-        for name, state, start in self._kept():
-            yield from pieces(self.rule, name, state, start)
+        return self._pieces(self._state.source)
 
     def load(self, read: Read) -> None:
-        for name, state, start in self._kept():
-            load(self.rule, name, state, start, read)
+        self._lane.drain()
+        self._shards.load(self._state.source, read)
         if self._released:
             self._lane.follow()
         else:

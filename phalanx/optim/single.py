@@ -9,8 +9,9 @@ from torch import nn
 
 from phalanx.comm.mesh import Mesh
 from phalanx.optim import gradients
-from phalanx.optim.engine import Allocator, Piece, Precision, Queued, Shard
-from phalanx.optim.update import NO_COPIES, Change, Read, Rule, Slot, load, pieces, zeros
+from phalanx.optim.engine import Allocator, Keeper, Piece, Precision, Queued, Shard, Slot
+from phalanx.optim.slots import Slots
+from phalanx.optim.update import NO_COPIES, Change, Read, Rule, load, pieces, zeros
 
 # Gradients are widened to the master's type in portions, so that the copies stay small beside the state.
 PORTION_ELEMENTS = 2**26
@@ -31,13 +32,14 @@ class Single:
         loss_scale: gradients.LossScale | None = None,
         allocate: Allocator = zeros,
         copies: Mapping[str, int] = NO_COPIES,
+        keeper: Keeper | None = None,
     ) -> None:
         """`model` is on meta; it is converted to the compute type and takes memory in `initialise`. `copies`: of
-        parameters that several ranks of `mesh.model` hold alike, how many do."""
+        parameters that several ranks of `mesh.model` hold alike, how many do. `keeper`: what outlives the process."""
         assert mesh.world == 1, "the single engine is for one rank"
         self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
         self.step, self.loss_scale = 0, loss_scale
-        self._allocate, self._held_alike = allocate, copies
+        self._allocate, self._held_alike, self._keeper = allocate, copies, keeper
         self._master_dtype = precision.master
         self._narrow = precision.compute != self._master_dtype
         model.to(precision.compute)
@@ -45,7 +47,6 @@ class Single:
         self._units = {name: [full for full, _ in unit.named_parameters(prefix=name)] for name, unit in units}
         inside = {name for names in self._units.values() for name in names}
         self._outside = [name for name, _ in model.named_parameters() if name not in inside]
-        self._slot: Slot = {}
         self._accumulated: dict[str, torch.Tensor] = {}
         self._fold_grads = False
         self._fresh = True  # no micro-batch of this step has begun
@@ -67,20 +68,30 @@ class Single:
                 continue
             fill(Shard(name, 0, frozen.numel(), tuple(frozen.shape), frozen.data.view(-1), trainable=False))
         parameters = {name: parameters[name] for name in self._trained}
-        self._slot = {}
-        for name, parameter in parameters.items():
-            size = (parameter.numel(), self._master_dtype, self.mesh.device)
-            made = self.rule.make(name, parameter.shape, *size, self._allocate)
-            self._slot[name] = {"param": self._allocate(name, "param", *size)} | made
+        self._state = Slots(self._make, self._pieces, self._allocate, keeper=self._keeper)
         self._no_decay = frozenset(name for name, parameter in parameters.items() if parameter.dim() < 2)
         for name, parameter in parameters.items():
-            fill(Shard(name, 0, parameter.numel(), tuple(parameter.shape), self._slot[name]["param"]))
+            if not self._state.attached:
+                fill(Shard(name, 0, parameter.numel(), tuple(parameter.shape), self._slot[name]["param"]))
             if not self._narrow:
                 # The model computes with the master values themselves.
                 parameter.data = self._slot[name]["param"].view(parameter.shape)
             else:
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._fold(name, p))
         self._round_into_model()
+
+    def _make(self, allocate: Allocator) -> Slot:
+        """The state as a run begins with it."""
+        slot: Slot = {}
+        for name in self._trained:
+            shape = self.model.get_parameter(name).shape
+            size = (shape.numel(), self._master_dtype, self.mesh.device)
+            slot[name] = {"param": allocate(name, "param", *size)} | self.rule.make(name, shape, *size, allocate)
+        return slot
+
+    @property
+    def _slot(self) -> Slot:
+        return self._state.source
 
     def begin_step(self, step: int, weight: int, lr: float, clip: float | None) -> None:
         assert step == self.step + 1, (step, self.step)
@@ -111,6 +122,7 @@ class Single:
 
     @torch.no_grad()
     def finish_step(self) -> Queued:
+        self._state.settle()  # before what tells other ranks that this one is through with the step before
         parameters = self.parameters
         grads = self._accumulated or {name: p.grad for name, p in parameters.items() if p.grad is not None}
         total = self._weight.get()
@@ -129,7 +141,9 @@ class Single:
         for parameter in parameters.values():
             parameter.grad = None
         self._round_into_model()
-        return Queued(norm, skip, total, scale)
+        outcome = Queued(norm, skip, total, scale)
+        self._state.turn(self.step + 1, outcome)
+        return outcome
 
     def _round_into_model(self) -> None:
         if self._narrow:
@@ -142,7 +156,10 @@ class Single:
         yield {name: parameter.data for name, parameter in self.parameters.items()}
 
     def pieces(self) -> Iterator[Piece]:
-        for name, state in self._slot.items():
+        return self._pieces(self._slot)
+
+    def _pieces(self, slot: Slot) -> Iterator[Piece]:
+        for name, state in slot.items():
             yield from pieces(self.rule, name, state, 0)
 
     def load(self, read: Read) -> None:
@@ -151,6 +168,10 @@ class Single:
         self._round_into_model()
 
     def commit(self, step: int) -> None:
+        self.step = step
+
+    def begin_after(self, step: int) -> None:
+        self._state.loaded(step)
         self.step = step
 
     def notices(self) -> list[tuple[str, dict[str, Any]]]:

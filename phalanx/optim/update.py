@@ -12,13 +12,11 @@ from typing import ClassVar, Protocol
 import torch
 
 from phalanx.optim.coded import Coded
-from phalanx.optim.engine import Allocator, Piece
+from phalanx.optim.engine import Allocator, Piece, Slot, State
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NO_COPIES: Mapping[str, int] = MappingProxyType({})  # no parameter is held alike by ranks of one model
 
-State = dict[str, torch.Tensor]  # what is kept of one shard: "param", and what the rule made
-Slot = dict[str, State]  # by parameter name
 Read = Callable[[str, str, int, int, torch.Tensor], None]  # name, kind, start, stop, out
 
 

@@ -1,6 +1,5 @@
 """Giving memory and values to a model that was built on meta: each rank makes or reads only what it keeps."""
 
-import itertools
 from collections.abc import Callable
 
 import torch
@@ -18,16 +17,20 @@ Fill = Callable[[Shard], None]
 
 
 def materialise(model: nn.Module, engine: Engine, fill: Fill) -> None:
-    """Let the engine take memory and `fill` write each of its shards. Raises ConfigError where something is left on
-    meta, and names it."""
+    """Let the engine take memory and `fill` write each of its shards. Raises ConfigError for what nobody would fill,
+    and names it: a buffer on meta, which may get memory but no values; a parameter that is on meta still."""
+    _refuse([name for name, buffer in model.named_buffers() if buffer.is_meta])
     with torch.no_grad():
         engine.initialise(fill)
-    named = itertools.chain(model.named_parameters(), model.named_buffers())
-    left = [name for name, tensor in named if tensor.is_meta]
+    _refuse([name for name, parameter in model.named_parameters() if parameter.is_meta])
+
+
+def _refuse(left: list[str]) -> None:
     if left:
+        are, them = ("are", "them") if len(left) > 1 else ("is", "it")
         raise ConfigError(
-            f"{', '.join(left)} of the model {'are' if len(left) > 1 else 'is'} on meta after all was filled, without "
-            "values; make buffers persistent or give them values when the model is built"
+            f"{', '.join(left)} of the model {are} on meta, and nothing gives {them} values; use parameters, or make "
+            f"{them} when the model is built"
         )
 
 

@@ -4,7 +4,7 @@ Engines know parameters as they are here; a start is drawn, a folder read and a 
 whole model. This is the only place that knows of both.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,11 @@ class Parted:
 
     def pieces(self, engine: Engine) -> Iterator[Piece]:
         """What this rank gives to a checkpoint."""
-        own = (piece for piece in engine.pieces() if piece.name not in self.lent)
+        return self.whole(engine.pieces())
+
+    def whole(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """An engine's pieces in coordinates of whole parameters, those that this rank gives."""
+        own = (piece for piece in pieces if piece.name not in self.lent)
         return saved(own, self.held, self.first)
 
     def reading(self, read: WindowRead) -> Read:

@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from phalanx.comm import collectives
-from phalanx.comm.collectives import Traffic
+from phalanx.comm.collectives import Traffic, carried_from
 from phalanx.comm.mesh import Axis, neighbours
 from phalanx.errors import ConfigError
 from phalanx.parallel.exchange import Peers
@@ -107,6 +108,7 @@ def transform(
             vars(module)["num_key_value_groups"] = numbers.heads // axis.size // max(1, numbers.kv_heads // axis.size)
     for parameter in model.parameters():  # not buffers: rotary frequencies keep their digits
         parameter.data = parameter.data.to(dtype=dtype)
+    model.register_load_state_dict_pre_hook(take_parts)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     return model if on_meta or device is None else model.to(device=device)
 
@@ -168,6 +170,7 @@ class _Arrivals:
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
+        self._sent_from = carried_from(dist.group.WORLD, device)  # type: ignore[arg-type]
         self._sends = dist.get_rank() == 0
         described = [
             *((name, tuple(p.shape), dtype or p.dtype) for name, p in model.named_parameters(remove_duplicate=False)),
@@ -176,7 +179,7 @@ class _Arrivals:
         if self._sends and any(each.is_meta for each in model.parameters()):
             described = []  # which no rank has, so that all of them find out
         number = float(zlib.crc32(repr(described).encode()))
-        seen = torch.tensor([number, -number], dtype=torch.float64, device=device)
+        seen = torch.tensor([number, -number], dtype=torch.float64, device=self._sent_from)
         collectives.all_reduce(seen, dist.group.WORLD, Traffic(), dist.ReduceOp.MAX).wait()  # type: ignore[arg-type]
         if seen[0] != -seen[1]:
             raise ConfigError(
@@ -203,11 +206,11 @@ class _Arrivals:
     def _sent(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         dtype = tensor.dtype if dtype is None else dtype
         if self._sends:
-            whole = tensor.detach().to(self._device, dtype).contiguous()
+            whole = tensor.detach().to(self._sent_from, dtype).contiguous()
         else:
-            whole = torch.empty(tensor.shape, dtype=dtype, device=self._device)
+            whole = torch.empty(tensor.shape, dtype=dtype, device=self._sent_from)
         dist.broadcast(whole, 0)
-        return whole
+        return whole.to(self._device)
 
 
 # ------------------------------------------------------------------------------------------------------- and back again
@@ -230,42 +233,59 @@ def axis_of(model: nn.Module) -> Axis | None:
     return None if found is None else found.peers.axis
 
 
-def full_state_dict(model: nn.Module, axis: Axis, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The state dict of the model as it was before `transform`, on the host, on the first rank of `axis`; elsewhere {}.
+def full_state_dict(
+    model: nn.Module, axis: Axis, tensors: Mapping[str, Tensor] | None = None, everywhere: bool = False
+) -> dict[str, Tensor]:
+    """The state dict of the model as it was before `transform`, on the host, on the first rank of `axis`; elsewhere {},
+    or `everywhere` the same.
 
     Gathered tensor by tensor. `tensors` are this rank's parts by name, where they are not in the model (since another
     wrapper holds them). Collective.
     """
     own = dict(model.state_dict()) if tensors is None else tensors
-    return dict(_gathered(own, parts_of(model), axis))
+    return dict(_gathered(own, parts_of(model), axis, everywhere))
 
 
-def _gathered(own: Mapping[str, Tensor], parts: Mapping[str, Slice], axis: Axis) -> Iterator[tuple[str, Tensor]]:
-    traffic = Traffic()
+def _gathered(
+    own: Mapping[str, Tensor], parts: Mapping[str, Slice], axis: Axis, everywhere: bool
+) -> Iterator[tuple[str, Tensor]]:
     memory: dict[int, Tensor] = {}  # what is tied stays tied
+    wanted = everywhere or axis.rank == 0
     for name, tensor in own.items():
         part = parts.get(name)
         if part is None:
-            if axis.rank == 0:
+            if wanted:
                 yield name, tensor.detach().to("cpu", copy=True)
             continue
         key = tensor.data_ptr() if tensor.numel() else id(tensor)
         if key not in memory:
-            memory[key] = _whole(tensor.detach(), part, axis, traffic)
-        if axis.rank == 0:
+            memory[key] = whole_of(tensor.detach(), part, axis, everywhere)
+        if wanted:
             yield name, memory[key]
 
 
-def _whole(tensor: Tensor, part: Slice, axis: Axis, traffic: Traffic) -> Tensor:
-    """A parameter put together from the parts of all ranks, on the first; elsewhere nothing."""
+def take_parts(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before a transformed model takes a state dict: of what is in it whole, each rank takes its part. Of a dict
+    of parts it takes them as they are."""
+    parts = {clean_tensor_name(name): part for name, part in parts_of(model).items()}  # its layers may be in FSDP now
+    for name, given in list(state.items()):
+        part = parts.get(clean_tensor_name(name.removeprefix(prefix)))
+        if part is not None and isinstance(given, Tensor) and tuple(given.shape) == part.shape != part.local:
+            state[name] = part_of(given, part).detach()
+
+
+def whole_of(tensor: Tensor, part: Slice, axis: Axis, everywhere: bool = False) -> Tensor:
+    """What all ranks hold parts of, put together on the host of the first, or `everywhere`; else nothing. Collective
+    over `axis`."""
     length = part.shape[part.dim]
     unlike = part.copies == 1 and length % axis.size != 0
     widest = -(-length // axis.size) if unlike else tensor.shape[part.dim]
+    tensor = tensor.to(carried_from(axis.group, tensor.device))
     padded = tensor.new_zeros([widest if dim == part.dim else size for dim, size in enumerate(tensor.shape)])
     padded.narrow(part.dim, 0, tensor.shape[part.dim]).copy_(tensor)
     out = tensor.new_empty((axis.size, *padded.shape))
-    collectives.all_gather(out.view(-1), padded.view(-1), axis.group, traffic).wait()
-    if axis.rank:
+    collectives.all_gather(out.view(-1), padded.view(-1), axis.group, Traffic()).wait()
+    if axis.rank and not everywhere:
         return tensor.new_empty(0)
     among = axis.size // part.copies
     edges = itertools.pairwise(length * place // among for place in range(among + 1))

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Protocol, Self, TextIO
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -218,6 +218,16 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+class Shows(Protocol):
+    """What a follower feeds."""
+
+    def on_step(self, record: dict[str, Any]) -> None: ...
+
+    def on_event(self, event: dict[str, Any]) -> None: ...
+
+    def tick(self) -> None: ...
+
+
 class Follower:
     """Feeds a console from the files that a run writes.
 
@@ -225,7 +235,7 @@ class Follower:
     command wants that resumes a run. Reading needs nothing of the run but its folder, so the run may die at any point.
     """
 
-    def __init__(self, paths: RunPaths, console: Console, from_start: bool = False) -> None:
+    def __init__(self, paths: RunPaths, console: Shows, from_start: bool = False) -> None:
         self.console = console
         self._steps = _Tail(paths.metrics, 0 if from_start else _length(paths.metrics))
         self._events = _Tail(paths.events, 0 if from_start else _length(paths.events))

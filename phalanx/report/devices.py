@@ -180,9 +180,11 @@ def _known(paths: RunPaths) -> tuple[hardware.Device, ...]:
 
 
 def _models(paths: RunPaths) -> list[str] | None:
-    """What the devices of the last start are called, in order of rank, where it says."""
+    """What the devices of the last start are called, in order of rank, where it says; of the last on several, if there
+    was one, since there is nothing to tell of one device."""
     starts = [event for event in read_lines(paths.events) if event.get("kind") == Kind.RUN_STARTED]
-    models = starts[-1].get("models") if starts else None
+    several = [event for event in starts if event.get("world") != 1]
+    models = (several or starts)[-1].get("models") if starts else None
     return [str(model) for model in models] if isinstance(models, list) else None
 
 
@@ -264,10 +266,12 @@ def columns(records: Sequence[Record], world: int) -> dict[str, list[float | Non
     return found
 
 
-def traces(world: int) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """(name, column, colour) of the curves of shares and of those of busy times."""
+def traces(world: int, of_copies: bool = False) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """(name, column, colour) of the curves of shares and of those of busy times; `of_copies`: `world` copies of a model
+    that several ranks hold."""
     names = _names(world)
-    labels = [f"rank {rank}" for rank in range(world)] if world <= DRAWN else ["least", "median", "greatest"]
+    what = "copy" if of_copies else "rank"
+    labels = [f"{what} {rank}" for rank in range(world)] if world <= DRAWN else ["least", "median", "greatest"]
     colors = COLORS if world <= DRAWN else ("teal", "blue", "orange")
     half = len(names) // 2
     shares = list(zip(labels, names[:half], colors, strict=False))

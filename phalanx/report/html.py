@@ -126,7 +126,8 @@ def charts(run: Run) -> list[Record]:
         found.insert(
             1, _chart("scores", "Scores", scores[0][0] if len(scores) == 1 else "", [], legend=len(scores) > 1)
         )
-    shares, busy = devices.traces(devices.world_of([*run.kept, *run.lost]))
+    parts = devices.world_of([*run.kept, *run.lost])
+    shares, busy = devices.traces(parts, of_copies=len(run.device_names) > parts)
     if shares:
         of_work = [_trace(*trace, style="line") for trace in shares]
         found.append(_chart("shares", "Shares", "of the sequences of a step", of_work, zero=True, percent=True))
@@ -194,6 +195,10 @@ def _header(run: Run) -> str:
         facts.append(parameters)
     if world := words.number(started, "world"):
         facts.append(f"{world:.0f} rank{'s' if world > 1 else ''}")
+    parallel = run.config.get("parallel")
+    degrees = {key: parallel.get(key) for key in ("tensor", "pipeline")} if isinstance(parallel, dict) else {}
+    together = [f"{key} {degree}" for key, degree in degrees.items() if isinstance(degree, int) and degree > 1]
+    facts += [" x ".join(together)] if together else []
     facts += [str(started[key]) for key in ("device", "dtype", "engine") if started.get(key)]
     facts += [f"began {_moment(run.began)}"] if run.began else []
     shown = "".join(f"<span>{html.escape(fact)}</span>" for fact in facts)

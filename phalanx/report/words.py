@@ -37,16 +37,23 @@ _MARKS = {
     Kind.CHECKPOINT_REFUSED: Mark("!", "!", "warn"),
     Kind.EVALUATED: Mark("◆", "*", "info"),
     Kind.STEP_SKIPPED: Mark("!", "!", "warn"),
+    Kind.ROLLED_BACK: Mark("↻", "@", "warn"),
+    Kind.CORRUPTED: Mark("✗", "X", "bad"),
+    Kind.SLOW: Mark("!", "!", "warn"),
+    Kind.INJECTED: Mark("!", "!", "warn"),
     Kind.WORKER_DIED: Mark("✗", "X", "bad"),
     Kind.RESTARTED: Mark("↻", "@", "warn"),
+    Kind.GAVE_UP: Mark("✗", "X", "bad"),
     Kind.NODE_JOINED: Mark("·", "-", "quiet"),
     Kind.NODE_LOST: Mark("✗", "X", "bad"),
+    Kind.INCIDENT: Mark("↻", "@", "warn"),
     Kind.SIGNALLED: Mark("!", "!", "warn"),
     Kind.STOPPED: Mark("■", "#", "warn"),
     Kind.FINISHED: Mark("✓", "+", "good"),
     Kind.EXPORTED: Mark("✓", "+", "good"),
     Kind.PROFILED: Mark("◇", "*", "info"),
     Kind.MEMORY_RECORDED: Mark("◇", "*", "info"),
+    Kind.HEALTH: Mark("◆", "*", "info"),
     Kind.WARNING: Mark("!", "!", "warn"),
 }
 
@@ -127,7 +134,10 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
         case Kind.ATTEMPT_STARTED:
             return f"attempt {event.get('attempt', '?')} started" + _pids(event)
         case Kind.RESUMED:
-            return f"resumed from the checkpoint of step {event.get('step', '?')}"
+            step = event.get("step", "?")
+            if event.get("memory"):
+                return f"resumed from step {step}, which was kept in memory"
+            return f"resumed from the checkpoint of step {step}"
         case Kind.MEASURING:
             return "measuring the devices" + _because(event)
         case Kind.MEASURED:
@@ -155,15 +165,27 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
             return f"{set_name(event)} loss" + _evaluated(event)
         case Kind.STEP_SKIPPED:
             return f"step {event.get('step', '?')} skipped" + _because(event)
+        case Kind.ROLLED_BACK:
+            return _rolled_back(event)
+        case Kind.CORRUPTED:
+            return _corrupted(event)
+        case Kind.SLOW:
+            return _slow(event)
+        case Kind.INJECTED:
+            return f"injected on rank {event.get('rank', '?')}, as asked for: {event.get('fault', 'a fault')}"
         case Kind.WORKER_DIED:
             return _died(event, after_step)
         case Kind.RESTARTED:
             return f"starting again: attempt {event.get('attempt', '?')}" + _because(event)
+        case Kind.GAVE_UP:
+            return "not started again" + _because(event)
         case Kind.NODE_JOINED:
             ranks = event.get("ranks", "?")
-            return f"{_node(event)} joined with {ranks} rank{'' if ranks == 1 else 's'}"
+            return f"{_node(event)} joined" + (f" with {ranks} rank{'' if ranks == 1 else 's'}" if ranks else "")
         case Kind.NODE_LOST:
             return f"{_node(event)} was lost" + _because(event)
+        case Kind.INCIDENT:
+            return _incident(event)
         case Kind.SIGNALLED:
             return f"got {signal_name(event.get('signal'))}: finishing the step, saving, then leaving"
         case Kind.STOPPED:
@@ -180,6 +202,8 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
             peak = number(event, "peak_bytes")
             above = f": {size(peak)} above its start at most" if peak is not None else ""
             return f"memory of step {event.get('step', '?')} recorded{above}; see {event.get('file', '?')}"
+        case Kind.HEALTH:
+            return _health(event)
         case Kind.WARNING:
             return str(event.get("message", "warning"))
     details = {key: value for key, value in event.items() if key not in ("kind", "time", "attempt")}
@@ -199,6 +223,13 @@ def signal_name(value: object) -> str:
         return text
     known = {int(member): member.name for member in signal.Signals}
     return known.get(int(text), f"signal {text}")
+
+
+def _incident(event: dict[str, Any]) -> str:
+    """What failed, where, what was done, and how long it took until a step was done again."""
+    said = f"{event.get('what', 'something failed')}; {event.get('done', 'the ranks start again')}"
+    took, step = number(event, "seconds"), event.get("step")
+    return said if took is None else f"{said}; training went on with step {step} after {seconds(took)}"
 
 
 def _because(event: dict[str, Any]) -> str:
@@ -330,10 +361,40 @@ def said_of(event: dict[str, Any]) -> str:
     return f"perplexity {perplexity(loss)}" if loss is not None and event.get("unit", "tokens") == "tokens" else ""
 
 
+def _rolled_back(event: dict[str, Any]) -> str:
+    back = f"went back from step {event.get('from_step', '?')} to the checkpoint of step {event.get('step', '?')}"
+    first, last = event.get("first"), event.get("last")
+    past = "" if first is None else f"; the data of steps {first} to {last} are passed over"
+    return back + _because(event) + past
+
+
+def _corrupted(event: dict[str, Any]) -> str:
+    rows = [row for row in event.get("devices") or [] if isinstance(row, dict)]
+    names = ", ".join(
+        f"rank {row.get('rank', '?')} ({row.get('device', '?')} of {row.get('host', '?')})" for row in rows
+    )
+    sure = all(row.get("certain") for row in rows)
+    who = names if sure else f"one of {names}"
+    mended = "repaired from another rank" if event.get("repaired") else "not repaired"
+    what = event.get("parameters") or "parameters"
+    return f"silent corruption behind step {event.get('step', '?')}: {who} held another {what} than it must; {mended}"
+
+
+def _slow(event: dict[str, Any]) -> str:
+    ranks = event.get("ranks") or ["?"]
+    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    for_s, times = number(event, "seconds"), number(event, "factor")
+    since = f" for {seconds(for_s)}" if for_s is not None else ""
+    slower = f"{times:.1f} times" if times is not None else "many times"
+    return f"{names} has needed {slower} as long as at its best{since}; its node is worth looking at, or being drained"
+
+
 def _died(event: dict[str, Any], after_step: int | None) -> str:
     pid = f" on {event['host']}" if event.get("host") else ""
     pid += f" (pid {event['pid']})" if event.get("pid") is not None else ""
     reason = str(event.get("reason") or "")
+    if event.get("type") in ("Hang", "Deadlock"):
+        return f"rank {event.get('rank', '?')}{pid} hung: {reason}"
     if event.get("signal"):
         cause = f"was killed by {signal_name(event['signal'])}"
     elif event.get("exit_code") == ExitCode.OUT_OF_MEMORY:
@@ -346,3 +407,15 @@ def _died(event: dict[str, Any], after_step: int | None) -> str:
         reason = reason.removeprefix(said).removeprefix(" and").lstrip(" ;")
     because = f": {reason}" if reason else ""
     return f"rank {event.get('rank', '?')}{pid} {cause}{_after(event, after_step)}{because}"
+
+
+def _health(event: dict[str, Any]) -> str:
+    host, after = event.get("host", "this node"), event.get("after")
+    when = f" after {after}" if after else ""
+    findings = event.get("findings")
+    said = (
+        [str(each.get("sentence")) for each in findings if isinstance(each, dict)] if isinstance(findings, list) else []
+    )
+    if not said:
+        return f"nothing was found to be wrong with {host}{when}"
+    return f"health of {host}{when}: {'; '.join(dict.fromkeys(said))}"

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.comm.collectives import carried_from
 from phalanx.errors import ConfigError
 from phalanx.parallel import transform as cut
 from phalanx.scripts import session as sessions
@@ -119,7 +120,9 @@ def _cut(
     if not from_rank0:
         for parameter in model.parameters():
             if not parameter.is_meta:
-                dist.broadcast(parameter.data, axis.ranks[0], group=axis.group)
+                sent = parameter.data.to(carried_from(axis.group, parameter.device))
+                dist.broadcast(sent, axis.ranks[0], group=axis.group)
+                parameter.data.copy_(sent)
     cut.transform(model, axis, load_state_dict_from_rank0=from_rank0, device=device, dtype=dtype)
     session.slices |= cut.parts_of(model)
 

@@ -5,6 +5,7 @@ none. They are found by name at each call, so it does not matter when a script h
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from phalanx.errors import ConfigError
 from phalanx.scripts.norm import clip_grad_norm_
 from phalanx.scripts.session import Session, check_wrap, current, device, local_world
 from phalanx.scripts.shards import with_empty_shards
-from phalanx.scripts.whole import put_together
+from phalanx.scripts.whole import optimizer_put_together, optimizer_taken_apart, put_together
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 REPLACED = "_phalanx_replaces"
@@ -37,7 +38,8 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     if getattr(there, REPLACED, None) is None:
         new = functools.wraps(there)(make(there))
         setattr(new, REPLACED, there)
-        setattr(owner, name, new)
+        bound = inspect.getattr_static(owner, name)
+        setattr(owner, name, staticmethod(new) if isinstance(bound, staticmethod) else new)
 
 
 def patch() -> None:
@@ -48,6 +50,8 @@ def patch() -> None:
     replace(_init_utils, "_check_module_states_for_sync_module_states", _unless_on_host)
     replace(_optim_utils, "_unflatten_orig_param_states", _copied)
     replace(_fsdp_extensions, "_create_chunk_sharded_tensor", with_empty_shards)
+    replace(FullyShardedDataParallel, "_optim_state_dict_impl", optimizer_put_together)
+    replace(FullyShardedDataParallel, "_optim_state_dict_to_load_impl", optimizer_taken_apart)
     replace(_fully_shard, "_init_default_mesh", _of_the_session)
 
 

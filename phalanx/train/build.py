@@ -13,7 +13,7 @@ from phalanx.errors import ConfigError
 from phalanx.hardware import Link
 from phalanx.models.model import Model
 from phalanx.models.spec import ModelSpec
-from phalanx.optim.engine import Engine
+from phalanx.optim.engine import Engine, Keeper
 from phalanx.parallel.apply import apply, precision_of
 from phalanx.parallel.materialize import Fill
 from phalanx.parallel.parted import Parted
@@ -59,6 +59,7 @@ def build(
     speeds: Sequence[Speed] | None = None,
     link: Link | None = None,
     weights: Weights = None,
+    keeper: Keeper | None = None,
 ) -> Parts:
     """Build everything that holds no state of the run yet; the model is on meta.
 
@@ -66,7 +67,7 @@ def build(
     `paths` is where the run folder keeps the model's own code; `speeds` of the copies of the model (without
     parallel.tensor and parallel.pipeline each rank is one), with the limit of each, are what was measured of their
     devices, and nothing but train.micro_batch if not given; `link` what was between them; `weights` how much of the
-    state each holds, if not all the same.
+    state each holds, if not all the same; `keeper` what the state is committed to.
     """
     train = config.train
     assert train.micro_batch != "auto"
@@ -81,7 +82,7 @@ def build(
     task, model = subject.task(), subject.model()
     nominal_weight = task.nominal_weight(train.global_batch)
     start = subject.starting_weights(model)
-    engine, parted = apply(model, config, mesh, make_engine(config, weights), nominal_weight)
+    engine, parted = apply(model, config, mesh, make_engine(config, weights, keeper), nominal_weight)
     # What is evaluated on is the same for every seed.
     held_out = {
         name: Loader([(rows, 1.0)], train.global_batch, 0, mesh.data.rank, held_out=True)

@@ -61,6 +61,9 @@ def choose(
     blocks = len(subject.model().blocks())
     if not blocks:
         return "none", "the model has no blocks to compute again", probe(_with(config, "none"))
+    if config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
+        why = "each half of a backward pass of parallel.schedule zero_bubble would compute the activations again"
+        return "none", why, probe(_with(config, "none"))
     for mode, why in (
         ("none", "everything that a backward pass needs fits"),
         ("selective", "not everything that a backward pass needs fits"),

@@ -4,6 +4,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from phalanx.comm.mesh import Mesh
+from phalanx.optim.engine import Keeper
 from phalanx.optim.fsdp2 import Fsdp2
 from phalanx.optim.order import Sharding
 from phalanx.optim.sharded import Sharded
@@ -17,13 +18,14 @@ if TYPE_CHECKING:  # the loop runs where pydantic is not installed
 Weights = tuple[float, ...] | None
 
 
-def make_engine(config: "Config", weights: Weights = None) -> MakeEngine:
-    """What makes the engine of a resolved configuration; `weights` as for `sharding_of`."""
+def make_engine(config: "Config", weights: Weights = None, keeper: Keeper | None = None) -> MakeEngine:
+    """What makes the engine of a resolved configuration; `weights` as for `sharding_of`, `keeper` what its state is
+    committed to."""
     assert config.parallel.data != "auto"
     if config.parallel.data == "sharded":
-        return functools.partial(Sharded, sharding=sharding_of(config, weights))
+        return functools.partial(Sharded, sharding=sharding_of(config, weights), keeper=keeper)
     others: dict[str, MakeEngine] = {"single": Single, "fsdp2": Fsdp2}
-    return others[config.parallel.data]
+    return functools.partial(others[config.parallel.data], keeper=keeper)
 
 
 def agreed(config: "Config", mesh: Mesh) -> "Config":

@@ -71,13 +71,14 @@ def know(
     assert config.train.micro_batch != "auto"
     group = JsonGroup(mesh.checkpoint)
     models = _all(group, accelerator.name(mesh.device))
+    if mesh.rank == 0:
+        hardware.forget_others(paths, models)
     if mesh.axes.model > 1:
-        return _copies(config, mesh, paths), None
+        return _copies(config, mesh, paths, records), None
     divides = mesh.world > 1 and config.balance.work in ("auto", "measured-once")
     wanted = divides or len(set(models)) > 1 or config.balance.hardware is not None
     answer: dict[str, Any] = {}
     if mesh.rank == 0:
-        hardware.forget_others(paths, models)
         answer = _looked_up(config, paths, models, work_of(config, subject)) if wanted else {}
         changed = hardware.changed(paths, models) if wanted else None
         if changed is not None and "refused" not in answer:
@@ -95,30 +96,35 @@ def know(
         if mesh.rank == 0:
             _keep(paths, known, records)
         records.event(Kind.MEASURED, event_of(known, time.perf_counter() - begun))
-    limits = [int(most) for most in mesh.gather(hardware.limits(paths).get(mesh.rank, UNBOUND))]
-    # Ranks that one launcher did not start have each resolved train.micro_batch.
-    asked = [int(most) for most in mesh.gather(config.train.micro_batch)]
     fits = [device.most for device in known.devices] if known else [UNBOUND] * mesh.world
-    most = [min(each) for each in zip(asked, fits, limits, strict=True)]
-    lowered = {rank: limit for rank, limit in enumerate(limits) if limit < min(asked[rank], fits[rank])}
-    if lowered:
-        records.event(Kind.MEMORY_LIMITED, {"most": lowered})
+    most = _most(config, mesh, paths, records, fits)
     used = known is not None and divides
     speeds = hardware.speeds(known) if known is not None and used else [Speed(1.0)] * mesh.world
     link = known.link if known is not None and used and all(device.times for device in known.devices) else None
     return [replace(speed, most=few) for speed, few in zip(speeds, most, strict=True)], link
 
 
-def _copies(config: "Config", mesh: Mesh, paths: RunPaths) -> list[Speed]:
+def _copies(config: "Config", mesh: Mesh, paths: RunPaths, records: Records) -> list[Speed]:
     """The same where several ranks hold one copy of the model, so that none can measure it: the copies count as alike,
     and each takes what the least of its ranks may have."""
-    assert config.train.micro_batch != "auto"
-    mine = min(config.train.micro_batch, hardware.limits(paths).get(mesh.rank, UNBOUND))
     most = [UNBOUND] * mesh.data.world
-    for rank, few in enumerate(mesh.gather(mine)):
+    for rank, few in enumerate(_most(config, mesh, paths, records, [UNBOUND] * mesh.world)):
         copy = mesh.axes.place(rank, mesh.world).data
-        most[copy] = min(most[copy], int(few))
+        most[copy] = min(most[copy], few)
     return [Speed(1.0, most=few) for few in most]
+
+
+def _most(config: "Config", mesh: Mesh, paths: RunPaths, records: Records, fits: Sequence[int]) -> list[int]:
+    """Sequences of a micro-batch that each rank may have: as many as are asked for, as its device `fits`, and as it has
+    not yet run out of memory with. Collective."""
+    assert config.train.micro_batch != "auto"
+    limits = [int(most) for most in mesh.gather(hardware.limits(paths).get(mesh.rank, UNBOUND))]
+    # Ranks that one launcher did not start have each resolved train.micro_batch.
+    asked = [int(most) for most in mesh.gather(config.train.micro_batch)]
+    lowered = {rank: limit for rank, limit in enumerate(limits) if limit < min(asked[rank], fits[rank])}
+    if lowered:
+        records.event(Kind.MEMORY_LIMITED, {"most": lowered})
+    return [min(each) for each in zip(asked, fits, limits, strict=True)]
 
 
 def _keep(paths: RunPaths, known: Hardware, records: Records) -> None:
@@ -265,9 +271,9 @@ def measured(
         memory_bytes=accelerator.memory_total(mesh.device, placement.local_world),
         most=most,
         times=times,
-        host_to_device_bytes_per_s=_host_to_device(mesh.device),
+        host_to_device_bytes_per_s=host_to_device_per_s(mesh.device),
     )
-    link = _link(mesh)
+    link = link_of(mesh)
     group = JsonGroup(mesh.checkpoint)
     rows = group.gather_objects(asdict(mine))
     whole = None
@@ -389,7 +395,7 @@ def _walk(small: Trial, sizes: list[int], room_bytes: float, patience_s: float, 
     return _Walk(peaks, {size: sorted([first[size], *done])[second] for size, done in blocks.items()}, full)
 
 
-def _host_to_device(device: torch.device) -> float | None:
+def host_to_device_per_s(device: torch.device) -> float | None:
     """Bytes per second of copies from the host's pinned memory; None for a CPU."""
     if device.type == "cpu":
         return None
@@ -411,7 +417,7 @@ def copied_per_s(source: torch.Tensor, target: torch.Tensor, device: torch.devic
     return source.nbytes / best
 
 
-def _link(mesh: Mesh) -> Link | None:
+def link_of(mesh: Mesh) -> Link | None:
     """Of all-reduces over all ranks, among which gradients travel; None of one rank."""
     if mesh.world == 1:
         return None

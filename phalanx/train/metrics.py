@@ -1,9 +1,11 @@
 """Step records: measured here, written a step late so that the host never waits for the device to finish a step."""
 
 import math
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,6 +15,8 @@ from phalanx.comm.mesh import Mesh
 from phalanx.optim.engine import Outcome
 from phalanx.records import StepRecord
 from phalanx.train.sharing import Sharing
+
+WAIT_S = 1.0  # who commits a step waits so long for its passes to be noted, which takes microseconds
 
 
 @dataclass
@@ -67,6 +71,9 @@ class Recorder:
         self._mesh, self._speed, self._attempt = mesh, speed, attempt
         self._waiting: _Measured | None = None
         self._mark = time.perf_counter()
+        # Of the last two steps: the loss sum, the learning rate, seconds for data, when the step began.
+        self._computed: dict[int, tuple[HostCopy, float, float, float]] = {}
+        self._changed = threading.Condition()
 
     def restart_clock(self) -> None:
         """Leave out of the next step's time what was done since the last one (evaluation, a checkpoint)."""
@@ -92,6 +99,61 @@ class Recorder:
         )  # fmt: skip
         self._mark = now
         accelerator.reset_peak_memory(self._mesh.device)
+
+    def computed(self, step: int, loss_sum: torch.Tensor, lr: float, data_s: float) -> None:
+        """The passes of a step are done, and the record of the step before is written."""
+        noted = HostCopy([loss_sum]), lr, data_s, self._mark
+        with self._changed:
+            self._computed = {old: each for old, each in self._computed.items() if old == step - 1} | {step: noted}
+            self._changed.notify_all()
+
+    def kept(self, step: int, outcome: Outcome) -> dict[str, Any] | None:
+        """What this rank knows of a step that is being committed, in case nobody lives to write its record; any thread
+        may ask. None where the main thread has not got there in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: max(self._computed, default=0) >= step, WAIT_S)
+            if step not in self._computed:
+                return None
+            values, lr, data_s, begun = self._computed[step]
+        norm, skip = outcome.get()
+        return {
+            "loss": _finite(values.get()[0]),
+            "lr": lr,
+            "weight": outcome.weight,
+            "grad_norm": _finite(norm),
+            "skipped": skip != 0.0,
+            "loss_scale": outcome.loss_scale,
+            "step_s": time.perf_counter() - begun,
+            "data_s": data_s,
+            "memory_bytes": accelerator.peak_memory(self._mesh.device),
+        }
+
+    def left(self, step: int, attempt: int, rows: Sequence[Mapping[str, Any]]) -> StepRecord:
+        """The record of a step that an attempt before committed and did not write: what its ranks, in order, had
+        `kept`. What they waited and sent is not known."""
+        first, step_s = rows[0], max(float(row["step_s"]) for row in rows)
+        losses = [row["loss"] for row in rows]
+        tokens_per_s = self._positions / step_s
+        mfu, mfu_causal = self._speed.mfu(tokens_per_s)
+        return StepRecord(
+            step=step,
+            attempt=attempt,
+            loss=None if None in losses or not first["weight"] else _finite(sum(losses) / first["weight"]),
+            grad_norm=first["grad_norm"],
+            lr=first["lr"],
+            tokens=first["weight"],
+            total_tokens=self.total_tokens,
+            step_s=step_s,
+            tokens_per_s=tokens_per_s,
+            wait_s=None,
+            comm_bytes=0,
+            data_s=first["data_s"],
+            mfu=mfu,
+            mfu_causal=mfu_causal,
+            memory_bytes=max(int(row["memory_bytes"]) for row in rows),
+            skipped=first["skipped"],
+            loss_scale=first["loss_scale"],
+        )
 
     def mine(self) -> list[float]:
         """What the others need of this rank for the record of the step noted last; nothing if there is none."""

@@ -117,9 +117,11 @@ def largest_micro_batch(
 def _lighter(config: Config, device: torch.device) -> str:
     """What holds less of activations than the configuration does, if anything."""
     match config.memory.activations:
+        case "none" if config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
+            return "set parallel.schedule=1f1b and memory.activations=full, "
         case "none" | "selective":
             return "set memory.activations=full, "
-        case "full" if device.type != "cpu":
+        case "full" if device.type != "cpu" and config.parallel.pipeline == 1:
             return "set memory.activations=offload, "
     return ""
 

@@ -204,6 +204,14 @@ class Sharing:
             self._say(Kind.RESHARED, {"step": step + 1, "shares": shares, "parts": parts, **details})
         return self._history.division
 
+    def paces(self) -> list[float]:
+        """On rank 0, by copy of the model: seconds of an even share of a step, by what was measured last; nothing while
+        nothing was, or where nobody divides anew."""
+        if self._work != "auto" or not self._history.paces or not self._busy:
+            return []
+        even = sum(self.division.shares) // len(self.most)
+        return [speed.seconds(max(even, 1), self.division.parts) for speed in self._history.measured]
+
     def shown(self, step: int) -> tuple[Division | None, list[float] | None]:
         """The division and the seconds worked, in order of rank, for the record of a step; None where it does not name
         them."""

@@ -43,9 +43,10 @@ class Records:
         self._lock = threading.Lock()  # a checkpoint's thread reports its end
         self._waiting: list[tuple[Path, dict[str, Any]]] = []  # lines that found no room
 
-    def step(self, record: StepRecord | None) -> None:
-        """Write a step's record, and an event if its update was skipped; None is the record of no step."""
-        if record is None or not self._active:
+    def step(self, record: StepRecord, why: str | None = None) -> None:
+        """Write a step's record, and an event if its update was skipped, and `why`, where that is not for its norm or
+        weight."""
+        if not self._active:
             return
         plain = dataclasses.asdict(record)
         with self._lock:
@@ -54,7 +55,7 @@ class Records:
                 sink.on_step(plain)
         if record.skipped:
             reason = "the gradient norm is not finite" if record.tokens else "the batch has no valid token"
-            self.event(Kind.STEP_SKIPPED, {"step": record.step, "reason": reason})
+            self.event(Kind.STEP_SKIPPED, {"step": record.step, "reason": why or reason})
 
     def event(self, kind: str, details: dict[str, Any]) -> None:
         if not self._active:

@@ -17,21 +17,27 @@ from phalanx.parallel.apply import own_units
 from phalanx.parallel.parted import TIED, shares_ends
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.tasks.task import Batch, Task
+from phalanx.train.moments import Moments
 
 
 def run_pipeline(
     engine: Engine, model: nn.Module, task: Task, batches: Sequence[Batch], *, seed: int, step: int,
-    nominal_weight: int, pipeline: Pipeline,
+    nominal_weight: int, pipeline: Pipeline, moments: Moments | None = None,
 ) -> Tensor:  # fmt: skip
     """As `run_micro_batches`, of stages. All ranks of a pipeline have the same batches; the loss sum is returned on the
     one that holds the last stage, and 0 on the others."""
     assert isinstance(engine, Sharded) and isinstance(model, Llama)  # as the configuration sees to
     total = torch.zeros((), dtype=pipeline.precision.master, device=batches[0].samples.device)
 
+    moments = moments or Moments()
+    moments.at("forward", step)
+
     def run(part: nn.Module, batch: Batch) -> Tensor:
+        moments.pulse.beat()
         return task.loss_sum(part, batch, Draws(seed, step, batch.samples))
 
     def end(loss_sum: Tensor) -> Tensor:
+        loss_sum = moments.spoiled(loss_sum, step)
         total.add_(loss_sum.detach())
         return gradients.scaled(loss_sum, nominal_weight, engine.loss_scale)
 
@@ -65,25 +71,22 @@ def evaluate_pipeline(
     return total_loss / max(total_weight, 1.0), int(total_weight), {}
 
 
-def continue_greedily(model: Llama, tokens: Tensor, count: int, pipeline: Pipeline) -> Tensor:
-    """`tokens` (B, S) int64 with the `count` likeliest behind them. All ranks of a pipeline call this and get the same.
-    A token is a pass through all stages, in which the rows follow one another."""
+def last_logits(model: Llama, tokens: Tensor, pipeline: Pipeline) -> Tensor | None:
+    """What comes behind `tokens` (1, S) int64: the logits (V,) of the next one on the ranks of the last stage, and None
+    on the others. All ranks of a pipeline call this."""
+    found: list[Tensor] = []
 
     def run(part: nn.Module, batch: Batch) -> Tensor:
         output: Tensor = part(batch.inputs["tokens"])
         return output
 
-    for _ in range(count):
-        found: list[Tensor] = []
+    def end(logits: Tensor) -> Tensor:
+        found.append(logits[0, -1])
+        return logits
 
-        def end(logits: Tensor, found: list[Tensor] = found) -> Tensor:
-            found.append(logits[:, -1].argmax(-1))
-            return logits
-
-        rows = [Batch({"tokens": row[None]}, 0) for row in tokens]
-        pipeline.forward(len(rows), _Passes(pipeline, model, rows, run, end))
-        tokens = torch.cat([tokens, pipeline.from_last(torch.stack(found) if found else tokens[:, :1].clone())], dim=1)
-    return tokens
+    batches = [Batch({"tokens": tokens}, 0)]
+    pipeline.forward(1, _Passes(pipeline, model, batches, run, end))
+    return found[0] if found else None
 
 
 class _Passes:

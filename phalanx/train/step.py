@@ -2,7 +2,7 @@
 of a pipeline (staged.py)."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -14,27 +14,43 @@ from phalanx.optim import gradients
 from phalanx.optim.engine import Engine
 from phalanx.phases import phase
 from phalanx.tasks.task import Batch, Task
+from phalanx.train.moments import Moments
 
 
 def run_micro_batches(
-    engine: Engine, model: nn.Module, task: Task, batches: Sequence[Batch], *, seed: int, step: int, nominal_weight: int
-) -> torch.Tensor:
-    """Forward and backward of every micro-batch; returns this rank's loss sum, on the device and not synchronised."""
+    engine: Engine, model: nn.Module, task: Task, batches: Sequence[Batch], *, seed: int, step: int,
+    nominal_weight: int, moments: Moments | None = None, veto: Callable[[torch.Tensor], bool] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Forward and backward of every micro-batch; returns this rank's loss sum, on the device and not synchronised.
+
+    `veto` is asked, with that sum, before the last backward pass whether the step shall not be taken.
+    """
+    moments = moments or Moments()
     total: torch.Tensor | None = None
     for index, batch in enumerate(batches):
-        with engine.micro_batch(last=index == len(batches) - 1):
+        last = index == len(batches) - 1
+        with engine.micro_batch(last=last):
+            moments.at("forward", step, index)
             with phase("forward"):
-                loss_sum = task.loss_sum(model, batch, Draws(seed, step, batch.samples))
+                loss_sum = moments.spoiled(task.loss_sum(model, batch, Draws(seed, step, batch.samples)), step)
+            total = loss_sum.detach() if total is None else total + loss_sum.detach()
+            moments.at("backward", step, index)
+            if last and veto is not None and veto(total):
+                loss_sum = loss_sum * torch.nan  # which makes all ranks skip the step
             with phase("backward"):
                 gradients.backward(loss_sum, nominal_weight, engine.loss_scale)
-        total = loss_sum.detach() if total is None else total + loss_sum.detach()
     assert total is not None, "every rank runs at least one micro-batch"
     return total
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, task: Task, steps: Iterable[Sequence[Batch]], mesh: Mesh, speaks: bool = True
+    model: nn.Module,
+    task: Task,
+    steps: Iterable[Sequence[Batch]],
+    mesh: Mesh,
+    speaks: bool = True,
+    moments: Moments | None = None,
 ) -> tuple[float, int, dict[str, float]]:
     """Mean loss over all ranks' batches, weighted as in training, the weight it is a mean of, and the task's scores;
     without dropout. Scores come from whole numbers, so that no order of adding up changes them. Of ranks that have the
@@ -43,6 +59,8 @@ def evaluate(
     counts: dict[str, float] = {}
     for batches in steps:
         for batch in batches:
+            if moments is not None:
+                moments.pulse.beat()
             here = batch.to(mesh.device)
             loss += float(task.loss_sum(model, here, None)) * speaks
             weight += batch.weight * speaks

@@ -12,20 +12,29 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from phalanx import nodes
-from phalanx.cluster import agent, other_node, rendezvous, wire
-from phalanx.cluster.first_node import own_hello
-from phalanx.cluster.job import Job, Part
+from phalanx.cluster import epochs, other_node, wire
+from phalanx.cluster.affairs import Policy
+from phalanx.cluster.door import Door
+from phalanx.cluster.greeting import own_hello
+from phalanx.cluster.job import Job
+from phalanx.cluster.leader import Leader, Plan, take_lead
 from phalanx.cluster.other_node import OtherNode
+from phalanx.cluster.peer import Peer, run
+from phalanx.cluster.stopping import Signals
+from phalanx.cluster.succession import division_of
+from phalanx.cluster.wire import Message
 from phalanx.errors import PhalanxError
 from phalanx.records import Placement, RunPaths
 from tests.unit import agent_jobs
 from tests.unit.agent_jobs import note
 
 FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
+PATIENT_S = 3.0  # heartbeats: the machines that run tests are busy
 
 
 def tells(placement: Placement) -> int:
@@ -56,7 +65,15 @@ def second_time(placement: Placement) -> int:
     note(placement, "ready", os.getpid())
     if placement.attempt == 1:
         time.sleep(60)
+    note(placement, "place", [placement.node, placement.rank])
     return 0
+
+
+def third_time(placement: Placement) -> int:
+    """Attempts last until they are killed or asked to stop, but for one of two ranks after the first."""
+    if placement.attempt > 1 and placement.world == 2:
+        return second_time(placement)
+    return agent_jobs.stops_when_asked(placement)
 
 
 def more_memory(placement: Placement) -> int:
@@ -67,59 +84,125 @@ def more_memory(placement: Placement) -> int:
     return 0
 
 
+def is_settled(other: OtherNode) -> bool:
+    return any(found is not None for found in (other.refused, other.over, other.lost, other.roster))
+
+
 def is_answered(other: OtherNode) -> bool:
-    return any(found is not None for found in (other.refused, other.over, other.lost, other.offer))
+    return is_settled(other) or other.offer is not None
+
+
+class Node:
+    """One node of a job, as the options say; `work` is what its ranks run."""
+
+    def __init__(self, options: dict[str, Any], work: dict[str, Any], ranks: int) -> None:
+        self.options, self.work, self.ranks = options, work, ranks
+        self.node, self.total = options["node"], options["nodes"] + options.get("spares", 0)
+        meeting = nodes.meeting(
+            options["nodes"], self.node, options["meet"], options.get("timeout_s", 20), os.environ,
+            options.get("spares"),
+        )  # fmt: skip
+        assert meeting is not None
+        self.meeting = meeting
+        devices = [[options.get("device", "cpu"), "any", True]] * ranks
+        versions, asked = {"torch": options.get("torch", "2")}, options.get("recipe", {"a": 1})
+        self.hello = own_hello(self.node, self.total, devices, versions, asked)
+        self.paths = RunPaths(FOLDER / "run")
+        self.signals = Signals()
+        self.policy = Policy(
+            nodes=options["nodes"],
+            max_restarts=options.get("max_restarts", 0),
+            on_lost_node=tuple(options.get("on_lost_node", ("replace", "shrink", "wait"))),
+            wait_s=options.get("wait_s", 20.0),
+            grow=options.get("grow", True),
+            group=options.get("group", 1),
+        )
+        self.claim = functools.partial(epochs.claim, self.paths) if options.get("files", True) else None
+        self.leads: Leader | None = None
+
+    def make(self, offer: Message, tend: Callable[[], None]) -> Job:
+        allowed = iter([True] * self.options.get("lowered", 0))
+        return Job(self.ranks, **self.work, after_out_of_memory=lambda: next(allowed, False))
+
+    def prepare(self, division: int, plan: Plan, devices: list[list[Any]]) -> Message:
+        assert sum(ranks for _, ranks in plan) >= self.options.get("least_ranks", 1), "too few ranks for the model"
+        return division_of(division, plan, devices, self.policy)
+
+    def lead(self, peer: Peer) -> Leader:
+        note, attempt = self.work["on_event"], self.options.get("attempt", 1)
+        self.leads = take_lead(peer, self.hello, attempt, 0, self.prepare, note)
+        return self.leads
+
+    def first(self, held: contextlib.ExitStack) -> Peer:
+        """Be node 0 until all have entered the circle."""
+        first = held.enter_context(nodes.hosted(self.meeting, self.hello))
+        first.notice = self.work["on_event"]
+        nodes.gather(first, self.meeting, first.tend)
+        rows = [hello["devices"] for hello in first.hellos()[: self.options["nodes"]]]
+        offer = self.prepare(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
+        nodes.offer(first, lambda node: offer, first.tend)
+        peer = Peer(first.secret, self.make, self.lead)
+        peer.prepared(offer, self.make(offer, first.tend))
+        self.paths.root.mkdir(exist_ok=True)
+        epoch = 1 if self.claim is None else epochs.claim_next(self.paths, {"attempt": 1})
+        nodes.enter_first(first, peer, self.claim, self.options.get("heartbeat_s", PATIENT_S), epoch)
+        return peer
+
+    def other(self) -> Peer | dict[str, Any]:
+        """Be another node until it is a member; how it ended where it was not let in."""
+
+        def tell(text: str) -> None:
+            self.work["on_event"]("said", {"t": text})
+
+        while True:
+            other = other_node.seek(self.meeting.place, self.hello, self.meeting.timeout_s, tell)
+            nodes.wait(other, functools.partial(is_answered, other))
+            peer = Peer(other.secret, self.make, self.lead)
+            if other.offer is not None:
+                peer.prepared(other.offer, self.make(other.offer, other.tend))
+                other.say({"answer": {}})
+                nodes.wait(other, functools.partial(is_settled, other))
+            if other.roster is not None:
+                door = Door(other.at.listener, other.secret, lambda host, why: None)
+                heartbeat_s = self.options.get("heartbeat_s", PATIENT_S)
+                peer.enter(other.member, other.roster, door, other.at, heartbeat_s, self.claim)
+                other.close()
+                return peer
+            other.close()
+            if other.refused is not None:
+                return {"code": 2, "words": other.refused}
+            if other.over is not None:
+                return {"code": other.over[0], "words": other.over[1]}
+            tell(f"lost: {other.lost}")
+
+    def run(self) -> dict[str, Any]:
+        """The whole life of the node: exit code and last words."""
+        with contextlib.ExitStack() as held:
+            member = self.first(held) if self.node == 0 and not self.options.get("again") else self.other()
+            if isinstance(member, dict):
+                return member
+            with self.signals:
+                try:
+                    code = run(member, 60.0, self.signals)
+                finally:
+                    member.close()
+        words = member.circle.fenced if member.over is None else member.over[1]
+        return {"code": code, "words": words, "epoch": member.circle.roster.epoch}
 
 
 def main() -> None:
     """Be the node that the arguments describe."""
     options = json.loads(sys.argv[4])
     worker = globals().get(sys.argv[1]) or getattr(agent_jobs, sys.argv[1])
-    ranks, count, node = int(sys.argv[2]), options["nodes"], options["node"]
     wire.IDLE_S, wire.BETWEEN_S, wire.COUNT, wire.SILENT_S = options.get("silence", (5, 3, 3, 14))
     wire.ASK_S, wire.DEAF_S = options.get("answer", (30.0, 300.0))
-    meeting = nodes.meeting(count, node, options["meet"], options.get("timeout_s", 20), os.environ)
-    assert meeting is not None
-    devices = [[options.get("device", "cpu"), "any", True]] * ranks
-    hello = own_hello(node, count, devices, {"torch": options.get("torch", "2")}, options.get("recipe", {"a": 1}))
 
     def tell(kind: str, details: dict[str, Any]) -> None:
         print(json.dumps({"kind": kind, "time": time.monotonic(), **details}), flush=True)
 
-    common: dict[str, Any] = {"worker": worker, "paths": RunPaths(FOLDER / "run"), "on_event": tell}
-    ended: dict[str, Any] = {}
+    work = {"worker": worker, "paths": RunPaths(FOLDER / "run"), "on_event": tell}
     try:
-        if node == 0:
-            allowed = iter([True] * options.get("lowered", 0))
-            with nodes.hosted(meeting, hello) as first:
-                first.notice = tell
-                nodes.gather(first, meeting, first.tend)
-                counts = [len(each["devices"]) for each in first.hellos()]
-                first.offer(lambda number: {"first_rank": sum(counts[:number]), "world": sum(counts)})
-                job = Job(
-                    ranks,
-                    **common,
-                    first_attempt=options.get("attempt", 1),
-                    max_restarts=options.get("max_restarts", 0),
-                    after_out_of_memory=lambda: next(allowed, False),
-                    part=Part(0, 0, sum(counts), first.interface()),
-                    others=first,
-                )
-                ended["code"] = agent.run(job)
-                first.finish(ended["code"], "over")
-        else:
-            ended["code"] = None
-            while ended["code"] is None:
-                other = other_node.seek(meeting.place, hello, meeting.timeout_s, lambda text: tell("said", {"t": text}))
-                with contextlib.closing(other):
-                    nodes.wait(other, functools.partial(is_answered, other))
-                    if other.offer is not None:
-                        part = Part(node, **other.offer, interface=rendezvous.interface_of(other.channel.socket))
-                        other.say({"answer": {}})
-                        ended["code"] = agent.follow(Job(ranks, **common, part=part, others=other), other)
-                    ended["words"] = other.refused or (other.over and other.over[1])
-                    ended["code"] = 2 if other.refused else other.over[0] if other.over else ended["code"]
-                tell("left", {"lost": other.lost})
+        ended = Node(options, work, int(sys.argv[2])).run()
     except PhalanxError as error:
         ended = {"code": int(error.exit_code), "words": str(error)}
     print(json.dumps(ended))

@@ -14,11 +14,9 @@ import pytest
 
 from phalanx import nodes
 from phalanx.cluster import rendezvous, wire
-from phalanx.cluster.other_node import OtherNode
 from phalanx.cluster.rendezvous import ADDRESS_FILE, PASSING, Address, place_of
 from phalanx.cluster.wire import Channel, Proof, proved
 from phalanx.errors import ConfigError, RunError
-from phalanx.records import ExitCode
 
 SECRET = "sixteen or more characters"
 TWO = {"nodes": 2, "node": 1}
@@ -30,6 +28,9 @@ ADDRESS = Address(("10.1.2.3", "127.0.0.1"), 4000, SECRET, "7 on here")
     [
         ({"node": 1}, "--node-rank belongs to a run on several nodes; give --nodes too"),
         ({"where": "file:///x"}, "--rendezvous belongs to a run on several nodes"),
+        ({"spares": 1}, "--spares belongs to a run on several nodes"),
+        ({"nodes": 2, "spares": 1, "where": "file:///x"}, "--nodes 2 --spares 1 needs --node-rank, which of them this"),
+        ({"nodes": 2, "spares": 1, "node": 3, "where": "file:///x"}, "--node-rank 3 is not one of 3 nodes"),
         ({"timeout_s": 3.0}, "--rendezvous-timeout belongs to a run on several nodes"),
         ({"nodes": 1, "node": 0, "where": "file:///x"}, "--nodes 1 is a run on one node"),
         ({"nodes": 2, "where": "file:///x"}, "--nodes 2 needs --node-rank"),
@@ -52,8 +53,9 @@ def test_options_that_do_not_fit_are_sentences(options: dict[str, Any], expected
     environment = {"PHALANX_SECRET": options.get("secret", SECRET)}
     with pytest.raises(ConfigError) as caught:
         nodes.meeting(
-            options.get("nodes"), options.get("node"), options.get("where"), options.get("timeout_s"), environment
-        )
+            options.get("nodes"), options.get("node"), options.get("where"), options.get("timeout_s"), environment,
+            options.get("spares"),
+        )  # fmt: skip
     assert expected in str(caught.value)
     assert SECRET not in str(caught.value)
 
@@ -197,19 +199,6 @@ def test_a_secret_may_hold_any_bytes() -> None:
         for message in proof.channel.heard():
             proof.hear(message)
     assert (called.done, calling.done) == (True, True)
-
-
-def test_an_attempt_that_ends_before_it_began_here_is_not_begun() -> None:
-    """Both orders may be heard at once, by an agent that was busy."""
-    ours, theirs = socket.socketpair()
-    first, node = _unwatched(ours), OtherNode(_unwatched(theirs), ("", 0), SECRET, {})
-    for end in (ours, theirs):
-        end.setblocking(False)
-    first.say({"start": 3})
-    first.say({"end": 3})
-    node.tend()
-    assert node.starting() is None
-    assert first.heard()[1:] == [{"ended": 3, "code": ExitCode.FAILED, "ends": []}]
 
 
 def test_a_conversation_that_was_overheard_cannot_be_repeated() -> None:

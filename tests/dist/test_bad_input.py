@@ -64,7 +64,7 @@ BAD_DATA = [
     ("data.validation={dev: short.jsonl}", r"data.validation dev has only \d+ tokens, less than one sequence of 8"),
     (
         "data={source: [{path: text.jsonl}, {path: short.jsonl}], tokenizer_vocab: 280, seq_len: 8, held_out: 0}",
-        r"make 0 sequences of 8, so it cannot take its share of the mixture; add data",
+        r"make 0 sequences of 8 \(data\.seq_len\), so it cannot take its share of the mixture; add data",
     ),
     ("data={source: talk.jsonl, format: chat}", r"has no chat template, so data.format chat .* set data.chat_template"),
     (
@@ -81,7 +81,7 @@ BAD_DATA = [
     ("data.cache=text.jsonl", r"the data cache text.jsonl cannot be written .*; free space there or name another"),
     ("model.vocab_size=100", r"the trained tokenizer has 280 tokens but the model's vocabulary only 100; lower data"),
     ("train.global_batch=9000", r"sequences of 8, fewer than one global batch of 9000; add data, or lower train.glob"),
-    ("data.seq_len=9000", r"make 0 sequences of 9000, fewer than one global batch of 4; add data, or lower"),
+    ("data.seq_len=9000", r"make 0 sequences of 9000 \(data\.seq_len\), fewer than one global batch of 4; add data, or make"),
     ("model.heads=3", r"model.hidden is 16 and model.heads is 3"),
     ("model.kv_heads=4", r"recipe.yaml: model.heads is 2 and model.kv_heads is 4, so query heads cannot share .* set "),
     ("model.head_dim=3", r"model.head_dim is 3, but rotary positions turn pairs of channels; set an even one"),

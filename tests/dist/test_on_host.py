@@ -1,5 +1,6 @@
 """Scripts that speak to an accelerator by name, where there is none."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,18 @@ for place in ("cuda", f"cuda:{local_rank}", torch.device("cuda", 0), {"cpu": "cu
 print("done")
 dist.destroy_process_group()
 """
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="it is installed")
+def test_a_script_that_wants_fp8_is_told_what_to_do_without(tmp_path: Path) -> None:
+    script = written(tmp_path, "import transformer_engine.pytorch as te\n")
+    with pytest.raises(AssertionError, match="imports transformer_engine, which is not installed here; FP8 is"):
+        run_ranks(run_script, 1, script=script, arguments=[])
+    script = written(tmp_path, "try:\n    import transformer_engine\nexcept ImportError:\n    print('without')\n")
+    assert run_ranks(run_script, 1, script=script, arguments=[]) == ["without\n"]
+    other = written(tmp_path, "import no_such_module_anywhere\n")
+    with pytest.raises(AssertionError, match="No module named 'no_such_module_anywhere'"):
+        run_ranks(run_script, 1, script=other, arguments=[])
 
 
 def test_what_steers_the_accelerator_has_no_effect_or_the_hosts(tmp_path: Path) -> None:

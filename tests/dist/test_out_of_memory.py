@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from phalanx import hardware
-from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps
+from phalanx.axes import Axes
+from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines, read_steps
 from tests.dist.command import phalanx, write_place
+from tests.helpers import run_ranks
 
 MODEL = """
 import torch
@@ -95,6 +97,32 @@ def test_what_fits_is_measured_though_less_is_asked_for(here: Path) -> None:
     code, paths = train(here, "little", 2, "train.micro_batch=1")
     assert code == ExitCode.DONE
     assert [device.most for device in hardware.read(paths.hardware).devices] == [8, 1]
+
+
+def known(placement: Placement, run: str, data: str) -> list[int]:
+    """Sequences of a micro-batch that each of two copies of a model on two ranks each may have."""
+    from phalanx.comm.mesh import join
+    from phalanx.train.measure import know
+    from phalanx.train.sinks import Records
+    from phalanx.train.subject import subject_of
+    from tests.numerics.runs import job
+
+    described = job(run, data, {"parallel.tensor": 2, "train.micro_batch": 4}, placement.world)
+    with join(placement, 30, axes=Axes(2)) as mesh:
+        records = Records(described.paths, 1, [], active=mesh.rank == 0)
+        subject = subject_of(described.config, described.spec)
+        speeds, _ = know(described.config, subject, placement, mesh, described.paths, records)
+        records.close()
+    return [speed.most for speed in speeds]
+
+
+def test_what_one_rank_ran_out_of_memory_with_limits_its_copy_of_the_model(tokens: Path, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    hardware.remember(paths, 3, 4)
+    hardware.remember(paths, 9, 4)  # there is no such rank any more
+    assert run_ranks(known, 4, run=str(tmp_path), data=str(tokens)) == [[4, 2]] * 4
+    assert [event["most"] for event in events(paths, Kind.MEMORY_LIMITED)] == [{"3": 2}]
+    assert hardware.limits(paths) == {3: 2}
 
 
 OWN = """

@@ -1,6 +1,7 @@
 """The scripts of examples/sagemaker, unedited: on any number of ranks they walk the same curve."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +25,10 @@ def alone() -> list[float]:
 @pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("name", ["plain_fsdp", "hybrid_shard", "activation_offload"])
 def test_an_example_walks_the_curve_of_one_rank(name: str, world: int, alone: list[float]) -> None:
-    assert losses(example(name, world)) == pytest.approx(alone, abs=2e-5)
-
-
-def test_hybrid_sharding_says_where_copies_and_shards_are() -> None:
-    printed = example("hybrid_shard", 8)
-    assert printed.startswith("each of 4 copies on 2 ranks; the same shard: [0, 2, 4, 6]\n")
+    printed = example(name, world)
+    assert losses(printed) == pytest.approx(alone, abs=2e-5)
+    if (name, world) == ("hybrid_shard", 8):
+        assert printed.startswith("each of 4 copies on 2 ranks; the same shard: [0, 2, 4, 6]\n")
 
 
 def test_delayed_initialisation_begins_alike_on_any_number_of_ranks() -> None:
@@ -39,14 +38,16 @@ def test_delayed_initialisation_begins_alike_on_any_number_of_ranks() -> None:
     assert eight == pytest.approx(four, abs=2e-5)
 
 
-@pytest.mark.parametrize(("kind", "later"), [("sharded", 4), ("sharded", 8), ("local", 4), ("local", 8)])
-def test_saved_stopped_and_resumed_is_uninterrupted(kind: str, later: int, alone: list[float], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_saved_stopped_and_resumed_is_uninterrupted(kind: str, alone: list[float], tmp_path: Path) -> None:
     """Also with more copies than before; the whole model then is one that transformers loads."""
     folder = str(tmp_path / "saved")
     first = losses(example("checkpoint_and_resume", 4, folder, kind, "3"))
-    rest = losses(example("checkpoint_and_resume", later, folder, kind))
     assert len(first) == 3
-    assert first + rest == pytest.approx(alone, abs=2e-5)
+    shutil.copytree(folder, f"{folder}-8")
+    for later, resumed in ((4, folder), (8, f"{folder}-8")):
+        rest = losses(example("checkpoint_and_resume", later, resumed, kind))
+        assert first + rest == pytest.approx(alone, abs=2e-5)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)

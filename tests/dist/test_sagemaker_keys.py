@@ -316,7 +316,7 @@ def refusal(placement: Placement, settings: dict[str, Any], what: str) -> str:
         ({"sm_activation_offloading": True}, "wrap", "the script does not call offload_wrapper"),
         ({}, "offload", "no part is checkpointed"),
         ({}, "from rank 0", "give FSDP sync_module_states=True"),
-        ({}, "experts", "no experts' parallelism"),
+        ({}, "experts", "Net has no experts, so nothing would use it"),
         ({}, "config", "leave it out"),
         ({}, "again", "called before with other settings"),
         ({"expert_parallel_degree": 2}, "", "no experts' parallelism"),
@@ -330,6 +330,59 @@ def test_what_is_asked_for_and_not_in_effect_is_refused(settings: dict[str, Any]
     for told in run_ranks(refusal, 2, settings=settings, what=what):
         assert says in told
         assert bool(told) == bool(says)
+
+
+def balanced(placement: Placement, asked: dict[str, Any]) -> list[Any]:
+    """What a small Mixtral's loss is more than its language model's, its auxiliary loss, and what was said."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    import phalanx.compat.sagemaker  # noqa: F401
+
+    with process_group(placement), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import torch.sagemaker as tsm
+        from torch.sagemaker.moe.moe_config import MoEConfig
+
+        tsm.init({})
+        shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+        torch.manual_seed(0)
+        model: Any = MixtralForCausalLM(
+            MixtralConfig(vocab_size=20, num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2, **shape)
+        )
+        tokens = torch.arange(16).view(2, 8)
+        plain = model(input_ids=tokens, labels=tokens).loss
+        try:
+            model = tsm.transform(model, config=MoEConfig(**asked))
+        except ConfigError as error:
+            return [str(error)]
+        found = model(input_ids=tokens, labels=tokens)
+        more = None if found.aux_loss is None else float(found.aux_loss.detach())
+        said = [str(each.message) for each in caught if "MoEConfig" in str(each.message)]
+        return [float((found.loss - plain).detach()), more, said]
+
+
+def test_experts_that_are_not_divided_are_balanced_by_the_models_own_code() -> None:
+    ((more, auxiliary, said),) = run_ranks(balanced, 1, asked={"moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.5})
+    assert auxiliary > 0
+    assert more == pytest.approx(0.5 * auxiliary, rel=1e-4)
+    assert said == []
+    for asked in ({"moe_load_balancing": "none"}, {"smp_moe": False}, {}):
+        ((more, auxiliary, said),) = run_ranks(balanced, 1, asked=asked)
+        assert (more, auxiliary) == (0.0, None)
+        assert len(said) == (asked == {}), "sinkhorn, by default"
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"moe_load_balancing": "balanced"}, "moe_load_balancing='balanced', which is not done here"),
+        ({"global_token_shuffle": True}, "global_token_shuffle=True, which nothing would use here"),
+        ({"moe_z_loss_coeff": 0.1}, "moe_z_loss_coeff=0.1, which nothing would use here"),
+    ],
+)
+def test_what_would_balance_experts_and_does_not_is_refused(asked: dict[str, Any], says: str) -> None:
+    ((told,),) = run_ranks(balanced, 1, asked=asked)
+    assert says in told
 
 
 # ------------------------------------------------------------------------------------------------------- init and state

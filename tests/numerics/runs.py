@@ -30,6 +30,7 @@ from phalanx.tasks.task import Batch, SampleLike, Task
 from phalanx.train import trainer
 from phalanx.train.build import build
 from phalanx.train.sinks import Records
+from phalanx.train.stopping import StopRequest
 from phalanx.train.subject import spec_from_run
 from tests.helpers import run_ranks
 
@@ -103,7 +104,7 @@ def loop_among(mesh: Mesh, placement: Placement, described: trainer.Run) -> trai
     records = Records(described.paths, placement.attempt, [], active=mesh.rank == 0)
     saver = Saver(described.paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 3, records.event)
     parts = build(described.config, described.spec, mesh, described.train_tokens, described.held_out_tokens)
-    return trainer.Loop(described, placement, mesh, parts, records, saver, trainer.StopRequest())
+    return trainer.Loop(described, placement, mesh, parts, records, saver, StopRequest())
 
 
 def train(

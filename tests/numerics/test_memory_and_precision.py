@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.models.draws import Draws
 from phalanx.optim import gradients
 from phalanx.records import Placement
+from phalanx.tasks.task import Batch
+from phalanx.train.trainer import Loop
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import distance, farthest, same_bits, walk
@@ -98,12 +100,18 @@ class _Counted(TorchDispatchMode):
         return sum(size for reference, size in self.made.values() if not reference.expired())
 
 
+def batches_of(loop: Loop) -> list[Batch]:
+    """The micro-batches of the first step."""
+    parts = loop.parts
+    return [parts.task.collate(samples) for samples in parts.train.batches(0, parts.sharing.division)]
+
+
 def keep(placement: Placement, run: str, data: str, activations: str) -> list[int]:
     """Bytes held between the forward and the backward pass, and [products, attentions] of the backward pass."""
     described = runs.job(run, data, {"memory.activations": activations, "train.dtype": "fp32"}, 1)
     with runs.loop_of(placement, described) as loop:
         loop.restore()
-        batch = loop.to_batches(loop.parts.train.batches(0, loop.parts.sharing.division))[0]
+        batch = batches_of(loop)[0]
         with _Counted() as seen:
             loss = loop.parts.task.loss_sum(loop.parts.model, batch, Draws(0, 1, batch.samples))
             held = seen.held_bytes()
@@ -161,7 +169,7 @@ def sum_of_bf16_gradients(placement: Placement, run: str, data: str) -> int:
         parts = loop.parts
         loop.restore()
         wide: dict[str, torch.Tensor] = {}
-        for batch in loop.to_batches(parts.train.batches(0, parts.sharing.division)):
+        for batch in batches_of(loop):
             loss = parts.task.loss_sum(parts.model, batch, Draws(described.config.train.seed, 1, batch.samples))
             gradients.backward(loss, parts.nominal_weight)
             for name, parameter in parts.model.named_parameters():

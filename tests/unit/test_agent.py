@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cluster.causes import End, describe, first_cause, is_aftermath
+from phalanx.cluster.causes import End, describe, first_cause, is_aftermath, is_deterministic, place_of
 from phalanx.errors import ConfigError
 from tests.helpers import ROOT, is_alive, wait_until
 
@@ -380,10 +382,47 @@ def cause(error: BaseException) -> dict[str, Any]:
     return describe(error)
 
 
+def test_the_same_crash_is_not_tried_for_ever(tmp_path: Path) -> None:
+    code, events = run_job("raises", 2, tmp_path, max_restarts=9, same_crash=2)
+    assert code == 1
+    assert kinds(events) == [
+        "attempt_started", "worker_died", "restarted", "attempt_started", "worker_died", "gave_up"
+    ]  # fmt: skip
+    assert re.fullmatch(
+        r"2 attempts have failed in a row with KeyError in step 17 \(File .*agent_jobs.py\", line \d+, in raises\), so "
+        r"it would come again; mend that first",
+        events[-1]["reason"],
+    )
+
+
 LOST = End(0, 1, None, 1, cause(RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer")))
 ABORT = End(1, 2, signal.SIGABRT, None)
 OWN = End(2, 3, None, 1, cause(ValueError("bad weights")))
 KILLED = End(3, 4, signal.SIGKILL, None)
+
+
+@pytest.mark.parametrize("end", [None, LOST, ABORT, KILLED, End(0, 1, None, 3, None)])
+def test_who_did_not_fail_by_himself_has_no_place(end: End | None) -> None:
+    assert place_of(end) is None
+
+
+def test_a_place_is_step_class_and_line_whichever_rank_it_was() -> None:
+    error = cause(ValueError("one message"))
+    place = place_of(replace(OWN, cause=error | {"step": 4}))
+    assert place is not None
+    assert place[:2] == (4, "ValueError")
+    assert place_of(replace(OWN, rank=0, cause=error | {"step": 4, "message": "another"})) == place
+    assert place_of(replace(OWN, cause=error | {"step": 5})) != place
+    assert place_of(replace(OWN, cause=error | {"type": "CollectiveError"})) is None  # the network may be mended
+
+
+PLACES = st.none() | st.tuples(st.none() | st.integers(1, 2), st.sampled_from(["A", "B"]), st.just("here"))
+
+
+@given(st.lists(PLACES, max_size=6), st.integers(1, 3))
+def test_the_same_place_so_many_times_in_a_row(places: list[Any], times: int) -> None:
+    last = places[-times:]
+    assert is_deterministic(places, times) == (len(last) == times and last == [last[0]] * times and last[0] is not None)
 
 
 @given(st.permutations([LOST, ABORT, OWN, KILLED]), st.integers(1, 4))

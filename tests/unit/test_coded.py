@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from phalanx.optim.adamw8bit import LEAST_ELEMENTS, AdamW8bit
 from phalanx.optim.coded import BLOCK, Coded, blocks_of, code, code_of_zero, decode, looked_up, searched, table
-from phalanx.optim.update import AdamW, Change, Slot, load, pieces, zeros
+from phalanx.optim.engine import Slot
+from phalanx.optim.update import AdamW, Change, load, pieces, zeros
 
 CPU = torch.device("cpu")
 RULE = AdamW8bit(AdamW(0.9, 0.95, 1e-8, 0.1))

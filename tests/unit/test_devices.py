@@ -192,6 +192,22 @@ def test_the_report_has_a_table_and_curves_of_the_devices(tmp_path: Path) -> Non
     assert json.dumps([0.75] * 4)[1:-1].replace(" ", "") in text
 
 
+def test_what_several_ranks_hold_together_is_called_a_copy(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for each in MIXED:
+        append_line(paths.metrics, each)
+    for attempt, world in ((1, 4), (2, 1)):  # then one rank goes on, of which no step tells
+        started = {"kind": Kind.RUN_STARTED, "models": ["cpu"] * world, "world": world, "attempt": attempt}
+        append_line(paths.events, started | {"time": float(attempt)})
+    paths.config.write_text("parallel: {tensor: 2, pipeline: 1}")
+    charts = {chart["id"]: chart for chart in html.payload(read_run(paths))["charts"]}
+    for name in ("shares", "busy"):
+        assert [trace["name"] for trace in charts[name]["traces"]] == ["copy 0", "copy 1"]
+    text = html.write(paths).read_text()
+    assert "<th>copy</th>" in text
+    assert "<span>tensor 2</span>" in text
+
+
 def test_of_many_ranks_the_extremes_are_drawn(tmp_path: Path) -> None:
     ranks = 20
     many = [record(step, list(range(1, ranks + 1)), [0.5 + 0.01 * rank for rank in range(ranks)]) for step in (1, 2)]

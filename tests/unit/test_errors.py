@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx import errors
-from phalanx.cluster.fork import _as_raised
+from phalanx.cluster.fork import error_of
 from phalanx.records import ExitCode
 
 CODES = {
@@ -12,7 +12,9 @@ CODES = {
     errors.DataError: ExitCode.CONFIG,
     errors.CheckpointError: ExitCode.FAILED,
     errors.RunError: ExitCode.CONFIG,
+    errors.Unhealthy: ExitCode.UNHEALTHY,
     errors.Diverged: ExitCode.CONFIG,
+    errors.Corrupted: ExitCode.FAILED,
     errors.CollectiveError: ExitCode.FAILED,
     errors.StorageError: ExitCode.FAILED,
     errors.OutOfMemory: ExitCode.OUT_OF_MEMORY,
@@ -28,7 +30,7 @@ def test_every_error_has_the_exit_code_that_says_whether_to_try_again() -> None:
 @pytest.mark.parametrize("cls", CODES, ids=lambda cls: cls.__name__)
 def test_an_error_of_a_child_process_is_raised_as_it_was(cls: type[errors.PhalanxError]) -> None:
     record = {"type": cls.__name__, "message": "a sentence", "exit_code": int(cls.exit_code)}
-    raised = _as_raised(record)
+    raised = error_of(record)
     assert type(raised) is cls
     assert str(raised) == "a sentence"
 

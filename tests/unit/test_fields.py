@@ -2,6 +2,7 @@
 in which another value is seen to change what happens. A key without an entry in CASES fails.
 """
 
+import dataclasses
 import functools
 import tempfile
 import time
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from phalanx import recipe
-from phalanx.config import leaves, spec_of
+from phalanx import jobs, recipe
+from phalanx.cluster import slurm_script
+from phalanx.config import Config, leaves, spec_of
 from phalanx.data import prepare, reading
 from phalanx.errors import PhalanxError
 from phalanx.models.spec import PRESETS
@@ -450,12 +452,49 @@ def speeds_of_file(placement: Placement) -> list[float]:
 
 def _max_restarts(base: Seen, seen: Seen) -> None:
     """A run that fails at each attempt, since a file lies where TensorBoard wants its folder."""
-    assert [len(attempts) for attempts in run_ranks(fail_again, 1, timeout_s=60)[0]] == [1, 3]
+    changes = [{"resilience.max_restarts": restarts} for restarts in (0, 2)]
+    assert [len(attempts) for attempts in run_ranks(fail_again, 1, timeout_s=60, changes=changes)[0]] == [1, 3]
+
+
+def _same_crash(base: Seen, seen: Seen) -> None:
+    """Every attempt fails at the same line."""
+    changes = [{"resilience.max_restarts": 9, "resilience.same_crash": times} for times in (1, 2)]
+    assert [len(attempts) for attempts in run_ranks(fail_again, 1, timeout_s=60, changes=changes)[0]] == [1, 2]
+
+
+def _in_memory(base: Seen, seen: Seen) -> None:
+    assert run_ranks(keep_in_memory, 1, timeout_s=60)[0] == [[True], [True], []]
 
 
 def _storage_timeout(base: Seen, seen: Seen) -> None:
     said = run_ranks(away, 1, timeout_s=60)[0]
     assert ["could not be read for 0.2 s" in said[0], "could not be read for 0.4 s" in said[1]] == [True, True], said
+
+
+def _health(base: Seen, seen: Seen) -> None:
+    refused, code = run_ranks(with_few_files, 1, timeout_s=60)[0]
+    assert "may open 200 files" in refused
+    assert code == 0
+
+
+def with_few_files(placement: Placement) -> list[Any]:
+    """A start on a node that is not fit: looked at, and not."""
+    import resource
+
+    from phalanx import launch
+    from phalanx.errors import Unhealthy
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096))
+    found: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_text(Path(folder))
+        for health in ("quick", "off"):
+            try:
+                config = configured({"resilience.health": health}, Path(folder))
+                found.append(launch.train(config, RunPaths(Path(folder) / "run"), 1, {}))
+            except Unhealthy as error:
+                found.append(str(error))
+    return found
 
 
 def away(placement: Placement) -> list[str]:
@@ -476,24 +515,257 @@ def away(placement: Placement) -> list[str]:
     return said
 
 
-def fail_again(placement: Placement) -> list[list[int]]:
+LOST = "nodes were lost, and those that are left cannot go on without them"
+
+
+def _losses(key: str, values: tuple[Any, Any], expected: tuple[str, str]) -> Callable[[Seen, Seen], None]:
+    """What the supervisor of a run on two nodes does under both values of a key, and not under the other one."""
+
+    def check(base: Seen, seen: Seen) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            found = [decided(configured({key: value}, Path(folder))) for value in values]
+        assert [[each in said for each in expected] for said in found] == [[True, False], [False, True]], found
+
+    return check
+
+
+def decided(config: Config) -> list[str]:
+    """Names of what is done when a rank fails twice in the same way, a node is lost, nobody comes for 100 s, and it
+    returns: of two nodes, one of which fails again later."""
+    from phalanx.cluster.affairs import Cause, Ended, Event, Joined, Lost, Node, Prepared, Ready, Slot, State, Time
+    from phalanx.cluster.supervisor import decide
+    from phalanx.member import policy_of
+
+    bug, both = Cause(1, 1, "the same"), (Node(0, "a", 1, "any", 1), Node(1, "b", 1, "any", 1))
+    slots = (Slot(1, "any"), Slot(1, "any"))
+    state = State(policy_of(config, 2), nodes=both, slots=slots, seats=(0, 1))
+    said: list[str] = []
+    events: list[Event] = [
+        Time(0), Ended(1, 0, 1, 1, bug), Ended(1, 1, 1, 1, bug), Ended(2, 0, 2, 1, bug), Ended(2, 1, 2, 1, bug),
+        Time(9), Lost(10, 1, "gone"), Ended(10, 0, 3, 1), Time(12), Prepared(13, 2), Ready(13, 0, 2), Time(20),
+        Time(110), Joined(110, Node(1, "b", 1, "any")), Ready(111, 1, state.division),
+        Ready(111, 1, 2), Ended(112, 0, 4, 10), Prepared(113, 3),
+    ]  # fmt: skip
+    for event in events:
+        state, actions = decide(state, event)
+        told = [(type(action).__name__, getattr(action, "attempt", getattr(action, "why", ""))) for action in actions]
+        said += [f"{name} {what}" for name, what in told]
+    return said
+
+
+def _waiting(base: Seen, seen: Seen) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        keys: dict[str, Any] = {"resilience.on_lost_node": ["wait"]}
+        found = [
+            decided(configured(keys | {"resilience.wait_for_node_s": seconds}, Path(folder)))
+            for seconds in (50.0, 500.0)
+        ]
+    assert [f"Finish {LOST}" in said for said in found] == [True, False]
+
+
+def _growing(base: Seen, seen: Seen) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = [decided(configured({"resilience.grow": grow}, Path(folder))) for grow in (False, True)]
+    assert [said.count("Prepare ") for said in found] == [1, 2]
+
+
+def _heartbeat(base: Seen, seen: Seen) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        configs = [configured({"resilience.heartbeat_s": seconds}, Path(folder)) for seconds in (0.5, 60.0)]
+    assert [silent(config.resilience.heartbeat_s) for config in configs] == [[1], []]
+
+
+def silent(heartbeat_s: float) -> list[int]:
+    """Who is lost to the first of two agents when the second has said nothing for 1.5 s and has closed nothing."""
+    from phalanx.cluster.beats import Beats
+    from phalanx.cluster.circle import Circle
+    from phalanx.cluster.door import Door, bind
+    from phalanx.cluster.roster import Roster, member_of
+
+    places = [bind("127.0.0.1") for _ in range(2)]
+    told = [{"node": node, "host": "", "devices": [["cpu", "any", True]]} for node in range(2)]
+    members = tuple(member_of({**told[node], **place.told()}) for node, place in enumerate(places))
+    roster = Roster(1, 0, members)
+    secret = "sixteen characters"
+    circles = [
+        Circle(
+            members[node], roster, Door(place.listener, secret, lambda host, why: None), Beats(place.beats, secret),
+            heartbeat_s, None, lambda: None, lambda following: {},
+        )
+        for node, place in enumerate(places)
+    ]  # fmt: skip
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        for circle in circles:
+            circle.tend()
+        time.sleep(0.01)
+    until = time.monotonic() + 1.5
+    lost: list[int] = []
+    while time.monotonic() < until:
+        circles[0].tend()
+        lost = lost or [member.node for member, _ in circles[0].losses]
+        time.sleep(0.01)
+    for circle in circles:
+        circle.close()
+    return lost
+
+
+def keep_in_memory(placement: Placement) -> list[list[bool]]:
+    """What a run says of its state in shared memory, by the value of the key."""
     from phalanx import launch
 
     found = []
-    for restarts in (0, 2):
+    for wanted in ("auto", True, False):
+        with tempfile.TemporaryDirectory() as folder:
+            write_text(Path(folder))
+            paths = RunPaths(Path(folder) / "run")
+            assert launch.train(configured({"resilience.memory": wanted}, Path(folder)), paths, 1, {}) == 0
+            events = [event for event in read_lines(paths.events) if event.get("key") == "resilience.memory"]
+            found.append([event["value"] for event in events])
+    return found
+
+
+def fail_again(placement: Placement, changes: list[dict[str, Any]]) -> list[list[int]]:
+    from phalanx import launch
+
+    found = []
+    for each in changes:
         with tempfile.TemporaryDirectory() as folder:
             write_text(Path(folder))
             paths = RunPaths(Path(folder) / "run")
             paths.root.mkdir()
             paths.tensorboard.write_text("in the way")
-            changes = {"resilience.max_restarts": restarts, "report.tensorboard": True}
-            assert launch.train(configured(changes, Path(folder)), paths, 1, {}) == 1
+            changed = configured(each | {"report.tensorboard": True}, Path(folder))
+            assert launch.train(changed, paths, 1, {}) == 1
             starts = [event for event in read_lines(paths.events) if event["kind"] == Kind.ATTEMPT_STARTED]
             found.append([event["attempt"] for event in starts])
     return found
 
 
-CASES: dict[str, Case] = {
+def _hang(base: Seen, seen: Seen) -> None:
+    """Ten seconds without any change, after steps of one."""
+    from phalanx import launch
+    from phalanx.cluster.watchdog import judge
+    from phalanx.pulse import Beat
+
+    found = {}
+    for hang_s in (7, "auto", "off"):
+        patience = launch.patience(configured({"resilience.hang_s": hang_s}, Path()))
+        beat = Beat(0, 9, "forward", 0, "", still_s=10.0, steps=8, longest_s=0.1)
+        found[hang_s] = None if patience is None else judge([beat], {}, 1, patience) is not None
+    assert found == {7: True, "auto": False, "off": None}
+
+
+def _judged(changes: dict[str, Any], *, loss: float | None) -> str:
+    """What is done about a loss after thirty that are near 1, or about a gradient that is not finite."""
+    from phalanx.errors import Diverged
+    from phalanx.records import StepRecord
+    from phalanx.train.anomalies import Anomalies
+
+    wanted = configured(changes, Path()).resilience
+    anomalies = Anomalies(wanted, [(step, 1.0 + step % 5 / 100) for step in range(1, 31)])
+    rest: dict[str, Any] = dict.fromkeys(("grad_norm", "lr", "step_s", "tokens_per_s", "wait_s", "data_s"), 0.0)
+    rest |= {"attempt": 1, "tokens": 1, "total_tokens": 1, "comm_bytes": 0, "mfu": None, "mfu_causal": None}
+    record = StepRecord(step=31, loss=loss, memory_bytes=0, skipped=loss is None, **rest)
+    try:
+        wrong = anomalies.judge(record, None)
+    except Diverged:
+        return "stopped"
+    return "goes back" if wrong is not None else "goes on"
+
+
+def _on_nan(base: Seen, seen: Seen) -> None:
+    found = [_judged({"resilience.on_nan": what}, loss=None) for what in ("skip", "stop", "rollback")]
+    assert found == ["goes on", "stopped", "goes back"]
+
+
+def _on_spike(base: Seen, seen: Seen) -> None:
+    found = [_judged({"resilience.on_spike": what}, loss=2.0) for what in ("off", "stop", "rollback")]
+    assert found == ["goes on", "stopped", "goes back"]
+
+
+def _spike_factor(base: Seen, seen: Seen) -> None:
+    keys = {"resilience.on_spike": "stop"}
+    found = [_judged(keys | {"resilience.spike_factor": factor}, loss=1.2) for factor in (5, 50)]
+    assert found == ["stopped", "goes on"]
+
+
+def _rollback_steps(base: Seen, seen: Seen) -> None:
+    """The step that a run goes back to from its sixth."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked = {"folder": folder, "key": "rollback_steps", "values": [1, 3], "fault": "nan:step=6"}
+        found = run_ranks(gone_wrong, 1, **asked)[0]
+    assert found == [[[Kind.ROLLED_BACK, 4]], [[Kind.ROLLED_BACK, 2]]]
+
+
+def _checksum_every(base: Seen, seen: Seen) -> None:
+    """The step behind which a bit that has flipped is found."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked = {"folder": folder, "key": "checksum_every", "fault": "bit-flip:rank=1,step=4,parameter=embed.weight"}
+        [never], [often] = (run_ranks(gone_wrong, 2, values=[every], **asked)[0] for every in (0, 2))
+    assert never == []
+    assert often == [[Kind.CORRUPTED, 4], [Kind.ROLLED_BACK, 2]]
+
+
+def gone_wrong(placement: Placement, folder: str, key: str, values: list[int], fault: str) -> list[list[Any]]:
+    """What is done about something that goes wrong: kinds of events and their steps, under each value of a key."""
+    from phalanx import faults
+    from phalanx.train import trainer
+    from tests.numerics import runs
+
+    found = []
+    for value in values:
+        place = Path(folder, str(value))
+        keys = {"train.steps": 7, "train.eval_sequences": 0, "checkpoint.every": 2, "resilience.on_nan": "rollback"}
+        runs.write_tokens(place / str(placement.rank))
+        described = runs.job(place, place / str(placement.rank), keys | {f"resilience.{key}": value}, placement.world)
+        described = dataclasses.replace(described, faults=tuple(faults.parse([fault])))
+        trainer.run(described, dataclasses.replace(placement, threads=1))
+        kinds = (Kind.CORRUPTED, Kind.ROLLED_BACK)
+        found.append([(e["kind"], e["step"]) for e in read_lines(described.paths.events) if e["kind"] in kinds])
+    return found
+
+
+def _script(option: str, value: Any, *lines: str, **beside: Any) -> Callable[[Seen, Seen], None]:
+    """Lines that only the job's script of another value has."""
+
+    def check(base: Seen, seen: Seen) -> None:
+        before, after = (_script_of(beside | changes) for changes in ({}, {option: value}))
+        for line in lines:
+            assert line in after and line not in before, (line, after)
+
+    return check
+
+
+def _script_of(section: dict[str, Any]) -> str:
+    config = configured({f"slurm.{key}": value for key, value in section.items()}, Path())
+    asked = jobs.ask(config, RunPaths(Path("/runs/run")), jobs.Wish(nodes=3))
+    return slurm_script.script_of(asked)
+
+
+SLURM: dict[str, Case] = {
+    f"slurm.{key}": Case({}, _script(key, value, *lines, **beside))
+    for key, value, lines, beside in (
+        ("partition", ["a:1", "b:2"], ["#SBATCH --partition=a\n", "#SBATCH hetjob\n", "#SBATCH --nodes=2\n"], {}),
+        ("account", "lab", ["#SBATCH --account=lab\n"], {}),
+        ("qos", "high", ["#SBATCH --qos=high\n"], {}),
+        ("time", "10", ["#SBATCH --time=10\n", "--signal=USR1@120\n"], {}),
+        ("lead_s", 77, ["--signal=USR1@77\n"], {}),
+        ("gpus_per_node", 4, ["#SBATCH --gpus-per-node=4\n"], {}),
+        ("cpus_per_task", 12, ["#SBATCH --cpus-per-task=12\n", "--nodes=3 --cpus-per-task=12 bash"], {}),
+        ("exclusive", True, ["#SBATCH --exclusive\n"], {"exclusive": False}),
+        ("exclude", "n[3-4]", ["#SBATCH --exclude=n[3-4]\n"], {}),
+        ("modules", "cuda/12.4", ["  module load cuda/12.4\n"], {}),
+        ("setup", "source env.sh", ["\n  source env.sh\n"], {}),
+        ("python", "/env/bin/python", ["exec /env/bin/python -m phalanx keep"], {}),
+        ("container", "image.sif", ["exec apptainer exec", "image.sif python3 -m phalanx"], {}),
+        ("container_by", "pyxis", ["--container-image=image.sif"], {"container": "image.sif"}),
+        ("mounts", "/data", [" --bind /data "], {"container": "image.sif"}),
+        ("extra", "--constraint=a100", ["#SBATCH --constraint=a100\n"], {}),
+    )
+}
+
+CASES: dict[str, Case] = SLURM | {
     "model.preset": Case({}, _preset),
     "model.from_hf": Case({"model": {"from_hf": "FOLDER/exported"}}, _from_hf),
     "model.vocab_size": Case({"model.vocab_size": 310}, bigger(2 * 10 * 16)),
@@ -626,7 +898,22 @@ CASES: dict[str, Case] = {
     "checkpoint.keep": Case({"checkpoint.every": 1, "checkpoint.keep": 1}, equal("checkpoints", [3], [3, 2, 1]),
                             beside="saving"),
     "resilience.max_restarts": Case({}, _max_restarts),
+    "resilience.same_crash": Case({}, _same_crash),
+    "resilience.memory": Case({}, _in_memory),
+    "resilience.on_lost_node": Case(
+        {}, _losses("resilience.on_lost_node", ([], ["shrink"]), (f"Finish {LOST}", "Prepare "))
+    ),
+    "resilience.wait_for_node_s": Case({}, _waiting),
+    "resilience.grow": Case({}, _growing),
+    "resilience.heartbeat_s": Case({}, _heartbeat),
     "resilience.storage_timeout_s": Case({}, _storage_timeout),
+    "resilience.health": Case({}, _health),
+    "resilience.hang_s": Case({}, _hang),
+    "resilience.on_nan": Case({}, _on_nan),
+    "resilience.on_spike": Case({}, _on_spike),
+    "resilience.spike_factor": Case({}, _spike_factor),
+    "resilience.rollback_steps": Case({}, _rollback_steps),
+    "resilience.checksum_every": Case({}, _checksum_every),
     "train.profile": Case({"train.profile": "2-2"}, equal("inside", ["rank-00000-steps-2-2.json.gz"], [])),
     "train.memory_snapshot": Case(
         {"train.memory_snapshot": 2}, equal("inside", ["memory-rank-00000-step-2.json"], [])

@@ -265,7 +265,9 @@ def test_the_mixture_is_the_same_in_every_version(three: list[tuple[TokenFile, f
 
 def test_a_source_that_makes_no_sequence_cannot_be_mixed(three: list[tuple[TokenFile, float]], tmp_path: Path) -> None:
     none = numbered(tmp_path / "none", 0, 1)
-    with pytest.raises(DataError, match="has 1 tokens, which make 0 sequences of 4, so it cannot take its share"):
+    with pytest.raises(
+        DataError, match=r"has 1 tokens, which make 0 sequences of 4 \(data.seq_len\), so it cannot take its share"
+    ):
         Loader([(rows_of(file, Form(SEQ_LEN), 0), 1.0) for file in (three[0][0], none)], BATCH, 0, 0)
 
 

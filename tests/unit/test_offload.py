@@ -16,8 +16,9 @@ from phalanx.models.llama import Llama
 from phalanx.parallel import activations
 from phalanx.parallel.apply import change_blocks
 from phalanx.parallel.offload import Mover, Pool, offload
+from phalanx.recipe import update
 from phalanx.train.choose_activations import LinkTime, choose, link_time
-from phalanx.train.probe import Finding
+from phalanx.train.probe import Finding, _lighter
 from phalanx.train.subject import subject_of
 
 LAYERS, HIDDEN, LENGTH = 6, 64, 32
@@ -331,6 +332,27 @@ def test_auto_takes_the_least_that_fits(fitting: Sequence[str], mode: str, why: 
     assert (found[0], found[2]) == (mode, [Finding(len(tried), 1, 1, 1)])
     assert why in found[1]
     assert tried == [each for each in ("none", "selective", "full") if each not in fitting or each == mode]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_auto_computes_nothing_again_where_a_backward_pass_comes_in_halves(fits: bool) -> None:
+    config = update(
+        configured("auto"), {"parallel.data": "sharded", "parallel.pipeline": 2, "parallel.schedule": "zero_bubble"}
+    )
+
+    def probe(asked: Config) -> list[Finding]:
+        assert asked.memory.activations == "none"
+        if not fits:
+            raise ConfigError(f"it does not fit; {_lighter(asked, torch.device('cpu'))}")
+        return []
+
+    if fits:
+        mode, why, _ = choose(config, subject_of(config, spec_of(config)), ["cpu"], 1, probe)
+        assert mode == "none"
+        assert "zero_bubble" in why
+    else:
+        with pytest.raises(ConfigError, match=r"set parallel.schedule=1f1b and memory.activations=full"):
+            choose(config, subject_of(config, spec_of(config)), ["cpu"], 1, probe)
 
 
 def test_auto_says_so_when_nothing_fits() -> None:

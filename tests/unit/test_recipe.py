@@ -301,12 +301,41 @@ FREE = {
     "memory.activations": "full",
     "memory.horizon": 5,
     "comm.timeout_s": 5.0,
+    "resilience.hang_s": 7.0,
+    "resilience.on_nan": "stop",
+    "resilience.on_spike": "skip",
+    "resilience.spike_factor": 7.0,
+    "resilience.rollback_steps": 7,
+    "resilience.checksum_every": 7,
     "checkpoint.every": 2,
     "checkpoint.keep": 1,
     "resilience.max_restarts": 0,
+    "resilience.memory": False,
+    "resilience.same_crash": 1,
+    "resilience.on_lost_node": [],
+    "resilience.wait_for_node_s": 5.0,
+    "resilience.grow": False,
+    "resilience.heartbeat_s": 3.0,
     "resilience.storage_timeout_s": 7.0,
+    "resilience.health": "off",
     "report.wandb": "a-project",
     "report.tensorboard": False,
+    "slurm.partition": ["gpu"],
+    "slurm.account": "lab",
+    "slurm.qos": "high",
+    "slurm.time": "2:00:00",
+    "slurm.lead_s": 60,
+    "slurm.gpus_per_node": 8,
+    "slurm.cpus_per_task": 12,
+    "slurm.exclusive": False,
+    "slurm.exclude": "n7",
+    "slurm.modules": ["cuda"],
+    "slurm.setup": ["source env.sh"],
+    "slurm.python": "/env/bin/python",
+    "slurm.container": "image.sif",
+    "slurm.container_by": "pyxis",
+    "slurm.mounts": ["/data"],
+    "slurm.extra": ["--constraint=a100"],
 }
 
 
@@ -328,6 +357,27 @@ def test_what_does_not_shape_the_curve_may_change(key: str) -> None:
     wanted = recipe.update(saved, {key: FREE[key]} | BESIDE.get(key, {}))
     going_on = recipe.continue_from(wanted, saved, FOLDER)
     assert get(going_on, key) == FREE[key] != get(saved, key)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "kept"),
+    [
+        ({}, {}, True),
+        ({"pipeline": 2}, {"pipeline": 2, "zero": 1}, True),
+        ({"tensor": 2}, {}, False),
+        ({"tensor": 2}, {"pipeline": 2}, False),
+        ({"pipeline": 2}, {"pipeline": 2, "schedule": "zero_bubble"}, False),
+    ],
+)
+def test_what_fitted_a_rank_is_looked_for_anew_when_it_holds_another_part(
+    then: dict[str, Any], now: dict[str, Any], kept: bool
+) -> None:
+    model = {"hidden": 16, "layers": 4, "heads": 2, "intermediate": 32}
+    asked = tree(train={"steps": 5}, model=model, memory={"activations": "auto"})
+    found = {"train.micro_batch": 2, "memory.activations": "full"}
+    saved = recipe.update(recipe.check(asked | {"parallel": then}, "then"), found)
+    going_on = recipe.continue_from(recipe.check(asked | {"parallel": now}, "now"), saved, FOLDER)
+    assert [get(going_on, key) for key in found] == ([2, "full"] if kept else ["auto", "auto"])
 
 
 def test_a_number_of_processes_may_be_left_to_the_machine_again() -> None:

@@ -53,10 +53,10 @@ def test_any_divisor_shards_and_no_other_number(shard: int) -> None:
         ({"expert_parallel_degree": 2}, "no experts' parallelism"),
         ({"context_parallel_degree": 2}, "set it to 1, and make room"),
         ({"context_parallel_degree": 4, "hybrid_shard_degree": 2}, "is above hybrid_shard_degree 2"),
-        ({"hybrid_shard_degree": True}, "hybrid_shard_degree is True, which is not a whole number"),
+        ({"hybrid_shard_degree": True}, "hybrid_shard_degree is True; give a whole number"),
         ({"hybrid_shard_degree": "2"}, "write it without quotes"),
-        ({"hybrid_shard_degree": 2.0}, "is not a whole number"),
-        ({"sm_activation_offloading": 1}, "is not true or false"),
+        ({"hybrid_shard_degree": 2.0}, "is 2.0; give a whole number"),
+        ({"sm_activation_offloading": 1}, "is 1; give true or false"),
         ({"sm_activation_offloading": "True"}, "write it without quotes"),
         ({"hybrid_shard_degre": 2}, "did you mean hybrid_shard_degree?"),
         ({"shards": 2}, "known are hybrid_shard_degree"),
@@ -94,6 +94,7 @@ def test_the_old_name_of_the_seed_is_taken_with_a_note() -> None:
         ("{'random_seed': 1}", "write double ones"),
         ('{"random_seed": 1,}', "this is not JSON"),
         ("[1]", "is no JSON object"),
+        ('{"random_seed": 1, "random_seed": 2}', "f.json has random_seed twice; leave one of them out"),
     ],
 )
 def test_a_file_that_is_not_json_is_told_by_line(text: str, says: str, tmp_path: Path) -> None:

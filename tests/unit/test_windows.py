@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint import read as reading
+from phalanx.checkpoint import assemble
 from phalanx.checkpoint.disk import Piece
 from phalanx.checkpoint.read import MANIFEST, Checkpoint, first_missing, step_folder
 from phalanx.checkpoint.windows import Window, bands, covers, lift, project, rectangles
@@ -93,7 +93,7 @@ def test_columns_are_read_in_any_other_division(tmp_path_factory: pytest.TempPat
 
 
 def test_long_columns_are_read_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_ELEMENTS", 2 * COLUMNS)
+    monkeypatch.setattr(assemble, "_ELEMENTS", 2 * COLUMNS)
     checkpoint = Checkpoint(save(tmp_path, cut_pieces([0, COLUMNS], 1)))
     out = torch.empty(ROWS * 4)
     checkpoint.read("down", "param", 0, ROWS * 4, out, (3, 7))

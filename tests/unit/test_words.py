@@ -48,6 +48,8 @@ DETAILS = ("step", "loss", "pids", "pid", "rank", "signal", "exit_code", "bytes"
         ),
         ({"kind": "checkpoint_saved", "step": 5, "already_there": True}, "checkpoint of step 5 was there already"),
         ({"kind": "resumed", "step": 50}, "resumed from the checkpoint of step 50"),
+        ({"kind": "resumed", "step": 50, "memory": True}, "resumed from step 50, which was kept in memory"),
+        ({"kind": "gave_up", "reason": "3 attempts have failed"}, "not started again: 3 attempts have failed"),
         (
             {"kind": "checkpoint_saved", "step": 5, "bytes": 2**20, "seconds": 0.25},
             "checkpoint of step 5 saved (1 MiB in 250 ms)",

@@ -1,6 +1,7 @@
 """The nine keys of SageMaker's model parallel library, read and checked before anything is started. Pure, no torch."""
 
 import difflib
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -41,7 +42,7 @@ class Settings:
 def parse(text: str, where: str) -> dict[str, Any]:
     """A JSON object. Raises ConfigError with the line of a mistake; Python's True is named as what it is."""
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=functools.partial(_once, where))
     except json.JSONDecodeError as error:
         rest = text[error.pos :]
         word = re.match(r"True|False|None", rest)
@@ -56,6 +57,13 @@ def parse(text: str, where: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{where} is no JSON object; write keys and values in braces")
     return found
+
+
+def _once(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for number, (key, _) in enumerate(pairs):
+        if key in dict(pairs[:number]):
+            raise ConfigError(f"{where} has {key} twice; leave one of them out")
+    return dict(pairs)
 
 
 def read(config: Mapping[str, Any] | str | Path | None, where: str = "tsm.init") -> dict[str, Any]:
@@ -118,8 +126,9 @@ def _wrong_type(key: str, value: Any, default: int | bool) -> str | None:
     wanted = "true or false" if isinstance(default, bool) else "a whole number"
     if type(value) is type(default):
         return None
-    quoted = isinstance(value, str) and re.fullmatch(r"\s*(-?\d+|true|false)\s*", value, re.IGNORECASE)
-    return f"{key} is {value!r}, which is not {wanted}; write {'it without quotes' if quoted else wanted}"
+    if isinstance(value, str) and re.fullmatch(r"\s*(-?\d+|true|false)\s*", value, re.IGNORECASE):
+        return f"{key} is {value!r}, which is text; write it without quotes"
+    return f"{key} is {value!r}; give {wanted}"
 
 
 def _contradictions(settings: Settings, world: int) -> list[tuple[set[str], str]]:

@@ -95,5 +95,10 @@ INSTEAD = {
     "smdistributed.dataparallel.torch.parallel": "use torch.nn.parallel.DistributedDataParallel",
     "torch.sagemaker.nn.huggingface": 'build the model with attn_implementation="sdpa"',
 }
+# Packages that such scripts import besides, and that are not installed everywhere: what to do without.
+WITHOUT = {
+    "transformer_engine": "FP8 is its kernels' alone: leave te.fp8_autocast and the recipe out and train in bf16, by "
+    "FSDP's MixedPrecision; or install it where GPUs have FP8",
+}
 ROOTS = ("torch.sagemaker", "smdistributed")
 PAGE = "docs/from-sagemaker.md lists what is"

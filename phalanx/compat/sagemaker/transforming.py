@@ -1,5 +1,6 @@
 """`tsm.transform`, and the names of that library that a script uses to speak of what it gives."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ COMMUNICATIONS = ("p2p", "all_gather")
 
 @dataclass
 class MoEConfig:
-    """Settings of experts' parallelism, which Phalanx does not have: `transform` refuses it."""
+    """Settings of experts. Each rank here computes all of them, by the model's own code: see `_heed`."""
 
     smp_moe: bool = True
     random_seed: int = 12345
@@ -48,13 +49,51 @@ def transform(
     if cp_comm_type not in COMMUNICATIONS:
         raise ConfigError(f"cp_comm_type is {cp_comm_type!r}; give {' or '.join(map(repr, COMMUNICATIONS))}")
     if isinstance(config, MoEConfig):
-        raise ConfigError(
-            "tsm.transform got a MoEConfig, but Phalanx has no experts' parallelism; leave config out, and shard "
-            "experts with hybrid_shard_degree"
-        )
-    if config:
+        _heed(config, model)
+    elif config:
         raise ConfigError(f"tsm.transform got config={config!r}, of which nothing is known here; leave it out")
     return api.transform(model, load_state_dict_from_rank0=load_state_dict_from_rank0, device=device, dtype=dtype)
+
+
+def _heed(experts: MoEConfig, model: nn.Module) -> None:
+    """Put into effect what can be with experts that are not divided over ranks: transformers' own balancing by an
+    auxiliary loss. What a MoEConfig has by default is left to the model's code, with a warning.
+
+    Raises ConfigError for a model without experts, and for what was written out and would have no effect.
+    """
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "num_local_experts", None) is None:
+        raise ConfigError(
+            f"tsm.transform got a MoEConfig, but {type(model).__name__} has no experts, so nothing would use it; leave "
+            "config out"
+        )
+    if not experts.smp_moe:
+        return
+    defaults = MoEConfig()
+    for name in ("global_token_shuffle", "moe_z_loss_coeff", "use_cpu_initialization"):
+        if getattr(experts, name) != getattr(defaults, name) and getattr(experts, name):
+            raise ConfigError(
+                f"MoEConfig has {name}={getattr(experts, name)!r}, which nothing would use here, where experts are the "
+                "model's own code; leave it out"
+            )
+    match experts.moe_load_balancing:
+        case "aux_loss":
+            config.output_router_logits = True
+            config.router_aux_loss_coef = vars(model)["router_aux_loss_coef"] = experts.moe_aux_loss_coeff
+        case "none":
+            config.output_router_logits = False
+        case "sinkhorn":
+            session = current()
+            if session is not None and session.rank == 0:
+                warnings.warn(
+                    "MoEConfig balances experts by sinkhorn, which is not done here: the model routes tokens as its "
+                    'own code does; moe_load_balancing="aux_loss" adds an auxiliary loss that balances them',
+                    stacklevel=3,
+                )
+        case other:
+            raise ConfigError(
+                f"MoEConfig has moe_load_balancing={other!r}, which is not done here; give 'aux_loss' or 'none'"
+            )
 
 
 def setup_transformer_engine_cp_groups(*args: Any, **options: Any) -> None:

@@ -1,0 +1,410 @@
+"""The agents of a job as equals: who is there, who leads, and what they tell each other.
+
+Every agent exchanges signs of life and messages with the leader and two deputies, and these with all. Who is silent for
+`heartbeat_s`, or whose connection ends, is lost. The leader then makes a roster without it; where the leader itself is
+lost, the lowest of the others asks for the votes of the rest. Either needs a majority of the last roster, or the file
+of the epoch where it is just half (`epochs.py`); whoever gets neither is `fenced`: it must end its ranks and leave.
+Nothing here waits.
+"""
+
+import select
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.cluster.beats import EVERY_S, GIVEN_UP, LIVES, Beat, Beats
+from phalanx.cluster.door import Door
+from phalanx.cluster.epochs import MINE, TAKEN
+from phalanx.cluster.errand import Errand
+from phalanx.cluster.roster import Member, Roster, roster_of, roster_to_message, standing, watched_by
+from phalanx.cluster.wire import Channel, Message, Proof, calling
+from phalanx.errors import PhalanxError
+
+OVERSLEPT_S = 0.3  # between two turns: nobody is judged in the second one, as it may have been this agent that slept
+MEET_S = 10.0  # what a new member gets until its first sign of life
+AGAIN_S = 0.3  # between two calls to one who does not answer
+VOTES_S = 15.0  # what the others get to end their ranks and vote; those who are lost are not waited for
+CLAIM_S = 3.0  # what a shared file system gets to create an epoch's file
+
+Claim = Callable[[int, dict[str, Any]], str]  # as epochs.claim, of a run folder
+
+
+@dataclass
+class Link:
+    """The connection to one other member, and what waits for it to be there."""
+
+    channel: Channel | None = None
+    proof: Proof | None = None  # while it is being made from here
+    again_at: float = 0.0
+    waiting: list[Message] = field(default_factory=list)
+
+    @property
+    def up(self) -> bool:
+        return self.channel is not None and self.proof is None
+
+
+class Circle:
+    """One agent's view. `claim` creates an epoch's file (None: a run folder at a URL has none); `ballot` says what this
+    node's ranks have come to, or None while they run; `about` what an epoch's file says of the run."""
+
+    def __init__(
+        self,
+        me: Member,
+        roster: Roster,
+        door: Door,
+        beats: Beats,
+        heartbeat_s: float,
+        claim: Claim | None,
+        ballot: Callable[[], Message | None],
+        about: Callable[[Roster], dict[str, Any]],
+    ) -> None:
+        self.me, self.roster, self.door, self.heartbeat_s = me, roster, door, heartbeat_s
+        self.lost: dict[int, str] = {}  # members that are lost, and why
+        self.fenced: str | None = None  # why this agent has to leave
+        self.finished = False  # the leader has said that there is nothing more to do: it leaves, and is not lost
+        self.losses: list[tuple[Member, str]] = []  # for the owner to take
+        self.adopted: list[Roster] = []  # for the owner to take
+        self.votes: dict[int, Message] = {}  # by which this agent came to lead
+        self.before: Roster | None = None  # the last roster of another leader
+        self.callers: list[tuple[Channel, Message]] = []  # others than members, for the owner to take
+        self._beats, self._claim, self._ballot, self._about = beats, claim, ballot, about
+        self._links: dict[int, Link] = {}
+        self._inbox: list[tuple[int, Message]] = []
+        now = time.monotonic()
+        self._heard_at = dict.fromkeys(roster.nodes, now + MEET_S)
+        self._numbers: dict[str, int] = {}  # the last beat of each token
+        self._number = 0
+        self._turn = self._beat_at = now
+        self._joining: dict[int, Member] = {}
+        self._claiming: tuple[Errand, Roster] | None = None
+        self._voted: int | None = None
+        self._leaderless_since: float | None = None
+
+    @property
+    def leading(self) -> bool:
+        return self.roster.leader == self.me.node
+
+    @property
+    def settled(self) -> bool:
+        """Whether all members are there, as far as known, and no other roster is being made."""
+        return not self.lost and not self._joining and self._claiming is None and self.fenced is None
+
+    def living(self) -> list[int]:
+        """Members that are not lost, this one included."""
+        return [node for node in self.roster.nodes if node not in self.lost]
+
+    def descriptors(self) -> Mapping[int, int]:
+        """What poll() has to look at, and for what."""
+        if self.fenced is not None:
+            return {}
+        channels = [link.channel for link in self._links.values() if link.channel is not None]
+        found = {channel.fileno(): channel.awaits for channel in channels if channel.lost is None}
+        if self._claiming is not None:
+            found[self._claiming[0].fileno()] = select.POLLIN
+        return found | self.door.descriptors() | {self._beats.fileno(): select.POLLIN}
+
+    def tell(self, node: int, message: Message) -> None:
+        """Tell a member something, as soon as it can be reached; a lost one hears nothing."""
+        if node == self.me.node:
+            self._inbox.append((node, message))
+        elif node in self.roster.nodes and node not in self.lost:
+            link = self._links.setdefault(node, Link())
+            if link.up:
+                assert link.channel is not None
+                link.channel.say(message)
+            else:
+                link.waiting.append(message)
+
+    def tell_all(self, message: Message, but: int | None = None) -> None:
+        for node in self.roster.nodes:
+            if node != but:
+                self.tell(node, message)
+
+    def heard(self) -> list[tuple[int, Message]]:
+        """What members have said since the last call."""
+        new, self._inbox = self._inbox, []
+        return new
+
+    def admit(self, member: Member) -> None:
+        """Have the next roster, which is made at once, hold one more. For the leader."""
+        self._joining[member.node] = member
+
+    def drop(self, node: int, why: str) -> None:
+        """Give a member up, as the leader may."""
+        self._lose(node, why)
+
+    def close(self, farewell: Message | None = None) -> None:
+        """Leave; members that can be reached hear a last word first."""
+        for node, link in self._links.items():
+            if link.channel is not None and farewell is not None and link.up and node not in self.lost:
+                link.channel.farewell(farewell, "the job is over")
+            elif link.channel is not None:
+                link.channel.close("this node has left")
+        self._links = {}
+        if self._claiming is not None:
+            self._claiming[0].cancel()
+            self._claiming = None
+        for channel, _ in self.callers:
+            channel.close("this node has left")
+        self.door.close("this node has left")
+        self._beats.close()
+
+    def tend(self) -> None:
+        """Do all that can be done without waiting."""
+        if self.fenced is not None:
+            return
+        now = time.monotonic()
+        overslept, self._turn = now - self._turn > OVERSLEPT_S, now
+        self._hear_beats(now)
+        self._let_in()
+        for node in list(self._links):
+            self._hear(node, now)
+        if not overslept:
+            self._judge(now)
+        self._beat(now)
+        self._call(now)
+        if self.fenced is None and not self.finished:
+            self._decide(now)
+
+    # -------------------------------------------------------------------------------------------------- signs of life
+
+    def _hear_beats(self, now: float) -> None:
+        for beat, address in self._beats.heard():
+            token = beat.token.hex()
+            member = self.roster.member(beat.node)
+            if beat.kind == GIVEN_UP:
+                if token == self.me.token and self._number - 100 <= beat.number <= self._number:
+                    self._fence("the other nodes had given this one up, since nothing was heard of it")
+            elif member is not None and member.token == token and beat.node not in self.lost:
+                if beat.number > self._numbers.get(token, 0):
+                    self._numbers[token] = beat.number
+                    self._heard_at[beat.node] = now
+            elif beat.epoch < self.roster.epoch and token not in self._tokens_of_joining():
+                answer = Beat(GIVEN_UP, self.roster.epoch, beat.node, beat.token, beat.number)
+                self._beats.send(answer, address)
+
+    def _tokens_of_joining(self) -> list[str]:
+        return [member.token for member in self._joining.values()]
+
+    def _beat(self, now: float) -> None:
+        if now < self._beat_at:
+            return
+        self._beat_at = now + EVERY_S
+        self._number += 1
+        beat = Beat(LIVES, self.roster.epoch, self.me.node, bytes.fromhex(self.me.token), self._number)
+        for node in watched_by(self.me.node, self.roster, self.lost):
+            member = self.roster.member(node)
+            assert member is not None
+            self._beats.send(beat, (member.address, member.beats))
+
+    def _judge(self, now: float) -> None:
+        for node in watched_by(self.me.node, self.roster, self.lost):
+            if now > self._heard_at.get(node, now) + self.heartbeat_s:
+                self._lose(node, f"nothing was heard of it for {self.heartbeat_s:g} s")
+
+    def suspected(self, node: int) -> bool:
+        """Whether a member has been silent for half of the time after which it is lost."""
+        silent_s = time.monotonic() - self._heard_at.get(node, 0.0)
+        return node != self.me.node and silent_s > self.heartbeat_s / 2
+
+    def _lose(self, node: int, why: str) -> None:
+        member = self.roster.member(node)
+        if node in self.lost or member is None:
+            return
+        self.lost[node] = why
+        self.losses.append((member, why))
+        link = self._links.pop(node, Link())
+        if link.channel is not None:
+            link.channel.close(why)
+
+    # ----------------------------------------------------------------------------------------------------- connections
+
+    def _let_in(self) -> None:
+        for channel, hello in self.door.tend():
+            if hello.get("role") != "peer":
+                self.callers.append((channel, hello))
+                continue
+            member = self.roster.member(hello["node"]) if type(hello.get("node")) is int else None
+            if member is None or member.token != hello.get("token"):
+                channel.close("it is no member")  # or not yet, as far as is known here: it calls again
+            elif member.node in self.lost:
+                channel.farewell({"gone": self.roster.epoch}, "it was given up", patience_s=0)
+            else:
+                link = self._links.setdefault(member.node, Link())
+                if link.up:
+                    channel.close("it is here already")
+                else:
+                    if link.channel is not None:
+                        link.channel.close("it has called itself")
+                    link.channel, link.proof = channel, None
+                    self._flush(link)
+
+    def _call(self, now: float) -> None:
+        """Call those that this node has to talk to and that are not to call it: the higher number calls."""
+        for node in watched_by(self.me.node, self.roster, self.lost):
+            link = self._links.setdefault(node, Link())
+            if node > self.me.node or link.channel is not None or now < link.again_at:
+                continue
+            link.again_at = now + AGAIN_S
+            member = self.roster.member(node)
+            assert member is not None
+            try:
+                link.channel = calling((member.address, member.port))
+            except OSError:  # there is no way now: it is called again, until it is lost
+                continue
+            link.proof = Proof(link.channel, self.door.secret, calling=True)
+
+    def _hear(self, node: int, now: float) -> None:
+        link = self._links.get(node)
+        if link is None or link.channel is None:
+            return
+        for message in link.channel.heard():
+            if link.proof is None:
+                self._take(node, message)
+            elif link.proof.failed is None:
+                link.proof.hear(message)
+                if link.proof.done:
+                    link.proof = None
+                    link.channel.say({"role": "peer", "node": self.me.node, "token": self.me.token})
+                    self._flush(link)
+        if self._links.get(node) is not link:
+            return
+        if link.proof is not None and (link.channel.lost or link.proof.failed or now > link.proof.until):
+            link.channel.close("it did not answer")
+            link.channel = link.proof = None
+            link.again_at = now + AGAIN_S
+        elif link.channel is not None and link.channel.lost is not None:
+            self._lose(node, link.channel.lost)
+
+    def _flush(self, link: Link) -> None:
+        waiting, link.waiting = link.waiting, []
+        for message in waiting:
+            assert link.channel is not None
+            link.channel.say(message)
+
+    def _take(self, node: int, message: Message) -> None:
+        if "gone" in message:
+            self._fence("the other nodes had given this one up, since nothing was heard of it")
+        elif "roster" in message:
+            self._follow(node, roster_of(message["roster"]))
+        elif "follow" in message:
+            if message["follow"] == self.roster.epoch:
+                self.votes[node] = message
+        else:
+            self.finished |= node == self.roster.leader and ("finish" in message or "dropped" in message)
+            self._inbox.append((node, message))
+
+    # ------------------------------------------------------------------------------------------------------- agreeing
+
+    def _follow(self, node: int, roster: Roster) -> None:
+        """Take the roster of a leader, old or new."""
+        if roster.epoch <= self.roster.epoch or roster.leader != node:
+            return
+        mine = roster.member(self.me.node)
+        if mine is None or mine.token != self.me.token:
+            self._fence("the other nodes go on without this one")
+        else:
+            self.lost = {}  # whoever leads knows better
+            self._adopt(roster)
+
+    def _decide(self, now: float) -> None:
+        if self._claiming is not None:
+            self._see_claim()
+        elif self.leading:
+            # Nodes that are cut off together are not lost in the same turn: who may be one of them is waited for.
+            if (self._joining or self.lost) and not any(self.suspected(node) for node in self.living()):
+                self._reform(self.living())
+        elif self.roster.leader in self.lost:
+            self._elect(now)
+
+    def _elect(self, now: float) -> None:
+        """The leader is lost: ask for votes, or give this node's."""
+        self._leaderless_since = since = self._leaderless_since or now
+        ballot, candidate = self._ballot(), self.living()[0]
+        if ballot is None:
+            return
+        if candidate != self.me.node:
+            if self._voted != candidate:
+                self._voted = candidate
+                self.tell(candidate, {"follow": self.roster.epoch, **ballot})
+            return
+        self.votes[candidate] = ballot
+        voters = [node for node in self.living() if node in self.votes]
+        if voters == self.living() or now > since + VOTES_S:
+            self._reform(voters)
+
+    def _reform(self, kept: list[int]) -> None:
+        """Make the next roster of `kept` and of those who have joined, where that may be."""
+        here, of = standing(len(kept), len(self.roster.nodes)), len(self.roster.nodes)
+        if here == "minority" or (here == "tie" and self._claim is None):
+            self._fence(_too_few(len(kept), of))
+            return
+        members = {member.node: member for member in self.roster.members if member.node in kept}
+        joining = {node: member for node, member in self._joining.items() if node not in members}
+        following = self.roster.with_members([*members.values(), *joining.values()], self.me.node)
+        if self._claim is None:
+            self._adopt(following)
+        else:
+            text = {"leader": self.me.node, "host": self.me.host, "address": [self.me.address, self.me.port]}
+            text |= self._about(following)
+            self._claiming = Errand(self._claim, following.epoch, text, timeout_s=CLAIM_S), following
+
+    def _see_claim(self) -> None:
+        assert self._claiming is not None
+        errand, following = self._claiming
+        try:
+            result = errand.result()
+        except (PhalanxError, RuntimeError):  # the file system hangs or refuses: a majority needs no file
+            result = ("nothing",)
+        if result is None:
+            return
+        self._claiming = None
+        left = [node for node in following.nodes if node in self.roster.nodes and node not in self.lost]
+        here = standing(len(left), len(self.roster.nodes))
+        if result == (TAKEN,):
+            self._fence("another part of the nodes has taken the run over")
+        elif here == "minority" or (here == "tie" and result != (MINE,)):
+            self._fence(_too_few(len(left), len(self.roster.nodes)))
+        else:
+            self._adopt(following)
+
+    def _adopt(self, roster: Roster) -> None:
+        before, self.roster = self.roster, roster
+        if before.leader != roster.leader:
+            self.before = before
+        now = time.monotonic()
+        for node in [*self._links]:
+            was, member = before.member(node), roster.member(node)
+            if member is None or was is None or was.token != member.token:
+                channel = self._links.pop(node).channel
+                if channel is not None:
+                    channel.close("it is no member any more")
+        self.lost = {node: why for node, why in self.lost.items() if roster.member(node) == before.member(node)}
+        self.lost = {node: why for node, why in self.lost.items() if node in roster.nodes}
+        known = [node for node in roster.nodes if roster.member(node) == before.member(node)]
+        self._heard_at = {node: now if node in known else now + MEET_S for node in roster.nodes}
+        self._joining = {node: member for node, member in self._joining.items() if member not in roster.members}
+        self._voted = self._leaderless_since = None
+        self.adopted.append(roster)
+        if self.leading:
+            for node in roster.nodes:
+                if node != self.me.node:
+                    self.tell(node, {"roster": roster_to_message(roster)})
+        else:
+            self.votes = {}
+
+    def _fence(self, why: str) -> None:
+        self.fenced = self.fenced or why
+        for link in self._links.values():
+            if link.channel is not None:
+                link.channel.close(why)
+        self._links = {}
+        if self._claiming is not None:
+            self._claiming[0].cancel()
+            self._claiming = None
+
+
+def _too_few(count: int, of: int) -> str:
+    few = ["no other node", "only one other node"][count - 1] if count < 3 else f"only {count - 1} other nodes"
+    return f"{few} of {of} can be reached from here, and those that cannot may go on with the run"

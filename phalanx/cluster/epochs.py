@@ -1,0 +1,51 @@
+"""Epoch files in the run folder: of all who would lead an epoch, the one who creates its file does.
+
+Creating a file that must not exist is atomic, also on network file systems; so when a network falls into two halves of
+the same size, one of them goes on and the other one knows that it may not. What a file says is for those who look for
+the run: who leads, and where; and for its ranks: `attempt` is the oldest whose ranks may still write.
+"""
+
+import json
+import os
+from typing import Any
+
+from phalanx import fencing
+from phalanx.cluster.rendezvous import look_again
+from phalanx.errors import RunError
+from phalanx.records import RunPaths
+
+MINE, TAKEN = "mine", "taken"
+
+
+def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> str:
+    """Create the file of an epoch; MINE for the one who has created it, TAKEN for all others.
+
+    Raises RunError where the run folder cannot be written.
+    """
+    path = paths.epoch(epoch)
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        return TAKEN
+    except OSError as error:
+        raise RunError(f"{path} cannot be written ({error.strerror}); change the run folder's rights") from None
+    with open(descriptor, "w", encoding="utf-8") as file:
+        json.dump({"epoch": epoch, **text}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return MINE
+
+
+def newest(paths: RunPaths) -> dict[str, Any] | None:
+    """What the file of the newest epoch says now; as `fencing.newest`."""
+    look_again(paths.epoch(1).parent)
+    return fencing.newest(paths)
+
+
+def claim_next(paths: RunPaths, text: dict[str, Any]) -> int:
+    """Claim the epoch after the newest, for a job that begins; returns its number. Raises as `claim`."""
+    while True:
+        epoch = 1 + int((newest(paths) or {"epoch": 0})["epoch"])
+        if claim(paths, epoch, text) == MINE:
+            return epoch

@@ -1,0 +1,87 @@
+"""Requests to leave a node of a run out, to have it replaced, or to take it back: files in the run folder, one a node.
+
+Whoever watches the run reads them. A file names what is wanted now; the last one written holds.
+"""
+
+import enum
+import getpass
+import json
+import re
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import ConfigError, RunError
+from phalanx.records import RunPaths, write_atomic
+
+VERSION = 1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+
+
+class Wanted(enum.StrEnum):
+    """What may be asked of a node."""
+
+    DRAIN = "drain"  # to be left at the next occasion
+    REPLACE = "replace"  # the same, and another one taken instead
+    RETURN = "return"  # to be used again
+
+
+@dataclass(frozen=True)
+class Request:
+    """`node` is a host name, or a number of the run's nodes; `time` in seconds since the epoch; `by` for people."""
+
+    node: str
+    wanted: Wanted
+    reason: str
+    time: float
+    by: str
+
+
+def check_name(node: str) -> None:
+    """Raises ConfigError for what cannot be a node's name, and so must not become a file's."""
+    if _NAME.fullmatch(node) is None:
+        raise ConfigError(f"{node!r} cannot be the name of a node; give a host name, or a node's number in the run")
+
+
+def ask(paths: RunPaths, node: str, wanted: Wanted, reason: str) -> Request:
+    """Write a request into a run folder. Raises ConfigError for a bad name, RunError where it cannot be written."""
+    check_name(node)
+    if not paths.events.exists():
+        raise RunError(f"{paths.shown} holds no run, so no node can be asked for there; name a run folder with --run")
+    request = Request(node, wanted, reason, time.time(), f"{getpass.getuser()} on {socket.gethostname()}")
+    tree = {"version": VERSION, **vars(request)}
+    try:
+        paths.nodes.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(paths.node_request(node), json.dumps(tree) + "\n")
+    except OSError as error:
+        raise RunError(f"the request cannot be written to {paths.nodes} ({error.strerror}); mend its rights") from None
+    return request
+
+
+def requests(paths: RunPaths) -> list[Request]:
+    """All requests in a run folder, in order of time; a file that cannot be read asks for nothing."""
+    found = []
+    for path in sorted(paths.nodes.glob("*.json")):
+        try:
+            tree: Any = json.loads(path.read_text(encoding="utf-8"))
+            names = ("node", "wanted", "reason", "time", "by")
+            node, wanted, reason, when, by = (tree[name] for name in names)
+            request = Request(str(node), Wanted(wanted), str(reason), float(when), str(by))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if path.name == f"{request.node}.json":
+            found.append(request)
+    return sorted(found, key=lambda request: request.time)
+
+
+def health_reports(paths: RunPaths) -> dict[str, dict[str, Any]]:
+    """The newest results of each host's checks in a run folder, by host."""
+    found = {}
+    for path in sorted(paths.nodes.glob("*.health")):
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+            found[str(tree["host"])] = tree
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found

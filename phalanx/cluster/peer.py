@@ -1,0 +1,399 @@
+"""One node's part in a job on several: it prepares what is offered, runs attempts as the leader says, and reports them.
+
+The leader's own node is told like any other. `Peer` is what an attempt knows of the other nodes; `run` is the agent's
+loop. When the leader is lost, ranks end at once, since some may be lost with it; the next leader starts them again.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from phalanx.cluster import rendezvous
+from phalanx.cluster.attempt import IDLE_S, Attempt
+from phalanx.cluster.beats import Beats
+from phalanx.cluster.causes import End
+from phalanx.cluster.circle import Circle, Claim
+from phalanx.cluster.door import Address, Door
+from phalanx.cluster.job import Job, Part
+from phalanx.cluster.relay import CALL_S, Relay, beside_the_store, hand_over, to_node_0
+from phalanx.cluster.roster import Member, Roster
+from phalanx.cluster.stopping import Signals
+from phalanx.cluster.wire import Channel, Message
+from phalanx.errors import PhalanxError
+from phalanx.records import ExitCode, Kind, StoreAddress
+
+LEAVE_S = 5.0  # what the leader gets, after a second SIGINT on another node, to say how the job ended
+
+
+class Leading(Protocol):
+    """What the node that leads does beside its part."""
+
+    def tend(self) -> None:
+        """Do all that can be done without waiting."""
+
+    def hear(self, node: int, message: Message) -> None:
+        """Take what a member says."""
+
+    def greet(self, channel: Channel, hello: Message) -> None:
+        """Take a caller who is no member."""
+
+    def descriptors(self) -> Mapping[int, int]:
+        """What poll() has to look at, and for what."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The part of an attempt that this node has."""
+
+    slot: int
+    first_rank: int
+    ranks: int
+
+
+class Changed(Exception):
+    """What a node was preparing is not wanted any more."""
+
+
+class Peer:
+    """`make(offer, tend)` makes the job that this node runs of what was offered; it calls `tend` all the time."""
+
+    def __init__(
+        self,
+        secret: str,
+        make: Callable[[Message, Callable[[], None]], Job],
+        lead: Callable[["Peer"], Leading],
+    ) -> None:
+        self.circle: Circle  # set by `enter`
+        self.offer: Message | None = None  # the last
+        self.start: Message | None = None  # the last order to start
+        self.over: tuple[int, str] | None = None  # how the job ended: exit code and words
+        self.secret, self._make, self._lead = secret, make, lead
+        self._leading: Leading | None = None
+        self._job: Job | None = None
+        self._division = 0  # that of the job
+        self._starting = False
+        self._running = 0  # the attempt that runs here
+        self._last: Message = {}  # how the last one ended here
+        self._ordered_to_end = False
+        self._stops: list[str] = []
+        self._relay: tuple[Relay, Any] | None = None
+        self._store_calls: list[tuple[Channel, Message, float]] = []
+
+    def enter(
+        self, me: Member, roster: Roster, door: Door, at: Address, heartbeat_s: float, claim: Claim | None
+    ) -> None:
+        """Be a member from now on; what is open belongs to this one then."""
+        beats = Beats(at.beats, self.secret)
+        self.circle = Circle(me, roster, door, beats, heartbeat_s, claim, self.ballot, self.about)
+
+    @property
+    def leads(self) -> bool:
+        return self._leading is not None
+
+    def prepared(self, offer: Message, job: Job) -> None:
+        """What was offered before, and made."""
+        self.offer, self._job, self._division = offer, job, int(offer["division"])
+
+    def ballot(self) -> Message | None:
+        """What a new leader has to know of this node; None while ranks run."""
+        if self._running:
+            return None
+        attempt = 0 if self.start is None else int(self.start["attempt"])
+        return {"ready": self._division, "attempt": attempt, "last": self._last, "held": {}}
+
+    def about(self, following: Roster) -> dict[str, Any]:
+        """What an epoch's file says of the run: the oldest attempt whose ranks may still write."""
+        if self.start is None:
+            return {"attempt": 1}
+        seats = set(self.start["seats"])
+        goes_on = seats <= set(following.nodes) and self.circle.roster.leader == following.leader
+        return {"attempt": int(self.start["attempt"]) + (0 if goes_on else 1)}
+
+    # ------------------------------------------------------------------------------------------- what an attempt knows
+
+    def descriptors(self) -> Mapping[int, int]:
+        """What poll() has to look at, and for what."""
+        found = dict(self.circle.descriptors())
+        for channel, _, _ in self._store_calls:
+            found[channel.fileno()] = select.POLLIN
+        return found | dict({} if self._leading is None else self._leading.descriptors())
+
+    def tend(self) -> None:
+        """Do all that can be done without waiting."""
+        self.circle.tend()
+        callers, self.circle.callers = self.circle.callers, []
+        for channel, hello in callers:
+            self._greet(channel, hello)
+        self._tend_store_calls()
+        if self.circle.leading and self._leading is None and self.circle.fenced is None:
+            self._leading = self._lead(self)
+        for node, message in self.circle.heard():
+            if node == self.circle.roster.leader:
+                self._obey(message)
+            if self._leading is not None:
+                self._leading.hear(node, message)
+        if self._leading is not None and self.circle.fenced is None:
+            self._leading.tend()
+        elif self.circle.adopted and not self.circle.leading:
+            self.circle.losses.clear()
+            self.circle.adopted.clear()
+
+    def begin(self, number: int, port: int | None) -> StoreAddress | None:
+        """An attempt begins: with rank 0 here, whose store listens at a loopback port, or elsewhere."""
+        assert self.start is not None
+        self._running, self._ordered_to_end = number, False
+        if port is not None:
+            self._relay = beside_the_store(port)
+            self._tend_store_calls()
+            return None
+        store = self.circle.roster.member(int(self.start["seats"][0]))
+        assert store is not None
+        hello = {"role": "store", "attempt": number}
+        relay, address = to_node_0((store.address, store.port), self.secret, hello)
+        self._relay = relay, None
+        return address
+
+    def busy(self) -> bool:
+        """Whether this node has to wait for others before its part is done: the leader does that."""
+        return False
+
+    def broken(self) -> bool:
+        """Whether the attempt has to end here because of what happened elsewhere."""
+        circle = self.circle
+        gone = circle.fenced is not None or circle.roster.leader in circle.lost
+        return self._ordered_to_end or gone or self.over is not None
+
+    def explained(self) -> bool:
+        """Whether what happened elsewhere explains why ranks here lost a peer: the leader tells its user that."""
+        return self.broken()
+
+    def ends(self) -> list[End]:
+        """How ranks elsewhere ended: that is the leader's to know."""
+        return []
+
+    def stopped(self) -> bool:
+        """As for `ends`."""
+        return False
+
+    def end(self) -> None:
+        """The attempt is over here."""
+        if self._relay is not None:
+            (relay, ours), self._relay = self._relay, None
+            if ours is not None:
+                ours.close()
+            relay.stop()
+
+    def ended(self) -> bool:
+        """Whether it is over wherever this node has to wait for it."""
+        return True
+
+    def stops(self) -> list[str]:
+        """Names of stop signals that were passed on to this node since the last call."""
+        new, self._stops = self._stops, []
+        return new
+
+    def tell_stop(self, name: str) -> None:
+        """Tell the leader that this node was asked to stop."""
+        self.circle.tell(self.circle.roster.leader, {"stop": name})
+
+    # -------------------------------------------------------------------------------------------------------- messages
+
+    def _obey(self, message: Message) -> None:
+        if "offer" in message:
+            self.offer = message["offer"]
+        elif "start" in message:
+            self.start, self._starting = message["start"], True
+        elif "end" in message:
+            self._ordered_to_end |= message["end"] == self._running
+            if self._starting and self.start is not None and message["end"] == self.start["attempt"]:
+                self._starting = False
+                self.report(int(message["end"]), ExitCode.FAILED, [])  # nothing of it has begun here
+        elif "pause" in message and message["pause"] == self._running:
+            self._stops.append("SIGTERM")
+        elif "signal" in message:
+            self._stops.append(str(message["signal"]))
+        elif "finish" in message:
+            self.over = int(message["finish"]), str(message["text"])
+        elif "dropped" in message:
+            self.over = int(message["code"]), str(message["dropped"])
+
+    def _greet(self, channel: Channel, hello: Message) -> None:
+        if hello.get("role") == "store" and type(hello.get("attempt")) is int:
+            self._store_calls.append((channel, hello, time.monotonic() + CALL_S))
+        elif hello.get("role") == "first":
+            channel.farewell({"ok": True, "goes_on": True}, "it only asked whether there is a job")
+        elif self._leading is not None:
+            self._leading.greet(channel, hello)
+        else:
+            channel.close("another node leads")  # who calls looks again where that is
+
+    def _tend_store_calls(self) -> None:
+        """Join ranks of other nodes to the store; who is early waits, who belongs to an older attempt is refused."""
+        waiting, self._store_calls = self._store_calls, []
+        for channel, hello, until in waiting:
+            here = self._running == hello["attempt"] and self._relay is not None and self._relay[1] is not None
+            if here:
+                assert self._relay is not None
+                channel.say({"ok": True})
+                with contextlib.suppress(OSError):  # the relay has died: the rank that waits for it fails
+                    hand_over(self._relay[1], channel.socket)
+                channel.close("the relay has it")
+            elif (
+                hello["attempt"] > self._seen()
+                and time.monotonic() < until
+                and not channel.heard()
+                and not channel.lost
+            ):
+                self._store_calls.append((channel, hello, until))
+            else:
+                channel.close("it belongs to another attempt")
+
+    def _seen(self) -> int:
+        """The last attempt that has begun, or ended, here."""
+        return max(self._running, int(self._last.get("attempt", 0)))
+
+    def report(self, number: int, code: int, ends: list[End], lowered: bool = False) -> None:
+        """Tell the leader how an attempt ended here."""
+        ended = [asdict(end) for end in ends]
+        self._last = {"attempt": number, "code": int(code), "ends": ended, "lowered": lowered}
+        self.circle.tell(self.circle.roster.leader, {"ended": self._last})
+
+    # ------------------------------------------------------------------------------------------------------- the loop
+
+    def prepare(self) -> None:
+        """Make the job of a new offer, if there is one, and say that this node is ready."""
+        while self.offer is not None and int(self.offer["division"]) != self._division:
+            offer = self.offer
+
+            def tend(offer: Message = offer) -> None:
+                self.tend()
+                if self.circle.fenced is not None or self.over is not None or self.offer is not offer:
+                    raise Changed
+
+            try:
+                job = self._make(offer, tend)
+            except Changed:
+                if self.circle.fenced is not None or self.over is not None:
+                    return
+                continue
+            except PhalanxError as error:
+                self.circle.tell(self.circle.roster.leader, {"unfit": str(error), "code": int(error.exit_code)})
+                self.offer = None
+                return
+            self._job, self._division = job, int(offer["division"])
+            self.say_ready()
+
+    def say_ready(self) -> None:
+        self.circle.tell(self.circle.roster.leader, {"ready": self._division, "held": {}})
+
+    def starting(self) -> tuple[int, Seat | None] | None:
+        """The attempt that is to be started, and this node's seat in it; once."""
+        ordered, self._starting = self._starting, False
+        if not ordered or self.circle.roster.leader in self.circle.lost:
+            return None  # or by one who is lost
+        assert self.start is not None
+        seats, ranks = self.start["seats"], self.start["ranks"]
+        if self.circle.me.node not in seats or int(self.start["division"]) != self._division:
+            return int(self.start["attempt"]), None
+        slot = seats.index(self.circle.me.node)
+        return int(self.start["attempt"]), Seat(slot, sum(ranks[:slot]), ranks[slot])
+
+    def job(self, seat: Seat) -> Job:
+        """What this node runs in an attempt."""
+        assert self._job is not None and self.start is not None
+        part = Part(seat.slot, seat.first_rank, sum(self.start["ranks"]), self._interface())
+        return dataclasses.replace(
+            self._job,
+            world=seat.ranks,
+            devices=list(self._job.devices)[: seat.ranks],
+            part=part,
+            others=self,
+            on_event=functools.partial(self._note, self._job.on_event),
+        )
+
+    def _note(self, on_event: Callable[[str, dict[str, Any]], None], kind: str, details: dict[str, Any]) -> None:
+        """Pass an event of this node's ranks on; the leader says itself what concerns all."""
+        if self._leading is None or kind not in (Kind.WORKER_DIED, Kind.SIGNALLED):
+            on_event(kind, details)
+
+    def _interface(self) -> str | None:
+        """The interface that leads to the other nodes."""
+        if rendezvous.is_loopback(self.circle.me.address):
+            return "lo"
+        return next((name for name, address in rendezvous.interfaces() if address == self.circle.me.address), None)
+
+    def attempt_is_over(self) -> None:
+        self._running = 0
+
+    def close(self) -> None:
+        """Leave; the last words of a leader are still said."""
+        self.end()
+        for channel, _, _ in self._store_calls:
+            channel.close("this node has left")
+        self._store_calls = []
+        leading, over = self._leading, self.over
+        farewell = None
+        if leading is not None:
+            leading.close()
+            if over is not None:
+                farewell = {"finish": over[0], "text": over[1]}
+        self.circle.close(farewell)
+
+
+def run(peer: Peer, grace_s: float, signals: Signals) -> int:
+    """Run this node's part to the job's end and return its exit code; the words are in `peer.over`, or in
+    `peer.circle.fenced` where this node had to leave the others.
+
+    Ends workers and passes signals on as `agent.run` does. Raises as that does where this node is to blame.
+    """
+    deadline = math.inf
+    while True:
+        _wait(peer, signals)
+        for asked in signals.take():
+            peer.tell_stop(asked.name)
+        if signals.asked:
+            patience_s = LEAVE_S if signals.asked.count(signal.SIGINT) >= 2 else grace_s
+            deadline = min(deadline, time.monotonic() + patience_s)
+        if peer.over is not None:
+            return peer.over[0]
+        if peer.circle.fenced is not None or time.monotonic() > deadline:
+            return int(ExitCode.STOPPED if signals.asked else ExitCode.FAILED)
+        peer.prepare()
+        if (order := peer.starting()) is not None:
+            number, seat = order
+            if seat is not None:
+                _attempt(peer, number, seat, signals)
+
+
+def _attempt(peer: Peer, number: int, seat: Seat, signals: Signals) -> None:
+    job = peer.job(seat)
+    attempt = Attempt(job, number, signals)
+    code, ends, lowered = int(ExitCode.FAILED), attempt.ends, False
+    try:
+        attempt.start()
+        code = attempt.watch()
+        lowered = code == ExitCode.OUT_OF_MEMORY and job.after_out_of_memory()
+    finally:
+        attempt.kill()
+        attempt.end_elsewhere()
+        peer.attempt_is_over()
+        peer.report(number, code, ends, lowered)
+
+
+def _wait(peer: Peer, signals: Signals) -> None:
+    poll = select.poll()
+    poll.register(signals, select.POLLIN)
+    for descriptor, events in peer.descriptors().items():
+        poll.register(descriptor, events)
+    poll.poll(IDLE_S * 1000)
+    peer.tend()

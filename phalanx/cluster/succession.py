@@ -1,0 +1,78 @@
+"""What a leader begins with: the state of a job that starts, or what its successor makes of what every node was told.
+
+Pure functions. An offer tells all nodes of the division (`slots`, `seats`, `policy`), an order to start of the attempt
+and of what is left of the budgets; a vote says what a node is ready for.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from phalanx.cluster.affairs import Node, Phase, Policy, Slot, State
+from phalanx.cluster.roster import Member, Roster
+from phalanx.cluster.wire import Message
+
+
+def node_of(member: Member, ready: int = 0) -> Node:
+    """A member as the supervisor knows it."""
+    return Node(member.node, member.host, len(member.devices), member.devices[0][1], ready)
+
+
+def division_of(division: int, plan: Sequence[tuple[int, int]], devices: Iterable[Any], policy: Policy) -> Message:
+    """The part of an offer that says how ranks are divided: `plan` has node and ranks, `devices` those of each node."""
+    slots = [[ranks, each[0][1]] for (_, ranks), each in zip(plan, devices, strict=True)]
+    return {"division": division, "slots": slots, "seats": [node for node, _ in plan], "policy": asdict(policy)}
+
+
+def policy_of(offer: Message) -> Policy:
+    told = dict(offer["policy"])
+    return Policy(**{**told, "on_lost_node": tuple(told["on_lost_node"])})
+
+
+def budget_of(state: State) -> Message:
+    """What a successor has to know of the failures so far."""
+    return {
+        "failures": state.failures, "reached": state.reached, "committed": state.committed, "first": state.first,
+        "crash": list(state.crash),
+    }  # fmt: skip
+
+
+def beginning_state(offer: Message, roster: Roster, attempt: int, committed: int) -> State:
+    """The state of a job whose nodes are all ready for what was offered; `attempt` is its first."""
+    return State(
+        policy=policy_of(offer),
+        nodes=tuple(node_of(member, int(offer["division"])) for member in roster.members),
+        division=int(offer["division"]),
+        slots=tuple(Slot(int(ranks), str(model)) for ranks, model in offer["slots"]),
+        seats=tuple(offer["seats"]),
+        attempt=attempt - 1,
+        first=attempt,
+        committed=committed,
+        reached=committed,
+    )
+
+
+def succeeding_state(
+    offer: Message, start: Message | None, before: Roster, votes: Mapping[int, Message], attempt: int
+) -> State:
+    """The state as a new leader finds it, before it is told who is lost: `before` is the roster of the old one, `start`
+    the last order to start (None: there was none), `attempt` the first of the job."""
+    ready = {node: int(vote["ready"]) for node, vote in votes.items()}
+    last = max([attempt - 1, *(int(vote["attempt"]) for vote in votes.values())])
+    current = start is not None and start["division"] == offer["division"]
+    budget: Message = {} if start is None else start["budget"]
+    seats = start["seats"] if start is not None and current else offer["seats"]
+    return State(
+        policy=policy_of(offer),
+        phase=Phase.ENDING if current else Phase.IDLE,
+        nodes=tuple(node_of(member, ready.get(member.node, 0)) for member in before.members),
+        division=int(offer["division"]),
+        slots=tuple(Slot(int(ranks), str(model)) for ranks, model in offer["slots"]),
+        seats=tuple(seats),
+        attempt=last,
+        first=int(budget.get("first", attempt)),
+        committed=int(budget.get("committed", 0)),
+        reached=int(budget.get("reached", 0)),
+        failures=int(budget.get("failures", 0)),
+        crash=tuple(budget.get("crash", ("", 0))),
+    )

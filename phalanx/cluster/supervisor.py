@@ -1,0 +1,333 @@
+"""What to do when something happens to a job on several nodes: a pure function from a state and an event to both.
+
+The leader's agent keeps the state, tells of events and carries the actions out (`leader.py`). No clock, no files: an
+event says when it happened. A spare that takes the seat of a lost node leaves the division, and so every bit, as it is;
+with fewer or more nodes the ranks are divided anew, which is prepared and agreed on like a first start.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from phalanx.cluster.affairs import (
+    Action,
+    Asked,
+    Cause,
+    Drained,
+    Drop,
+    End,
+    Ended,
+    Event,
+    Finish,
+    Joined,
+    Lost,
+    Node,
+    Note,
+    Offer,
+    Phase,
+    Prepare,
+    Prepared,
+    Progress,
+    Ready,
+    Refused,
+    Slot,
+    Start,
+    State,
+    Time,
+    Unfit,
+)
+from phalanx.records import ExitCode, Kind
+
+COLLECT_S = 15.0  # what a node gets to end its ranks; its agent kills them in less
+PAUSE_S = (0.0, 0.5, 2.0, 10.0, 30.0)  # before the first, second, ... attempt in a row that follows no progress
+AFTERMATH = 2  # causes of that suspicion or more are consequences of others (causes.py)
+
+Decision = tuple[State, list[Action]]
+
+
+def decide(state: State, event: Event) -> Decision:
+    """What an event makes of a state, and what is to be done."""
+    if state.phase == Phase.OVER:
+        return state, []
+    match event:
+        case Ended():
+            return _ended(state, event)
+        case Lost():
+            return _lost(state, event)
+        case Joined():
+            others = tuple(node for node in state.nodes if node.node != event.node.node)
+            state = replace(state, nodes=(*others, event.node))
+            offers: list[Action] = [] if state.phase == Phase.PREPARING else [Offer(state.division, event.node.node)]
+            return state, offers
+        case Ready():
+            return _ready(state, event)
+        case Unfit():
+            return state, [Drop(event.node, event.why)]
+        case Prepared():
+            return _prepared(state, event)
+        case Refused():
+            if state.phase != Phase.PREPARING or event.division != state.division + 1:
+                return state, []
+            said: list[Action] = [Note(Kind.WARNING, {"message": f"the run was not divided anew: {event.why}"})]
+            state = replace(state, refused=state.refused | {state.plan}, phase=Phase.IDLE, plan=())
+            return _and(said, _regroup(state, event.now))
+        case Progress():
+            return replace(state, committed=max(state.committed, event.step)), []
+        case Asked():
+            state = replace(state, asked=state.asked or event.signal)
+            if state.phase in (Phase.RUNNING, Phase.ENDING):
+                return state, []  # the ranks hear of it too, and end
+            return _finish(state, ExitCode.STOPPED, f"stopped by {state.asked}")
+        case Drained():
+            return _drained(state, event)
+        case Time():
+            return _time(state, event.now)
+
+
+def _ended(state: State, event: Ended) -> Decision:
+    current = state.phase in (Phase.RUNNING, Phase.ENDING) and event.attempt == state.attempt
+    if not current or event.node not in state.seats or event.node in state.codes:
+        return state, []
+    causes = state.causes if event.cause is None else (*state.causes, event.cause)
+    state = replace(state, codes={**state.codes, event.node: event.code}, causes=causes)
+    if event.code not in (ExitCode.DONE, ExitCode.STOPPED) and state.phase == Phase.RUNNING:
+        return _and([End(state.attempt)], _if_over(replace(state, phase=Phase.ENDING, since=event.now), event.now))
+    return _if_over(state, event.now)
+
+
+def _lost(state: State, event: Lost) -> Decision:
+    lost = state.node(event.node)
+    if lost is None:
+        return state, []
+    state = replace(state, nodes=tuple(node for node in state.nodes if node.node != event.node))
+    seated = event.node in state.seats
+    if state.phase in (Phase.RUNNING, Phase.ENDING) and seated and event.node not in state.codes:
+        state = replace(state, gone=(*state.gone, event.node))
+        ends: list[Action] = []
+        if state.phase == Phase.RUNNING:
+            ends, state = [End(state.attempt)], replace(state, phase=Phase.ENDING, since=event.now)
+        return _and(ends, _if_over(state, event.now))
+    if state.phase in (Phase.RUNNING, Phase.ENDING):
+        return _if_over(state, event.now)
+    planned = any(node == event.node for node, _ in state.plan)
+    if (state.phase == Phase.READYING and seated) or (state.phase == Phase.PREPARING and planned):
+        return _regroup(replace(state, phase=Phase.IDLE, plan=()), event.now)
+    return state, []
+
+
+def _ready(state: State, event: Ready) -> Decision:
+    known = state.node(event.node)
+    if known is None:
+        return state, []
+    ready = replace(known, ready=event.division, held=dict(event.held))
+    state = replace(state, nodes=tuple(ready if node is known else node for node in state.nodes))
+    if state.phase == Phase.READYING:
+        return _start_if_ready(state, event.now)
+    if state.phase == Phase.IDLE:
+        return _regroup(state, event.now)
+    if state.phase == Phase.RUNNING and event.division == state.division and _larger(state):
+        return _pause(state, event.now, f"node {event.node} is there again")
+    return state, []
+
+
+def _prepared(state: State, event: Prepared) -> Decision:
+    if state.phase != Phase.PREPARING or event.division != state.division + 1:
+        return state, []
+    models = {node.node: node.model for node in state.nodes}
+    slots = tuple(Slot(ranks, models[node]) for node, ranks in state.plan)
+    seats = tuple(node for node, _ in state.plan)
+    state = replace(state, phase=Phase.READYING, division=event.division, slots=slots, seats=seats, plan=())
+    return _and([Offer(event.division)], _start_if_ready(state, event.now))
+
+
+def _drained(state: State, event: Drained) -> Decision:
+    known = state.node(event.node)
+    if known is None or known.drained == event.drained:
+        return state, []
+    changed = replace(known, drained=event.drained)
+    state = replace(state, nodes=tuple(changed if node is known else node for node in state.nodes))
+    seated = event.node in state.seats
+    if state.phase == Phase.RUNNING and ((event.drained and seated) or (not event.drained and _larger(state))):
+        return _pause(state, event.now, event.why)
+    if state.phase == Phase.IDLE or (state.phase == Phase.READYING and event.drained and seated):
+        return _regroup(replace(state, phase=Phase.IDLE), event.now)
+    return state, []
+
+
+def _time(state: State, now: float) -> Decision:
+    if state.phase == Phase.READYING:
+        return _start_if_ready(state, now)
+    if state.phase == Phase.ENDING and not _awaited(state):
+        return _if_over(state, now)  # a leader that has just taken over
+    if state.phase == Phase.ENDING and now > state.since + COLLECT_S and state.planned is None:
+        why = f"it did not end its ranks within {COLLECT_S:g} s"
+        return replace(state, since=now), [Drop(node, why) for node in _awaited(state)]
+    if state.phase == Phase.IDLE and (state.wait_until is None or now > state.wait_until):
+        return _regroup(state, now)  # it has been waited for long enough, or a new leader has found nothing running
+    return state, []
+
+
+def _pause(state: State, now: float, why: str) -> Decision:
+    """End an attempt that has not failed, so that the ranks can be divided anew; nothing is lost, as they save."""
+    ending = replace(state, phase=Phase.ENDING, since=now, planned=why)
+    said = Note(Kind.WARNING, {"message": f"{why}: the ranks save, and are divided anew"})
+    return ending, [said, End(state.attempt, saving=True)]
+
+
+def _awaited(state: State) -> list[int]:
+    """Nodes that have ranks of the attempt and have not said how they ended."""
+    return [node for node in state.seats if node not in state.codes and node not in state.gone]
+
+
+def _if_over(state: State, now: float) -> Decision:
+    """Go on once the attempt has ended everywhere."""
+    if _awaited(state):
+        return state, []
+    codes, lost = set(state.codes.values()), bool(state.gone)
+    first = min(state.causes, key=lambda cause: cause.suspicion, default=None)
+    if first is not None and lost and first.suspicion >= AFTERMATH:
+        first = None
+    peaceful = codes <= {ExitCode.DONE, ExitCode.STOPPED} and not lost
+    planned, state = state.planned, replace(state, phase=Phase.IDLE, planned=None)
+    if peaceful and codes == {ExitCode.DONE}:
+        return _finish(state, ExitCode.DONE, "the run is done")
+    if state.asked or (peaceful and not planned):
+        killed = ExitCode.FAILED if codes - {ExitCode.DONE, ExitCode.STOPPED} else ExitCode.STOPPED
+        code = ExitCode.STOPPED if peaceful else killed if first is None else first.code
+        return _finish(state, code, f"stopped by {state.asked or 'a signal to a rank'}")
+    if planned and first is None:
+        return _regroup(replace(state, again=planned), now)
+    if not lost and first is not None and first.code == ExitCode.CONFIG:
+        return _finish(state, first.code, first.what)
+    if first is not None and first.code == ExitCode.OUT_OF_MEMORY:
+        if not first.lowered:
+            return _finish(state, first.code, "out of memory, and nothing that could be made smaller")
+        return _regroup(replace(state, start_at=now, again="with smaller micro-batches"), now)
+    return _failed(state, first, now)
+
+
+def _failed(state: State, first: Cause | None, now: float) -> Decision:
+    """After a failure that is worth another attempt, while there is a budget for it."""
+    grown = state.committed > state.reached
+    failures = 1 if grown else state.failures + 1
+    crash = ("", 0)
+    if first is not None and not state.gone:
+        crash = (first.what, state.crash[1] + 1 if first.what == state.crash[0] and not grown else 1)
+    pause_s = PAUSE_S[min(failures, len(PAUSE_S)) - 1]
+    state = replace(
+        state, failures=failures, reached=max(state.reached, state.committed), crash=crash, start_at=now + pause_s
+    )
+    code = int(ExitCode.FAILED if first is None else first.code)
+    if crash[1] >= state.policy.same_crash and crash[0]:
+        why = f"the same has happened {crash[1]} times in a row ({crash[0]}), so it would happen again"
+        return _finish(state, code, why)
+    if failures > state.policy.max_restarts:
+        return _finish(state, code, f"{failures} attempts in a row have saved nothing new")
+    return _regroup(state, now)
+
+
+def _regroup(state: State, now: float) -> Decision:
+    """Find a node for each slot, or other slots; wait or stop where there is neither."""
+    usable = [node for node in state.nodes if not node.drained]
+    here = {node.node for node in usable}
+    kept = tuple(node if node in here else -1 for node in state.seats)
+    if -1 not in kept and not (state.policy.grow and _larger(state)):
+        return _ready_to_start(replace(state, seats=kept), now)
+    waited = state.wait_until is not None and now > state.wait_until
+    for way in state.policy.on_lost_node if -1 in kept else ("shrink",):
+        if way == "replace" and -1 in kept and (filled := _filled(state, kept, usable)) is not None:
+            return _ready_to_start(replace(state, seats=filled), now)
+        if way == "shrink" and (plan := _plan(state, usable)) and plan not in state.refused:
+            return replace(state, phase=Phase.PREPARING, plan=plan, wait_until=None), [
+                Prepare(state.division + 1, plan)
+            ]
+        if way == "wait" and not waited:
+            return _wait(state, now)
+    if -1 not in kept:
+        return _ready_to_start(replace(state, seats=kept), now)
+    return _finish(state, ExitCode.FAILED, "nodes were lost, and those that are left cannot go on without them")
+
+
+def _ready_to_start(state: State, now: float) -> Decision:
+    return _start_if_ready(replace(state, phase=Phase.READYING, wait_until=None), now)
+
+
+def _wait(state: State, now: float) -> Decision:
+    if state.wait_until is not None:
+        return replace(state, phase=Phase.IDLE), []
+    text = f"waiting for a lost node to come back, for {state.policy.wait_s:g} s at most; start the same command there"
+    state = replace(state, phase=Phase.IDLE, wait_until=now + state.policy.wait_s)
+    return state, [Note(Kind.WARNING, {"message": text})]
+
+
+def _filled(state: State, kept: tuple[int, ...], usable: Iterable[Node]) -> tuple[int, ...] | None:
+    """The seats with spares where a node is missing; None where there are not enough that fit."""
+    spare = [node for node in usable if node.node not in kept]
+    seats = list(kept)
+    for index, slot in enumerate(state.slots):
+        if seats[index] != -1:
+            continue
+        fitting = [node for node in spare if node.ranks >= slot.ranks and node.model == slot.model]
+        if not fitting:
+            return None
+        chosen = min(fitting, key=lambda node: (node.ready != state.division, node.node))
+        spare.remove(chosen)
+        seats[index] = chosen.node
+    return tuple(seats)
+
+
+def _plan(state: State, usable: Iterable[Node]) -> tuple[tuple[int, int], ...]:
+    """Node and ranks of a division over what there is: nodes with a seat first, and whole copies of the model."""
+    order = {node: index for index, node in enumerate(state.seats)}
+    chosen = sorted(usable, key=lambda node: (order.get(node.node, len(order)), node.node))[: state.policy.nodes]
+    chosen.sort(key=lambda node: node.node)
+    left = sum(node.ranks for node in chosen) // state.policy.group * state.policy.group
+    plan = []
+    for node in chosen:
+        ranks = min(node.ranks, left)
+        left -= ranks
+        if ranks:
+            plan.append((node.node, ranks))
+    return tuple(plan)
+
+
+def _larger(state: State) -> bool:
+    """Whether fewer nodes have a seat than the run was started for, and more could."""
+    if not state.policy.grow or len(state.slots) >= state.policy.nodes:
+        return False
+    plan = _plan(state, [node for node in state.nodes if not node.drained])
+    return sum(ranks for _, ranks in plan) > sum(slot.ranks for slot in state.slots) and plan not in state.refused
+
+
+def _start_if_ready(state: State, now: float) -> Decision:
+    waiting = [node for node in state.nodes if node.node in state.seats and node.ready != state.division]
+    if waiting or now < state.start_at or not state.seats:
+        return state, []
+    step, sources = beginning(state)
+    attempt = state.attempt + 1
+    why = {} if state.again is None else {"reason": state.again}
+    said: list[Action] = [Note(Kind.RESTARTED, {"attempt": attempt, **why})] if attempt > state.first else []
+    state = replace(state, phase=Phase.RUNNING, attempt=attempt, codes={}, causes=(), gone=(), again=None)
+    return state, [*said, Start(attempt, state.division, state.seats, step, sources)]
+
+
+def beginning(state: State) -> tuple[int, Mapping[int, int]]:
+    """The step to begin from: the newest that is held in memory for every old rank, with the node that holds each,
+    where that is newer than what is on the disk; otherwise that one, and no nodes."""
+    holders: dict[int, dict[int, int]] = {}  # by step, then by old rank
+    for node in state.nodes:
+        for rank, steps in node.held.items():
+            for step in steps:
+                holders.setdefault(step, {}).setdefault(rank, node.node)
+    world = sum(slot.ranks for slot in state.slots)
+    whole = [step for step, ranks in holders.items() if set(ranks) >= set(range(world))]
+    newest = max(whole, default=-1)
+    return (newest, holders[newest]) if newest > state.committed else (state.committed, {})
+
+
+def _finish(state: State, code: int, why: str) -> Decision:
+    return replace(state, phase=Phase.OVER), [Finish(int(code), why)]
+
+
+def _and(before: list[Action], decision: Decision) -> Decision:
+    state, actions = decision
+    return state, [*before, *actions]

@@ -1,0 +1,210 @@
+"""Whether ranks hang: judged by their pulses, from outside, by an agent that never waits for them.
+
+A rank hangs when nothing has changed with it for longer than a patience that follows from the steps it has done. Ranks
+that merely wait for others are no cause: who is named is the one that the others wait for. `judge` decides, from plain
+numbers; `Watchdog` reads them. No torch here.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx import pulse
+from phalanx.pulse import PHASES, STEP_PHASES, Beat
+
+FACTOR = 10  # so many times the longest of the last steps is how long nothing may change in a step
+FLOOR_S = 20.0  # and so long it may take anyway: a store, a collection of garbage, another program
+COMPILE_FLOOR_S = 180.0  # where a micro-batch of another size may have to be compiled for
+WARM_STEPS = 2  # of an attempt, which compile and allocate; before them nothing is known
+LOOK_S = 0.1  # between two looks
+OVERSLEPT_S = 1.0  # between two looks: then nobody here was served, and the ranks get as long again before
+CALM_S = 2.0  # they are judged
+SLOW_DISK = ("starting", "restore", "checkpoint", "profile", "ending")  # where a disk may be waited for
+
+
+@dataclass(frozen=True)
+class Patience:
+    """For how long nothing may change. `floor_s`: in a step, at least; `other_s`: in everything else, and in the first
+    steps; `fixed_s`: in a step, where a user has said so."""
+
+    floor_s: float
+    other_s: float
+    fixed_s: float | None = None
+
+    def of(self, beat: Beat) -> float:
+        if beat.phase not in STEP_PHASES or beat.steps < WARM_STEPS:
+            return max(self.other_s, self.fixed_s or self.floor_s)
+        return self.fixed_s or max(self.floor_s, FACTOR * beat.longest_s)
+
+
+def patience_of(hang_s: str | float, timeout_s: float, compiled: bool) -> Patience | None:
+    """By `resilience.hang_s`, `comm.timeout_s` and whether anything is compiled; None: nobody is judged."""
+    if hang_s == "off":
+        return None
+    fixed_s = None if isinstance(hang_s, str) else hang_s
+    return Patience(COMPILE_FLOOR_S if compiled else FLOOR_S, timeout_s, fixed_s)
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What the kernel says of a rank's process: it is stopped by a signal; somebody debugs it; it reads or writes
+    files, or waits for a disk."""
+
+    stopped: bool = False
+    traced: bool = False
+    on_disk: bool = False
+
+
+NO_SIGNS = Signs()
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Ranks that hang, and those that wait for them. Without `late`, all wait for one another."""
+
+    late: tuple[Beat, ...]
+    waiting: tuple[Beat, ...]
+    stopped: frozenset[int] = frozenset()
+
+    def reason(self, beat: Beat) -> str:
+        """A sentence on why `beat`'s rank is taken to hang."""
+        where = place(beat)
+        if not self.late:
+            return (
+                f"it has waited for {beat.still_s:.0f} s in {where}, as all ranks have, and none is behind: the "
+                "network between them broke, or they wait in different collectives; the stacks are in the logs"
+            )
+        how = ", stopped by a signal," if beat.rank in self.stopped else ""
+        others = ""
+        if self.waiting:
+            names = numbers([other.rank for other in self.waiting])
+            others = f", while {names} wait{'s' if len(self.waiting) == 1 else ''} in {place(self.waiting[0])}"
+        return f"nothing has changed for {beat.still_s:.0f} s in {where}{how}{others}; the stacks are in the logs"
+
+
+def place(beat: Beat) -> str:
+    """Where a rank is, in words."""
+    of_step = f" of step {beat.step}" if beat.step else ""
+    many = f", micro-batch {beat.micro_batch + 1}," if beat.micro_batch else ""
+    waits = f" ({beat.waits_for})" if beat.waits_for else ""
+    return f"{beat.phase}{many}{of_step}{waits}"
+
+
+def numbers(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0 and 2`, `ranks 0, 1, 2 and 61 others`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"ranks {', '.join(map(str, ranks[:3]))} and {len(ranks) - 3} others"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def position(beat: Beat) -> tuple[int, int, int]:
+    """How far a rank has come: (step, micro-batch, phase), in the order in which ranks go through them."""
+    if beat.phase in ("forward", "backward"):
+        return beat.step, beat.micro_batch, PHASES.index(beat.phase)
+    ahead = PHASES.index(beat.phase) >= PHASES.index("exchange")
+    return beat.step, 1 << 40 if ahead else -1, PHASES.index(beat.phase)
+
+
+def judge(beats: Sequence[Beat], signs: Mapping[int, Signs], world: int, patience: Patience) -> Hang | None:
+    """Whether ranks hang, and which. `beats` are those of all `world` ranks, or of some, whose agent knows no others.
+
+    A rank that does not wait hangs when nothing has changed with it for longer than `patience`; of several, those that
+    are behind the others are at fault. Ranks that wait are only judged when all do. Where somebody debugs a rank nobody
+    is judged.
+    """
+    if any(sign.traced for sign in signs.values()):
+        return None
+    still = [beat for beat in beats if beat.still_s > patience.of(beat) and not _on_disk(beat, signs)]
+    stopped = frozenset(beat.rank for beat in still if signs.get(beat.rank, NO_SIGNS).stopped)
+    stuck = [beat for beat in still if not beat.waits_for or beat.rank in stopped]
+    if stopped:  # whatever others do, they do not go on by themselves
+        stuck = [beat for beat in stuck if beat.rank in stopped]
+    if stuck:
+        behind = min(position(beat) for beat in stuck)
+        late = [beat for beat in stuck if position(beat) == behind or beat.rank in stopped]
+        return _hang(late, beats, stopped)
+    if not still or len(still) < len(beats) or len(beats) < world:
+        return None  # who waits, waits for somebody that works, or that is not known here
+    behind = min(position(beat) for beat in still)
+    late = [beat for beat in still if position(beat) == behind]
+    return _hang(late if len(late) < len(still) else [], beats, stopped)
+
+
+def _on_disk(beat: Beat, signs: Mapping[int, Signs]) -> bool:
+    return beat.phase in SLOW_DISK and signs.get(beat.rank, NO_SIGNS).on_disk
+
+
+def _hang(late: Sequence[Beat], beats: Sequence[Beat], stopped: frozenset[int]) -> Hang:
+    names = {beat.rank for beat in late}
+    return Hang(tuple(late), tuple(beat for beat in beats if beat.rank not in names), stopped)
+
+
+# --------------------------------------------------------------------------------------------------------- thin reader
+
+
+class Watchdog:
+    """Looks at the pulses of this node's ranks of one attempt. `pids` by rank; `world`: ranks of the whole job."""
+
+    def __init__(
+        self, folder: Path | None, attempt: int, pids: Mapping[int, int], world: int, patience: Patience | None
+    ) -> None:
+        self._folder, self._attempt, self._pids, self._world = folder, attempt, dict(pids), world
+        self._patience = patience if folder is not None else None
+        self._begun = self._looked = time.monotonic()
+        self._calm_until = self._next = 0.0
+        self._moved: dict[int, tuple[int, float]] = {}  # bytes read and written, and when that was first seen
+
+    def beats(self, gone: Sequence[int] = ()) -> list[Beat]:
+        """The pulses of this node's ranks but for those that are `gone`; one that has none yet is about to start."""
+        now, now_ns, found = time.monotonic(), time.monotonic_ns(), []
+        for rank in self._pids:
+            if rank in gone or self._folder is None:
+                continue
+            beat = pulse.read(_content(pulse.file_of(self._folder, rank)), rank, self._attempt, now_ns)
+            found.append(beat or Beat(rank, 0, "starting", 0, "", now - self._begun, 0, 0.0))
+        return found
+
+    def look(self, gone: Sequence[int] = ()) -> Hang | None:
+        """Judge now, if it is time to; ranks that are `gone` have ended."""
+        now = time.monotonic()
+        if self._patience is None or now < self._next:
+            return None
+        if now > self._looked + OVERSLEPT_S:
+            self._calm_until = now + CALM_S
+        self._looked, self._next = now, now + LOOK_S
+        beats = self.beats(gone)
+        if now < self._calm_until or not any(beat.still_s > self._patience.of(beat) / 2 for beat in beats):
+            return None
+        signs = {beat.rank: self._signs(beat.rank, now, self._patience) for beat in beats}
+        return judge(beats, signs, self._world - len(gone), self._patience)
+
+    def _signs(self, rank: int, now: float, patience: Patience) -> Signs:
+        root = Path(f"/proc/{self._pids[rank]}")
+        states = [_content(task / "stat").rpartition(b")")[2].split()[:1] for task in _tasks(root)]
+        traced = b"TracerPid:\t0\n" not in (status := _content(root / "status")) and b"TracerPid:" in status
+        moved = sum(int(line.split()[1]) for line in _content(root / "io").splitlines()[:2])  # rchar, wchar
+        before, since = self._moved.get(rank, (moved, -patience.other_s))
+        if moved != before:
+            since = now
+        self._moved[rank] = moved, since
+        on_disk = [b"D"] in states or now < since + patience.other_s / 2
+        return Signs(stopped=[b"T"] in states[:1], traced=traced or [b"t"] in states, on_disk=on_disk)
+
+
+def _tasks(root: Path) -> list[Path]:
+    """The threads of a process, its first one first."""
+    try:
+        return [root / "task" / name for name in sorted(os.listdir(root / "task"), key=int)]
+    except OSError:
+        return []
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,33 @@
+"""Whether a rank may still write: files of epochs in the run folder say which attempt goes on (`cluster/epochs.py`).
+
+A node that was cut off from the others ends its ranks within a second or so; until then they could still complete a
+checkpoint beside the one of those who go on. No torch here.
+"""
+
+import contextlib
+import json
+from typing import Any
+
+from phalanx.errors import RunError
+from phalanx.records import RunPaths
+
+
+def newest(paths: RunPaths) -> dict[str, Any] | None:
+    """What the file of the newest epoch says, or its number alone where it is being written; None without any."""
+    numbers = [int(path.stem) for path in paths.epoch(1).parent.glob("*.json") if path.stem.isdecimal()]
+    if not numbers:
+        return None
+    told: Any = {}
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        told = json.loads(paths.epoch(max(numbers)).read_text(encoding="utf-8"))
+    return {**(told if isinstance(told, dict) else {}), "epoch": max(numbers)}
+
+
+def before_commit(paths: RunPaths, attempt: int) -> None:
+    """Raises RunError where the run goes on elsewhere, with a later attempt than this."""
+    oldest = (newest(paths) or {}).get("attempt")
+    if type(oldest) is int and oldest > attempt:
+        raise RunError(
+            f"this rank belongs to attempt {attempt}, and the run goes on with attempt {oldest} on other nodes; this "
+            "node was cut off from them and ends"
+        )

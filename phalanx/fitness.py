@@ -1,0 +1,120 @@
+"""Whether this node is fit to be trained on: what a launcher asks before a start, and finds out after a death."""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx.cluster import health
+from phalanx.cluster.findings import Finding, Severity, at_least, sentences, verdict
+from phalanx.cluster.fork import fork, kill_group
+from phalanx.config import Config
+from phalanx.devices import Device
+from phalanx.errors import Unhealthy
+from phalanx.records import ExitCode, Kind, RunPaths, write_event
+
+INCIDENT_S = 60.0  # what a look at the node after a death may take; nobody waits for it
+LAST_S = 3.0  # but for so long, where the run has come to its end
+
+
+def checked(config: Config, paths: RunPaths, devices: Sequence[Device]) -> dict[str, Any] | None:
+    """Look at this node before it is trained on. Returns the details of an event where something is worth a look, else
+    None; raises Unhealthy where the node is not fit. Does nothing where `resilience.health` is off."""
+    if config.resilience.health == "off":
+        return None
+    findings = health.quick(paths.root, used(devices))
+    unfit = at_least(findings, Severity.RESET)
+    if unfit:
+        raise Unhealthy(
+            f"{socket.gethostname()} is not fit to be trained on: {'; '.join(sentences(unfit))} "
+            "(resilience.health=off starts all the same)"
+        )
+    seen = at_least(findings, Severity.WATCH)
+    return details(seen, findings) if seen else None
+
+
+def details(seen: Sequence[Finding], findings: Sequence[Finding], after: str | None = None) -> dict[str, Any]:
+    """Of a `health` event: what was seen, of all findings that make the verdict."""
+    return {
+        "host": socket.gethostname(),
+        "after": after,
+        "verdict": str(verdict(findings)),
+        "findings": [finding.to_json() for finding in seen],
+    }
+
+
+def used(devices: Sequence[Device]) -> list[str] | None:
+    """UUIDs of the accelerators that are used, as their driver's library names them; None where not all are known."""
+    accelerators = [device for device in devices if device.name != "cpu"]
+    known = all(device.identity.startswith("GPU-") for device in accelerators)  # a part of a GPU has a name of its own
+    return sorted({device.identity for device in accelerators}) if known else None
+
+
+def into_events(paths: RunPaths) -> Callable[[int, dict[str, Any]], None]:
+    """What a Watch may `tell`: an event of the run."""
+
+    def tell(attempt: int, seen: dict[str, Any]) -> None:
+        write_event(paths.events, Kind.HEALTH, attempt, **seen)
+
+    return tell
+
+
+class Watch:
+    """Looks at this node after a death, in a child of its own, which puts what it finds into the run folder and has
+    `tell` write or say the details of an event.
+
+    Nothing here waits, but for `close`. The caller has one thread whenever it calls.
+    """
+
+    def __init__(
+        self, paths: RunPaths, only: Sequence[str] | None, tell: Callable[[int, dict[str, Any]], None]
+    ) -> None:
+        self._paths, self._only, self._tell = paths, only, tell
+        self._begun = time.monotonic()
+        self._asked: tuple[int, str] | None = None
+        self._child: tuple[int, int] | None = None  # pid, pidfd
+        self._until = 0.0
+
+    def look(self, attempt: int, after: str) -> None:
+        """Look at the node when `tend` is called next: the ranks that start again come first."""
+        self._asked = self._asked or (attempt, after)
+
+    def tend(self) -> None:
+        """Begin a look that was asked for, take leave of one that has ended, and end one that takes too long."""
+        if self._child is not None:
+            self._reap(*self._child)
+        if self._child is None and self._asked is not None:
+            (attempt, after), self._asked = self._asked, None
+            since_s = time.monotonic() - self._begun  # what the kernel has said since the run began
+            with contextlib.suppress(OSError):  # no room for another process: training is what matters
+                self._child = fork(lambda: self._write(attempt, after, since_s))
+                self._until = time.monotonic() + INCIDENT_S
+
+    def _reap(self, pid: int, pidfd: int) -> None:
+        if os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if time.monotonic() > self._until:
+                kill_group(pid)
+            return
+        kill_group(pid)
+        os.waitpid(pid, 0)
+        os.close(pidfd)
+        self._child = None
+
+    def close(self) -> None:
+        """The run is over: give a look that is going on, or was asked for, a moment; then end it."""
+        until = time.monotonic() + LAST_S
+        self.tend()
+        while self._child is not None and time.monotonic() < until:
+            time.sleep(0.02)
+            self._reap(*self._child)
+        if self._child is not None:  # what a device holds in the kernel ends when that lets it go
+            kill_group(self._child[0])
+
+    def _write(self, attempt: int, after: str, since_s: float) -> int:
+        findings = health.quick(self._paths.root, self._only, since_s)
+        seen = at_least(findings, Severity.WATCH)
+        self._tell(attempt, details(seen, findings, after))
+        health.keep(self._paths, findings)
+        return ExitCode.DONE

@@ -1,0 +1,370 @@
+"""`phalanx keep`: runs `phalanx train` on one node of a launched run, and goes on where that process cannot.
+
+What it does is written in the run folder. It keeps the output of its `phalanx train` in a file of its own node, starts
+it again when something has killed it (the other nodes wait for it meanwhile), says in a file how the run has ended and
+whether another start follows, and ends the Slurm job where nothing is left that would: the machine that ran the job's
+script may be gone. It imports no torch and does little else than wait.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from phalanx import ending
+from phalanx.cluster import slurm
+from phalanx.cluster.fork import STOP_SIGNALS, die_with, heeded
+from phalanx.cluster.slurm_step import Step, step_of
+from phalanx.errors import ConfigError, PhalanxError, RunError
+from phalanx.records import ExitCode, RunPaths, write_atomic
+
+STALLED = 3  # starts in a row without a new checkpoint, after which no further one is made
+REVIVALS = 3  # how often in a row an agent that was killed is started again
+LOOK_S = 3.0  # between two looks whether the run was cancelled
+SEEN_S = 5.0  # what a network file system gets to show what `phalanx launch` has written
+WORD_S = 10.0  # what node 0 gets to say how the run ended, before it is looked after
+SAID_S = 1.0  # what srun gets to hand on what a node has said, before its step is ended
+QUIET_S = 600.0  # a run whose records have not grown for so long has nobody left who trains
+AGAIN, END = "again", "end"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What `phalanx launch` wants to be done; `nodes` are those that train, `spares` those that wait beside them."""
+
+    slurm: bool
+    nodes: int
+    spares: int
+    ranks: int | None
+    until_done: bool
+    max_starts: int
+    submitted: float  # seconds since the epoch
+    host: str
+
+
+def write_launched(paths: RunPaths, launched: Launched) -> None:
+    write_atomic(paths.launched, json.dumps(asdict(launched), indent=2) + "\n")
+
+
+def read_launched(paths: RunPaths) -> Launched | None:
+    """How the run was launched; None where it was not, or by another version."""
+    try:
+        tree = json.loads(paths.launched.read_text(encoding="utf-8"))
+        return Launched(**{field.name: tree[field.name] for field in fields(Launched)})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True)
+class Over:
+    """How one start of a launched run ended: by `code`, with `follows` another one or not, at the saved `step`, as
+    `node` says."""
+
+    code: int
+    follows: str
+    step: int
+    node: int = 0
+
+
+def read_over(path: Path) -> Over | None:
+    try:
+        words = path.read_text(encoding="utf-8").split()
+        return Over(int(words[0]), words[1], int(words[2]), int(words[3]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def earlier(paths: RunPaths) -> list[Over]:
+    """How the starts before ended, oldest first."""
+    files = sorted(paths.launch.glob("over-*"), key=lambda path: path.stat().st_mtime)
+    return [over for path in files if (over := read_over(path)) is not None]
+
+
+def follows(launched: Launched, code: int, cancelled: bool, saved: int, before: Sequence[Over]) -> tuple[str, str]:
+    """Whether another start follows one that ended with `code`, having `saved` that step, and why not if so.
+
+    What has been done is done; what was a mistake of the recipe, or too much for the memory, would be so again.
+    """
+    if code in (ExitCode.DONE, ExitCode.CONFIG, ExitCode.OUT_OF_MEMORY) or not launched.until_done:
+        return END, ""
+    if cancelled:
+        return END, "it was cancelled"
+    if len(before) + 1 >= launched.max_starts:
+        return END, f"it was started {len(before) + 1} times, which is all that --max-jobs allows"
+    reached = [over.step for over in before]
+    if len(reached) + 1 >= STALLED and saved <= [0, *reached][-STALLED]:
+        return END, f"{STALLED} starts in a row have not come further than step {saved}"
+    return AGAIN, ""
+
+
+# ------------------------------------------------------------------------------------------------------------- one node
+
+
+class _Stop:
+    """Passes stop signals on to the child, and remembers them for one that is about to be started."""
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.asked = number
+        if self.child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.child.send_signal(number)
+
+
+def keep(run: Path, environment: Mapping[str, str]) -> int:
+    """Keep this node's part of a launched run to its end; returns its exit code.
+
+    Raises ConfigError where this node does not see the run folder that `phalanx launch` has written.
+    """
+    paths = RunPaths(run)
+    step = step_of(environment)
+    launched = _seen(paths)
+    if launched is None:
+        raise ConfigError(
+            f"node {platform.node()} does not see what `phalanx launch` has written to {paths.launch}; give --run-dir "
+            "a folder on a file system that all nodes share"
+        )
+    node = 0 if step is None else step.node
+    stop = _Stop()
+    before = {number: signal.signal(number, stop) for number in heeded()}
+    try:
+        with _held(paths) if step is None else contextlib.nullcontext():
+            while True:
+                code = _train(paths, launched, node, step, stop)
+                start = f"local-{os.getpid()}-{time.time_ns()}" if step is None else step.name
+                follow = _conclude(paths, launched, node, start, code)
+                if step is not None or follow != AGAIN or stop.asked is not None:
+                    break
+        if step is not None:
+            _leave(paths, step, code, follow)
+        return code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _seen(paths: RunPaths) -> Launched | None:
+    until = time.monotonic() + SEEN_S
+    while (launched := read_launched(paths)) is None and time.monotonic() < until:
+        time.sleep(0.2)
+    return launched
+
+
+def command(paths: RunPaths, launched: Launched, node: int) -> list[str]:
+    """What is run on a node."""
+    words = ["train", str(paths.launch_recipe), "--run-dir", str(paths.root)]
+    words += [] if launched.ranks is None else ["--ranks", str(launched.ranks)]
+    if launched.nodes + launched.spares > 1:
+        words += ["--nodes", str(launched.nodes), "--node-rank", str(node)]
+        words += ["--rendezvous", paths.meet.resolve().as_uri()]
+        words += ["--spares", str(launched.spares)] if launched.spares else []
+    return [sys.executable, "-m", "phalanx", *words]
+
+
+def _train(paths: RunPaths, launched: Launched, node: int, step: Step | None, stop: _Stop) -> int:
+    """Run `phalanx train` until it ends of itself; one that is killed is started again."""
+    log = paths.node_log(node)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    revivals = 0
+    with open(log, "ab", buffering=0) as out:
+        while True:
+            where = platform.node() if step is None else f"{platform.node()}, job {step.job}, start {step.start}"
+            out.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} on {where}\n".encode())
+            began = _size(paths.metrics)
+            code = _child(command(paths, launched, node), out.fileno(), stop, paths.cancelled)
+            if code >= 0:
+                return code
+            if stop.asked is not None and -code in STOP_SIGNALS:
+                return int(ExitCode.STOPPED)  # before it could heed it; or Slurm sent the signal to it, too, as it left
+            revivals = 1 if _size(paths.metrics) > began else revivals + 1
+            last = revivals > REVIVALS or stop.asked is not None
+            out.write(
+                f"--- phalanx train was killed here by {signal.Signals(-code).name}; "
+                f"{'giving up' if last else 'starting it again'}\n".encode()
+            )
+            if last:
+                return int(ExitCode.FAILED)
+
+
+def _child(words: list[str], out: int, stop: _Stop, cancelled: Path) -> int:
+    """Run a command that dies with this process; minus a signal's number where one has ended it. It is asked to stop
+    when the file `cancelled` comes to be, too: a signal may have come before there was anybody to heed it."""
+    parent = os.getpid()
+    if stop.asked is not None or cancelled.exists():
+        return int(ExitCode.STOPPED)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        stop.child = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            process_group=0,  # Slurm signals the whole group of a task; the child is to hear of it once
+            preexec_fn=lambda: _begin(parent, mask),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    child = os.pidfd_open(stop.child.pid)
+    try:
+        poll = select.poll()
+        poll.register(child, select.POLLIN)
+        while not poll.poll(LOOK_S * 1000):
+            if stop.asked is None and cancelled.exists():
+                stop(signal.SIGTERM, None)
+    finally:
+        os.close(child)
+    code = stop.child.wait()
+    stop.child = None
+    return code
+
+
+def _begin(parent: int, mask: Any) -> None:
+    die_with(parent)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+# --------------------------------------------------------------------------------------------------------- how it ended
+
+
+def _conclude(paths: RunPaths, launched: Launched, node: int, start: str, code: int) -> str:
+    """Write down how this start ended, and return what follows.
+
+    A node that failed may have failed alone; one that is done, or was stopped, is so with all others. So what a failure
+    says is replaced by what comes later, and what a success says stays; of two that agree the lower node's word stays.
+    """
+    path = paths.over(start)
+    sure = (ExitCode.DONE, ExitCode.STOPPED)
+    there = read_over(path)
+    if there is not None and there.code in sure and (code not in sure or there.node < node):
+        return there.follows
+    saved = ending.recorded(paths)
+    before = [over for other in _others(paths, path) if (over := read_over(other)) is not None]
+    follow, why = follows(launched, code, paths.cancelled.exists(), saved, before)
+    with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+        write_atomic(path, f"{int(code)} {follow} {saved} {node}\n")
+        if why:
+            with open(paths.node_log(node), "a", encoding="utf-8") as log:
+                log.write(f"--- no further start: {why}\n")
+    return follow
+
+
+def _others(paths: RunPaths, path: Path) -> list[Path]:
+    files = [other for other in paths.launch.glob("over-*") if other != path]
+    return sorted(files, key=lambda other: other.stat().st_mtime)
+
+
+def _leave(paths: RunPaths, step: Step, code: int, follow: str) -> None:
+    """End the job where its script is gone with the node that ran it, which is node 0's: nobody else would, before the
+    time is up."""
+    until = time.monotonic() + WORD_S
+    while step.node > 0:
+        over = read_over(paths.over(step.name))
+        if over is not None and over.node == 0:
+            return
+        if time.monotonic() > until:
+            break
+        time.sleep(0.2)
+    if step.node == 0 or _is_there(step.caller):
+        return
+    if code not in (ExitCode.DONE, ExitCode.STOPPED) and not _is_quiet(paths):
+        return  # others train on
+    with contextlib.suppress(PhalanxError):  # in a container there are no commands of Slurm's
+        (slurm.requeue if follow == AGAIN else slurm.cancel)(step.job)
+
+
+def _is_there(caller: tuple[str, int] | None) -> bool:
+    """Whether the `srun` of this step still listens; where that is not known it is taken to."""
+    if caller is None:
+        return True
+    try:
+        socket.create_connection(caller, timeout=3).close()
+    except OSError:
+        return False
+    return True
+
+
+def _is_quiet(paths: RunPaths) -> bool:
+    """Whether the records do not grow for QUIET_S; false as soon as they do."""
+    sizes = _size(paths.metrics), _size(paths.events)
+    until = time.monotonic() + QUIET_S
+    while time.monotonic() < until:
+        time.sleep(2)
+        if (_size(paths.metrics), _size(paths.events)) != sizes:
+            return False
+    return True
+
+
+def give_up(environment: Mapping[str, str]) -> None:
+    """End the step that this node cannot be part of: the other nodes would wait for it in vain."""
+    time.sleep(SAID_S)
+    step = step_of(environment)
+    if step is not None:
+        with contextlib.suppress(PhalanxError):
+            slurm.cancel(f"{step.job}.{step.step}")
+
+
+# -------------------------------------------------------------------------------------------------- without a scheduler
+
+
+@contextlib.contextmanager
+def _held(paths: RunPaths) -> Iterator[None]:
+    """Hold the lock that says that this process keeps the run. Raises RunError when another does."""
+    descriptor = os.open(paths.keeper, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(
+                f"{paths.shown} is kept already, by process {_text(paths.keeper)}; stop that first"
+            ) from None
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()} on {platform.node()}\n".encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def holder(lock: Path) -> tuple[int, str] | None:
+    """Process and machine that hold a lock file of a run, as they have written it there; None where nobody does."""
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            match = re.match(r"(\d+) on (\S+)", _text(lock))
+            return (int(match[1]), match[2]) if match else None
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").strip() or "unknown"
+    return "unknown"

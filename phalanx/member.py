@@ -1,0 +1,333 @@
+"""What one of several nodes runs of a training run, from the moment when all have met: its ranks and, while it leads,
+what all of them need.
+
+Any node may come to lead. It then writes the records and shows the run, prepares other divisions of the ranks, and can
+be found by nodes that come back.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from phalanx import ending, faults, fitness, hardware, launch, mirror, recipe
+from phalanx.axes import axes_of
+from phalanx.cluster import epochs, rendezvous
+from phalanx.cluster.affairs import Policy
+from phalanx.cluster.circle import Claim
+from phalanx.cluster.job import Job
+from phalanx.cluster.leader import Leader, Plan, take_lead
+from phalanx.cluster.peer import Peer, run
+from phalanx.cluster.rendezvous import look_again
+from phalanx.cluster.stopping import Signals
+from phalanx.cluster.succession import division_of
+from phalanx.cluster.wire import Message
+from phalanx.config import Config
+from phalanx.devices import Device
+from phalanx.errors import ConfigError, RunError
+from phalanx.faults import Fault
+from phalanx.launch import Prepared
+from phalanx.recorder import Recorder
+from phalanx.records import BASE_WEIGHTS, ExitCode, Kind, RunPaths, write_atomic, write_event
+from phalanx.remote_run import fetch_records
+from phalanx.report import words
+
+WEIGHTS = "model.from_hf"  # what a new run begins with: each rank reads its own part of it
+SEEN_S = 3.0  # what a network file system gets to show what another node has just written
+Tend = Callable[[], None]
+
+
+def policy_of(config: Config, nodes: int) -> Policy:
+    """What a recipe says of losses and restarts."""
+    wanted, axes = config.resilience, axes_of(config)
+    return Policy(
+        nodes=nodes,
+        max_restarts=wanted.max_restarts,
+        on_lost_node=tuple(wanted.on_lost_node),
+        wait_s=wanted.wait_for_node_s,
+        grow=wanted.grow,
+        same_crash=wanted.same_crash,
+        group=axes.tensor * axes.pipeline,
+    )
+
+
+def config_for_all(wanted: Config, prepared: Prepared) -> str:
+    """The resolved configuration as YAML, but for what was `auto` and follows from memory: each node looks at its own,
+    and the ranks agree."""
+    of_memory = ("train.micro_batch", "parallel.zero", "parallel.reduce", "memory.activations")
+    own = {key: "auto" for key in of_memory if recipe.get(wanted, key) == "auto"}
+    return recipe.to_yaml(recipe.update(prepared.config, own))
+
+
+def offer_of(
+    wanted: Config,
+    prepared: Prepared,
+    paths: RunPaths,
+    division: int,
+    plan: Plan,
+    devices: Sequence[Any],
+    nodes: int,
+) -> Message:
+    """What all nodes are told of a division; the sign by which they know the run folder is there from now on."""
+    sign = None if paths.url is not None else secrets.token_hex(8)
+    if sign is not None:
+        write_atomic(paths.sign, sign)
+    return {
+        "config": config_for_all(wanted, prepared),
+        "sign": sign,
+        "data": json.loads(paths.data.read_text(encoding="utf-8")),
+        "weights": prepared.weights,
+        "world": sum(ranks for _, ranks in plan),
+        "faults": faults.plain(prepared.job.faults),
+        "attempt": prepared.attempt,
+        "unit": prepared.unit,
+        **division_of(division, plan, devices, policy_of(prepared.config, nodes)),
+    }
+
+
+@dataclass(frozen=True)
+class Where:
+    """This node's number, how many train, and the folder where they meet, if it is one."""
+
+    node: int
+    nodes: int
+    meeting: Path | None
+
+
+@dataclass
+class Member:
+    """`said`: what this node says of itself; `shared`: its run's folder in shared memory; `say` and `show` are for the
+    user who sits here, while another node leads."""
+
+    wanted: Config
+    paths: RunPaths
+    devices: Sequence[Device]
+    where: Where
+    said: Message
+    shared: Path
+    say: Callable[[str], None]
+    recorder: Recorder | None = None
+    first_attempt: int = 0
+    committed: int = 0
+    planned: tuple[Fault, ...] = ()
+    limits: Callable[[], bool] = field(init=False)
+    watch: fitness.Watch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.limits = hardware.lowered(self.paths)
+        self.watch = fitness.Watch(self.paths, fitness.used(self.devices), self._seen)
+
+    def _seen(self, attempt: int, seen: dict[str, Any]) -> None:
+        """What was found on this node after a death; in a child."""
+        if self.recorder is not None:
+            write_event(self.paths.events, Kind.HEALTH, attempt, **seen)
+        else:
+            self.say(words.sentence({"kind": Kind.HEALTH, **seen}))
+
+    @property
+    def claim(self) -> Claim | None:
+        """Creates the files of epochs; a URL has none."""
+        return None if self.paths.url is not None else functools.partial(epochs.claim, self.paths)
+
+    # ------------------------------------------------------------------------------------------------------ its ranks
+
+    def make(self, offer: Message, tend: Tend) -> Job:
+        """What this node's agent runs in a division. Raises PhalanxError where this node does not fit it."""
+        from phalanx.train import copies
+        from phalanx.train.resolve import token_folders
+        from phalanx.train.subject import spec_if_any
+        from phalanx.train.trainer import Run
+
+        config = recipe.check(yaml.safe_load(offer["config"]), "node 0's configuration")
+        paths = self.paths
+        if paths.url is None:
+            check_folder(paths, offer["sign"], tend)
+        elif self.where.node > 0:
+            paths = mirror.working(paths.url.text, config.data.cache, paths.url.timeout_s, self.where.node)
+            fetch_records(paths, tend)
+        ranks = dict(zip(offer["seats"], (ranks for ranks, _ in offer["slots"]), strict=True))
+        mine = ranks.get(self.where.node, min(len(self.devices), max(ranks.values())))
+        if (noticed := fitness.checked(config, paths, self.devices)) is not None:
+            self.say(words.sentence({"kind": Kind.HEALTH, **noticed}))
+        answer = launch.resolved(config, self.devices[:mine], int(offer["world"]), tend)
+        check_data(answer, {**offer["data"], WEIGHTS: offer["weights"]})
+        here = copies.here(recipe.check(yaml.safe_load(answer["config"]), "the resolved configuration"))
+        planned = faults.from_plain(offer["faults"])
+        training = Run(here, spec_if_any(here, paths), paths, *token_folders(answer), faults=planned)
+        return self.job(training, mine, int(offer["world"]))
+
+    def job(self, training: Any, ranks: int, world: int) -> Job:
+        """`ranks` of a trainer's Run on this node."""
+        return Job(
+            world=ranks,
+            worker=functools.partial(launch.worker, training),
+            paths=training.paths,
+            devices=[device.name for device in self.devices[:ranks]],
+            on_event=functools.partial(self._note, world),
+            on_idle=self.watch.tend,
+            grace_s=training.config.comm.timeout_s,
+            patience=launch.patience(training.config),
+            after_out_of_memory=self._limit_has_fallen,
+            shared=self.shared,
+        )
+
+    def _limit_has_fallen(self) -> bool:
+        look_again(self.paths.limit(0).parent)  # another node may have written it
+        return self.limits()
+
+    def _note(self, world: int, kind: str, details: dict[str, Any]) -> None:
+        if kind == Kind.WORKER_DIED and self.wanted.resilience.health != "off":
+            self.watch.look(details["attempt"], f"the death of rank {details['rank']}")
+        if self.recorder is not None:
+            self.recorder.note(kind, details)
+        elif kind == Kind.ATTEMPT_STARTED:
+            ranks = sorted(details["pids"])
+            which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+            self.say(f"attempt {details['attempt']} started: {which} of {world} here")
+        else:
+            self.say(words.sentence({"kind": kind, **details}))
+
+    # --------------------------------------------------------------------------------------------------------- leading
+
+    def begin(self, facts: dict[str, Any], prepared: Prepared, noticed: dict[str, Any] | None) -> None:
+        """Be the first to lead: from now on the run is recorded and shown."""
+        if prepared.config.report.tensorboard:
+            launch.preload_tensorboard()
+        self.planned = prepared.job.faults
+        self.first_attempt, self.committed = prepared.attempt, ending.committed(self.paths)
+        self.recorder = Recorder(self.paths, prepared.config.train.steps, prepared.unit)
+        self.recorder.note(Kind.RUN_STARTED, {"attempt": prepared.attempt, **facts})
+        if noticed is not None:
+            self.recorder.note(Kind.HEALTH, {"attempt": prepared.attempt, **noticed})
+        for message in prepared.warnings:
+            self.recorder.show(Kind.WARNING, {"message": message})
+
+    def lead(self, peer: Peer) -> Leader:
+        """Lead from now on."""
+        assert peer.offer is not None
+        if self.recorder is None:
+            self.first_attempt = int(peer.offer["attempt"])
+            self.planned = faults.from_plain(peer.offer["faults"])
+            config = recipe.check(yaml.safe_load(peer.offer["config"]), "node 0's configuration")
+            hold = functools.partial(self._found, peer.secret, peer.circle.me.address, peer.circle.me.port)
+            self.recorder = Recorder(self.paths, config.train.steps, str(peer.offer["unit"]), hold)
+        if self.paths.url is not None and peer.circle.before is not None:
+            peer.over = (
+                int(ExitCode.FAILED),
+                "node 0, which alone may write to the run's URL, was lost; start all again",
+            )
+        heard = (self.recorder.safe, self.recorder.asked)
+        return take_lead(peer, self.said, self.first_attempt, self.committed, self.prepare, self._tell, *heard)
+
+    def _tell(self, kind: str, details: dict[str, Any]) -> None:
+        """Record what the leader says; a death on this node is looked into."""
+        assert self.recorder is not None
+        if kind == Kind.WORKER_DIED and "host" not in details and self.wanted.resilience.health != "off":
+            self.watch.look(details["attempt"], f"the death of rank {details['rank']}")
+        self.recorder.note(kind, details)
+
+    def prepare(self, division: int, plan: Plan, devices: list[list[Any]]) -> Message:
+        """Resolve the recipe for other ranks; runs in a child."""
+        rows = [(node, Device(*row)) for (node, _), each in zip(plan, devices, strict=True) for row in each]
+        mine = [device for node, device in rows if node == self.where.node] or list(self.devices)
+        elsewhere = [device for node, device in rows if node != self.where.node]
+        prepared = launch.prepare(self.wanted, self.paths, mine, len(rows), len(mine), writes=True, elsewhere=elsewhere)
+        prepared = dataclasses.replace(prepared, job=dataclasses.replace(prepared.job, faults=self.planned))
+        facts = launch.facts(prepared, [device for _, device in rows], len(rows))
+        write_event(self.paths.events, Kind.RUN_STARTED, prepared.attempt, **facts)
+        return offer_of(self.wanted, prepared, self.paths, division, plan, devices, self.where.nodes)
+
+    @contextlib.contextmanager
+    def _found(self, secret: str, address: str, port: int) -> Iterator[None]:
+        """Hold what a leader holds that was not the first one: the run folder's lock, as soon as it is free, and the
+        rendezvous."""
+        from phalanx.train import folder
+
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(RunError):  # a leader that was frozen may hold it; the epoch's file keeps it out
+                lock, _ = folder.open_folder(self.paths)
+                held.callback(os.close, lock)
+            place = self.where.meeting
+            if place is not None:
+                there = rendezvous.Address((address,), port, secret, f"{os.getppid()} on {self.said['host']}")
+                made = rendezvous.publish(place, there)
+                held.callback(rendezvous.withdraw, place, there, made)
+            yield
+
+    # --------------------------------------------------------------------------------------------------------- the end
+
+    def to_the_end(self, peer: Peer) -> int:
+        """Run this node's part and say how the run ended. Returns the exit code."""
+        with Signals() as signals:
+            try:
+                code = run(peer, self.wanted.comm.timeout_s, signals)
+                if peer.over is not None and peer.leads:
+                    peer.over = code, _ending(code, self.paths, self.where.node)
+            finally:
+                peer.close()
+                self.watch.close()
+        recorder, self.recorder = self.recorder, None
+        if peer.circle.fenced is not None:
+            if recorder is not None:
+                recorder.abandon()
+            self.say(f"this node has ended its ranks and leaves: {peer.circle.fenced}")
+            return code
+        if recorder is None:
+            self.say(peer.over[1] if peer.over is not None else "this node was asked to stop, and leaves")
+            return code
+        recorder.close()
+        self.paths.sign.unlink(missing_ok=True)
+        code, asked = ending.outcome(self.paths, code, self.first_attempt)
+        ending.tell_missed(self.paths, self.planned, self.first_attempt)
+        ending.close(self.paths, code, asked)
+        return code
+
+
+def _ending(code: int, paths: RunPaths, leader: int) -> str:
+    if code == ExitCode.DONE:
+        return "the run is done"
+    if code == ExitCode.STOPPED:
+        return "the run was stopped; the same commands go on with it"
+    return f"the run failed (exit code {code}); node {leader} and {paths.shown} say why"
+
+
+def check_folder(paths: RunPaths, sign: str, tend: Tend) -> None:
+    """Raises ConfigError when this node does not see node 0's run folder, or cannot write to it."""
+    until = time.monotonic() + SEEN_S
+    while True:
+        look_again(paths.root)
+        with contextlib.suppress(OSError):
+            if paths.sign.read_text(encoding="utf-8") == sign:
+                break
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"the run folder {paths.root.absolute()} of this node is not the one of node 0; give --run-dir a "
+                "folder on a file system that all nodes share, or a URL"
+            )
+        tend()
+        time.sleep(0.05)
+    if not os.access(paths.root, os.W_OK | os.X_OK):
+        raise ConfigError(f"this node cannot write to the run folder {paths.root.absolute()}; change its rights")
+
+
+def check_data(answer: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Raises ConfigError when this node would train on something else than node 0."""
+    mine = {**answer["data"], WEIGHTS: answer["weights"]}
+    if answer["base"] is not None:
+        mine[BASE_WEIGHTS] = {"sha256": answer["base"]}
+    different = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+    if different:
+        differ = "differs" if len(different) == 1 else "differ"
+        raise ConfigError(
+            f"{' and '.join(different)} {differ} between this node and node 0, so the nodes would train on different "
+            "things; give all nodes the same files, or a data.cache that they share"
+        )

@@ -1,0 +1,194 @@
+"""The process beside a leading agent that writes its events and shows the run: a file system that hangs holds it up,
+and not the agent, whose silence would be taken for its end.
+
+It is forked from the agent, is told of events through a pipe, follows the run's files, and tells of each step that is
+safe and of what is asked of nodes (`phalanx nodes`). No torch here.
+"""
+
+import contextlib
+import json
+import os
+import select
+import time
+from collections.abc import Callable
+from typing import Any
+
+from phalanx import ending
+from phalanx.cluster.fork import fork, kill_group
+from phalanx.cluster.node_requests import Request, Wanted, requests
+from phalanx.records import Kind, RunPaths
+from phalanx.report.console import Console, Follower
+
+POLL_S = 0.1
+LOOK_S = 1.0  # between two looks at what is asked of nodes
+CLOSE_S = 10.0  # what it gets to write and show the last of it
+Hold = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Recorder:
+    """`hold` is entered for as long as it lives: locks and files that belong to whoever leads."""
+
+    def __init__(self, paths: RunPaths, steps: int, unit: str, hold: Hold = contextlib.nullcontext) -> None:
+        events, self._events = os.pipe()
+        self._told, told = os.pipe()
+        follower = (paths, steps, unit, hold)
+        self._pid, self._pidfd = fork(lambda: _record(events, told, *follower), keep=[events, told])
+        os.close(events)
+        os.close(told)
+        os.set_blocking(self._events, False)
+        os.set_blocking(self._told, False)
+        self._out = bytearray()
+        self._in = bytearray()
+        self._steps: list[int] = []
+        self._asked: list[Request] = []
+
+    def fileno(self) -> int:
+        return self._told
+
+    def note(self, kind: str, details: dict[str, Any]) -> None:
+        """Have an event written and shown; details hold `attempt`. An incident is, once a new step is done."""
+        self._out += json.dumps({"kind": str(kind), **details}).encode() + b"\n"
+        self._send()
+
+    def show(self, kind: str, details: dict[str, Any]) -> None:
+        """Have an event shown that is written already."""
+        self.note(kind, {**details, "written": True})
+
+    def safe(self) -> list[int]:
+        """Steps that have become safe since the last call."""
+        self._hear()
+        steps, self._steps = self._steps, []
+        return steps
+
+    def asked(self) -> list[Request]:
+        """What was asked of nodes since the last call, in order."""
+        self._hear()
+        asked, self._asked = self._asked, []
+        return asked
+
+    def _hear(self) -> None:
+        self._send()
+        with contextlib.suppress(BlockingIOError):
+            self._in += os.read(self._told, 1 << 16)
+        *lines, rest = bytes(self._in).split(b"\n")
+        self._in = bytearray(rest)
+        for told in map(json.loads, lines):
+            if isinstance(told, int):
+                self._steps.append(told)
+            else:
+                self._asked.append(Request(**{**told, "wanted": Wanted(told["wanted"])}))
+
+    def close(self) -> None:
+        """Wait until all is written and shown, for a while."""
+        until = time.monotonic() + CLOSE_S
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        writable = select.poll()
+        writable.register(self._events, select.POLLOUT)
+        while self._out and time.monotonic() < until and not poll.poll(0):
+            writable.poll(100)
+            self._send()
+        os.close(self._events)
+        poll.poll(max(0.0, until - time.monotonic()) * 1000)
+        self._reap()
+
+    def abandon(self) -> None:
+        """End it now: this agent may not write any more."""
+        os.close(self._events)
+        self._reap()
+
+    def _reap(self) -> None:
+        kill_group(self._pid)
+        os.waitpid(self._pid, 0)
+        os.close(self._pidfd)
+        os.close(self._told)
+
+    def _send(self) -> None:
+        try:
+            while self._out:
+                sent = os.write(self._events, self._out[: 1 << 16])
+                del self._out[:sent]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # it is gone, and nobody writes any more
+            self._out.clear()
+
+
+class _Shown:
+    """The console, and what has to be known of the records that go to it."""
+
+    def __init__(self, console: Console, paths: RunPaths, told: int) -> None:
+        self.console, self._paths, self._told = console, paths, told
+        self._incident: dict[str, Any] | None = None
+        self._requests: dict[str, float] = {}  # by node, when the last one that was told of was made
+        self._look_at = 0.0
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        attempt, when = record.get("attempt"), record.get("time")
+        open_one = self._incident
+        if open_one is not None and type(attempt) is int and attempt >= open_one["attempt"]:
+            took = (when if isinstance(when, float) else time.time()) - open_one["began"]
+            self.end_incident({"step": record.get("step"), "seconds": took})
+        self.console.on_step(record)
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        if event.get("kind") == Kind.CHECKPOINT_SAVED and type(event.get("step")) is int:
+            self._tell(event["step"])
+        self.console.on_event(event)
+
+    def _tell(self, what: Any) -> None:
+        with contextlib.suppress(OSError):  # the agent is gone, and this process soon
+            os.write(self._told, json.dumps(what).encode() + b"\n")
+
+    def look(self) -> None:
+        """Tell the agent of what is asked of nodes."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + LOOK_S
+        for request in requests(self._paths):
+            if request.time > self._requests.get(request.node, 0.0):
+                self._requests[request.node] = request.time
+                self._tell(vars(request))
+
+    def tick(self) -> None:
+        self.console.tick()
+
+    def note(self, kind: str, details: dict[str, Any]) -> None:
+        if kind == Kind.INCIDENT:
+            if self._incident is not None:  # it was not over when the next one came
+                details = {**details, "what": f"{self._incident['what']}; {details['what']}"}
+                details["began"] = min(details["began"], self._incident["began"])
+            self._incident = details
+        elif details.get("written"):
+            self.console.on_event({"kind": kind, **details})
+        else:
+            ending.note(self._paths, self.console, kind, details)
+
+    def end_incident(self, how: dict[str, Any]) -> None:
+        if self._incident is not None:
+            told = {name: value for name, value in self._incident.items() if name != "began"}
+            self._incident = None
+            ending.note(self._paths, self.console, Kind.INCIDENT, told | how)
+
+
+def _record(events: int, told: int, paths: RunPaths, steps: int, unit: str, hold: Hold) -> int:
+    shown = _Shown(Console(steps, paths.name, unit=unit), paths, told)
+    follower = Follower(paths, shown)
+    with hold(), open(events, "rb", buffering=0) as pipe:
+        received = b""
+        while True:
+            if select.select([pipe], [], [], POLL_S)[0]:
+                part = pipe.read(1 << 16)
+                if not part:
+                    break
+                *lines, received = (received + part).split(b"\n")
+                for line in lines:
+                    event = json.loads(line)
+                    shown.note(event.pop("kind"), event)
+            shown.look()
+            follower.poll()
+        follower.poll()
+        shown.end_incident({})
+        follower.poll()
+        shown.console.close()
+    return 0

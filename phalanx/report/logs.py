@@ -1,0 +1,138 @@
+"""Finding the words of a run: of its nodes, of its ranks, and of the first that went wrong."""
+
+import codecs
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from phalanx.errors import RunError
+from phalanx.records import Kind, RunPaths, read_lines
+from phalanx.report import words
+
+TAIL_BYTES = 64 * 1024  # of a log that is shown from near its end
+LAST_LINES = 40  # of the log of a rank that went wrong
+LOOK_S = 0.25
+
+
+def log_of(paths: RunPaths, rank: int | None, node: int | None) -> Path:
+    """The file that holds what a rank, a node, or the run said: of a rank that of the newest attempt.
+
+    Raises RunError with what there is instead.
+    """
+    if rank is not None:
+        numbers = sorted(number for number in paths.logged() if paths.log(number, rank).exists())
+        if not numbers:
+            raise RunError(f"{paths.shown} has no log of rank {rank}; {_there(paths)}")
+        return paths.log(numbers[-1], rank)
+    if node is not None:
+        if not paths.node_log(node).exists():
+            raise RunError(f"{paths.shown} has no log of node {node}; {_there(paths)}")
+        return paths.node_log(node)
+    for path in (paths.node_log(0), *_job_logs(paths)):
+        if path.exists():
+            return path
+    return log_of(paths, 0, None)
+
+
+def _job_logs(paths: RunPaths) -> list[Path]:
+    found = paths.node_log(0).parent.glob(paths.job_log("*").name)
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def _there(paths: RunPaths) -> str:
+    folder = paths.node_log(0).parent
+    nodes = sorted(
+        int(digits[1]) for path in folder.glob("node-*.log") if (digits := re.search(r"-(\d+)\.log$", path.name))
+    )
+    attempts = paths.logged()
+    ranks = sorted(
+        {
+            int(digits[1])
+            for path in (paths.log(max(attempts), 0).parent.glob("rank-*.log") if attempts else ())
+            if (digits := re.search(r"-(\d+)\.log$", path.name))
+        }
+    )
+    said = [f"nodes {_few(nodes)}"] if nodes else []
+    said += [f"ranks {_few(ranks)}"] if ranks else []
+    return f"there are logs of {' and '.join(said)}" if said else "there are no logs yet"
+
+
+def _few(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")
+
+
+def tail(path: Path) -> str:
+    """The end of a file, from the beginning of a line on; all of one that is short."""
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - TAIL_BYTES))
+        data = file.read()
+    if size > TAIL_BYTES:
+        data = data.partition(b"\n")[2]
+    return data.decode(errors="replace")
+
+
+def follow(find: Callable[[], Path], show: Callable[[str], None], ends: Callable[[], bool]) -> None:
+    """Show a growing file from near its end on, and the one that takes its place when `find` names another, until
+    `ends` says so and there is nothing more to show."""
+    path = find()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
+    show(tail(path))
+    offset = path.stat().st_size
+    while True:
+        over = ends()
+        newer = find()
+        if newer != path:
+            path, offset = newer, 0
+            show(f"\n==> {path} <==\n")
+        with open(path, "rb") as file:
+            if offset > file.seek(0, 2):
+                offset = 0  # it was begun anew
+            file.seek(offset)
+            data = file.read()
+        offset += len(data)
+        if data:
+            show(decoder.decode(data))
+        elif over:
+            return
+        time.sleep(LOOK_S)
+
+
+def first_error(paths: RunPaths) -> Iterator[str]:
+    """Lines that tell of the first real cause of the newest incident: the event, the traceback, the end of the log.
+
+    Raises RunError where nothing of the run has died.
+    """
+    died = [event for event in read_lines(paths.events) if event.get("kind") == Kind.WORKER_DIED]
+    attempts = {event.get("attempt") for event in died}
+    numbers = sorted(number for number in attempts if isinstance(number, int))
+    causes = sorted(
+        path for number in paths.logged() for path in paths.cause(number, 0).parent.glob("rank-*.cause.json")
+    )
+    if not numbers and not causes:
+        raise RunError(f"no rank of {paths.shown} has died, so there is no first error; see `phalanx logs` without it")
+    if numbers:
+        event = next(event for event in died if event.get("attempt") == numbers[-1])
+        yield f"attempt {numbers[-1]}: {words.sentence(event)}"
+        rank = event.get("rank")
+        found = [(numbers[-1], rank)] if isinstance(rank, int) else []
+    else:
+        match = re.search(r"attempt-(\d+)/rank-(\d+)", causes[-1].as_posix())
+        found = [(int(match[1]), int(match[2]))] if match else []
+    for attempt, rank in found:
+        yield from _words_of(paths, attempt, rank)
+
+
+def _words_of(paths: RunPaths, attempt: int, rank: int) -> Iterator[str]:
+    cause, log = paths.cause(attempt, rank), paths.log(attempt, rank)
+    if cause.exists():
+        try:
+            tree = json.loads(cause.read_text(encoding="utf-8"))
+            yield str(tree.get("traceback") or tree.get("message") or "")
+        except (OSError, ValueError, AttributeError):
+            yield f"{cause} cannot be read"
+    if log.exists():
+        yield f"==> {log} <=="
+        yield from tail(log).splitlines()[-LAST_LINES:]

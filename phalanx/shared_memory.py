@@ -1,0 +1,101 @@
+"""The folder in shared memory that a run has on a node: what lies there outlives the processes that wrote it.
+
+It is made by the agent before there are ranks, belongs to its user alone, and is removed when the run has come to its
+end; a run that was killed finds it again. One agent at a time holds it, by a lock. No torch here.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.errors import RunError
+from phalanx.records import RunPaths
+
+PLACE = Path("/dev/shm")
+LOCK = "lock"
+OLD_S = 86400.0  # a folder that nobody has held for so long is swept
+TOUCHED_S = 60.0  # how often who holds one says so
+
+
+@dataclass
+class SharedMemory:
+    """`keeps`: whether the folder stays when its holder leaves, as it must where a run is to go on from it."""
+
+    folder: Path
+    keeps: bool = True
+    touched: float = 0.0
+
+    def touch(self) -> None:
+        """Note that somebody holds it: what is written by mapping leaves no trace in a file's times."""
+        if time.monotonic() - self.touched > TOUCHED_S:
+            self.touched = time.monotonic()
+            os.utime(self.folder / LOCK)
+
+
+def folder_of(paths: RunPaths, node: int = 0, place: Path = PLACE) -> Path:
+    """The folder of a run on a node: several nodes may be one machine, in tests and by namespaces."""
+    name = paths.url.text if paths.url is not None else str(paths.root.resolve())
+    return place / f"phalanx-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()[:16]}-{node}"
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[SharedMemory]:
+    """Make the folder, or find what was left of it, and hold it; what leaves with `keeps` false takes it away.
+
+    Raises RunError when another agent holds it, or when it is not this user's alone.
+    """
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise RunError(
+            f"there is no room in shared memory for {folder} ({error.strerror}); give the machine or container a "
+            "larger /dev/shm"
+        ) from None
+    # Anybody may make folders there, and links.
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise RunError(f"{folder} is not a folder that is this user's alone, so nothing is kept in it; remove it")
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"another process holds {folder}, so this run already goes on on this machine; stop that one first"
+            ) from None
+        memory = SharedMemory(folder)
+        memory.touch()
+        try:
+            yield memory
+        finally:
+            if not memory.keeps:
+                shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def sweep(place: Path = PLACE, old_s: float = OLD_S) -> list[Path]:
+    """Remove the folders of this user's runs that nobody holds or has held for `old_s` seconds; returns them."""
+    swept = []
+    for folder in sorted(place.glob(f"phalanx-{os.getuid()}-*")):
+        try:
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # none of ours, or gone by now
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not folder.is_symlink() and time.time() - os.fstat(descriptor).st_mtime > old_s:
+                shutil.rmtree(folder, ignore_errors=True)
+                swept.append(folder)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(descriptor)
+    return swept

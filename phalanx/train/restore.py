@@ -1,0 +1,143 @@
+"""What an attempt begins with: the last committed step in shared memory, the newest checkpoint, or starting weights."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx import state_file
+from phalanx.checkpoint.memory import KEY, KeptState, Memory
+from phalanx.checkpoint.read import Checkpoint, find, newest_agreed
+from phalanx.comm.compressed import other_nodes
+from phalanx.comm.mesh import Mesh
+from phalanx.comm.objects import JsonGroup
+from phalanx.errors import ConfigError, RunError
+from phalanx.parallel.materialize import frozen_only, materialise
+from phalanx.records import Kind, Placement, RunPaths, last_line, read_lines
+from phalanx.train.build import Parts
+from phalanx.train.sinks import Records
+
+if TYPE_CHECKING:
+    from phalanx.config import Config
+
+NOTHING: dict[str, Any] = {"step": 0, "skipped": 0, "tokens": 0}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on: what is said of the step that it goes on after. `in_memory`: that is where the step was.
+    `left`: on rank 0, what the ranks that committed it there had measured of it."""
+
+    header: dict[str, Any]
+    in_memory: bool
+    left: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def step(self) -> int:
+        return int(self.header["step"])
+
+
+def memory_of(config: "Config", placement: Placement, mesh: Mesh, paths: RunPaths, records: Records) -> Memory | None:
+    """This rank's slots in shared memory; None where the recipe, or how the ranks were started, leaves them out.
+
+    Raises ConfigError where they are asked for and cannot be.
+    """
+    wanted = config.resilience.memory
+    if wanted is False:
+        return None
+    why = None
+    if placement.shared is None:
+        why = "something else than Phalanx started the ranks and starts them again"
+    elif placement.world > placement.local_world:
+        why = "a run on several nodes goes on from its checkpoints"
+    if placement.shared is None or why is not None:
+        if wanted is True:
+            raise ConfigError(f"{KEY} is true, but {why}; set {KEY}=auto or false")
+        return None
+    on_host = mesh.device.type == "cpu"
+    return Memory(
+        Path(placement.shared),
+        mesh,
+        generation=placement.attempt,
+        run=state_file.run_of(paths.events),
+        say=records.event,
+        kept=placement.kept,
+        wanted=wanted,
+        in_place=on_host and config.parallel.data == "sharded",
+        background=not on_host,
+    )
+
+
+def restore(
+    config: "Config",
+    placement: Placement,
+    mesh: Mesh,
+    parts: Parts,
+    paths: RunPaths,
+    records: Records,
+    memory: Memory | None,
+    beating: Callable[[Any], Any],
+) -> Start:
+    """Fill model and state, in `memory` where they are kept; `beating` wraps what takes long. Collective.
+
+    Raises RunError where there are checkpoints and none can be used.
+    """
+    group = JsonGroup(mesh.checkpoint)  # nothing is being saved yet, and it has patience with a store
+    source = _source(placement, mesh, group, parts, paths, records)
+    if memory is not None:
+        memory.whole = parts.parted.whole
+    fill = beating(parts.starting_weights)
+    materialise(parts.model, parts.engine, fill if source is None else frozen_only(fill))
+    # Ranks of before may have written its unimportant parts at different moments.
+    header = group.broadcast_object(NOTHING if source is None else source.header)
+    left = source.records() if isinstance(source, KeptState) and mesh.rank == 0 else []
+    start = Start(header, isinstance(source, KeptState), left)
+    if source is not None:
+        if memory is None or not memory.attached:
+            with torch.no_grad():
+                parts.engine.load(parts.parted.reading(beating(source.read)))
+        where = {"checkpoint": source.path.name} if isinstance(source, Checkpoint) else {"memory": True}
+        records.event(Kind.RESUMED, {"step": start.step, **where})
+        moved = other_nodes(config.comm.compress, header.get("nodes"), mesh.topology)
+        if moved is not None:
+            records.event(Kind.WARNING, {"message": moved})
+        if isinstance(source, Checkpoint):
+            source.close()
+    elif placement.attempt > 1:
+        records.event(Kind.WARNING, {"message": "there is no checkpoint yet: starting again from step 1"})
+    if not start.step:
+        for message in [*parts.subject.warnings(), *parts.train.warnings()]:
+            records.event(Kind.WARNING, {"message": message})
+    return start
+
+
+def done_after(step: int, paths: RunPaths, group: JsonGroup) -> tuple[bool, bool, bool]:
+    """Whether the record of a step, an evaluation behind it, and its checkpoint are there. Collective."""
+    found = None
+    if group.gather_objects(None) is not None:  # rank 0: others may see the files later
+        newest = last_line(paths.metrics) or {}
+        events = [event for event in read_lines(paths.events) if event.get("step") == step]
+        evaluated = any(event.get("kind") == Kind.EVALUATED for event in events)
+        saved = any(event.get("kind") == Kind.CHECKPOINT_SAVED for event in events)
+        found = [newest.get("step") == step, evaluated, saved]
+    recorded, evaluated, saved = group.broadcast_object(found)
+    return recorded, evaluated, saved
+
+
+def _source(
+    placement: Placement, mesh: Mesh, group: JsonGroup, parts: Parts, paths: RunPaths, records: Records
+) -> KeptState | Checkpoint | None:
+    """What the attempt goes on from; None: from nothing."""
+    if placement.kept is not None:
+        return KeptState(placement.kept, parts.parted.shapes)
+    folder = paths.checkpoints
+    checkpoint = newest_agreed(folder, mesh.rank, group, None, records.event)
+    if checkpoint is None and group.broadcast_object(len(find(folder))):
+        # Beginning anew would write over what may only be unreadable for the moment.
+        raise RunError(
+            f"none of the checkpoints in {folder} can be used (their reasons are in {paths.events}); restore one, or "
+            "move that folder away to begin again"
+        )
+    return checkpoint

@@ -1,0 +1,33 @@
+"""Being asked by a signal to finish the step, save and leave."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+
+@dataclass
+class StopRequest:
+    """Set by a signal handler; read once a step."""
+
+    signal: str | None = None
+
+
+@contextlib.contextmanager
+def asked_to_stop() -> Iterator[StopRequest]:
+    """Turn SIGTERM, SIGUSR1 and a lost terminal into a request to finish the step, save and leave."""
+    request = StopRequest()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        request.signal = signal.Signals(number).name
+
+    heeded = [signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and so do we then
+        heeded.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in heeded}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

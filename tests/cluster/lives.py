@@ -1,0 +1,126 @@
+"""Nodes of a training run in processes of their own, which are killed, frozen and started again as the run goes on.
+
+One rank of the harness stands for a node: it forks the command line from a warm process, and ends it when the records
+say that it is time.
+"""
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster import node_requests
+from phalanx.cluster.fork import fork
+from phalanx.records import Placement, RunPaths, read_lines, read_steps
+from tests.helpers import run_ranks, wait_until
+
+RECIPE = """
+model: {hidden: 16, layers: 1, heads: 2, intermediate: 32, dropout: 0.1}
+data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 8, held_out: 0.3, cache: cache}
+train: {steps: 120, global_batch: 6, micro_batch: 2, eval_sequences: 4, dtype: fp64}
+optim: {lr: 1e-2, decay_steps: 300}
+balance: {work: even}
+checkpoint: {every: 6, keep: 30}
+comm: {timeout_s: 60}
+resilience: {heartbeat_s: 3}
+report: {tensorboard: false}
+"""
+PATIENCE_S = 90.0
+
+# What happens to a node, one life after the other: `begin` and `end` are steps of the run at which it is started and
+# gets `signal` (0 and None: at once, and not at all); `thaw_s`: a stopped one goes on after so many seconds. Instead of
+# the signal it may be `asked` for: a node, and what is wanted of it.
+Life = dict[str, Any]
+
+
+def life(begin: int = 0, end: int | None = None, number: int = signal.SIGKILL, thaw_s: float | None = None) -> Life:
+    return {"begin": begin, "end": end, "signal": int(number), "thaw_s": thaw_s, "asked": None}
+
+
+def train(
+    place: Path, run: str, lives: list[list[Life]], nodes: int, *overrides: str, ranks: tuple[int, ...] = ()
+) -> list[list[list[Any]]]:
+    """[exit code, output] of each life of each node."""
+    total = len(lives)
+    commands = [
+        ["train", "recipe.yaml", *overrides, "--run-dir", run, "--ranks", str(ranks[node] if ranks else 1), "--nodes",
+         str(nodes), "--spares", str(total - nodes), "--node-rank", str(node), "--rendezvous",
+         f"file://{place}/meet-{run}", "--rendezvous-timeout", "60"]
+        for node in range(total)
+    ]  # fmt: skip
+    return run_ranks(_node, total, timeout_s=150, folder=str(place), run=run, commands=commands, lives=lives)
+
+
+def _node(placement: Placement, folder: str, run: str, commands: list[list[str]], lives: list[list[Life]]) -> Any:
+    paths = RunPaths(Path(folder) / run)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # this process is a rank of the harness
+        os.environ.pop(name, None)
+    results = []
+    for number, each in enumerate(lives[placement.rank]):
+        out = Path(folder) / f"{run}-node-{placement.rank}-life-{number}.txt"
+        wait_until(functools.partial(_reached, paths, each["begin"]), timeout_s=PATIENCE_S)
+        results.append(_live(folder, commands[placement.rank], each, paths, out))
+    return results
+
+
+def _live(folder: str, arguments: list[str], told: Life, paths: RunPaths, out: Path) -> list[Any]:
+    def child() -> int:
+        from phalanx import cli
+
+        os.chdir(folder)
+        sys.argv = ["phalanx", *arguments]
+        descriptor = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        for each in (1, 2):  # those of the process itself, as its children write there too
+            os.dup2(descriptor, each)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        try:
+            cli.main()
+        except SystemExit as leaving:
+            return int(leaving.code or 0)
+        return 99
+
+    pid, pidfd = fork(child)
+    os.close(pidfd)
+    if told["end"] is not None:
+        wait_until(lambda: _step(paths) >= told["end"] or _over(pid), timeout_s=PATIENCE_S)
+        if told["asked"] is not None:
+            node_requests.ask(paths, told["asked"][0], node_requests.Wanted(told["asked"][1]), "its fan is loud")
+        else:
+            os.kill(pid, told["signal"])
+        if told["thaw_s"] is not None:
+            time.sleep(told["thaw_s"])
+            os.kill(pid, signal.SIGCONT)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return [status, out.read_text() if out.exists() else ""]
+
+
+def _over(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _reached(paths: RunPaths, step: int) -> bool:
+    return _step(paths) >= step
+
+
+def _step(paths: RunPaths) -> int:
+    return max((record["step"] for record in read_steps(paths.metrics)), default=0)
+
+
+def curve(run: Path) -> list[float]:
+    return [record[key] for record in read_steps(RunPaths(run).metrics) for key in ("loss", "grad_norm")]
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(RunPaths(run).events) if event["kind"] == kind]
+
+
+def state(run: Path, step: int = 120) -> dict[str, Any]:
+    """What the files of a checkpoint are known by: their sizes and checksums."""
+    (manifest,) = (RunPaths(run).has_checkpoints).glob(f"step-*{step}/manifest.json")
+    files: dict[str, Any] = json.loads(manifest.read_text())["files"]
+    return {f"rank {rank}": files[name] for rank, name in enumerate(sorted(files))}

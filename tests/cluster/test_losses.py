@@ -1,0 +1,86 @@
+"""A training run on several nodes goes on without any of its nodes, and its curve is the one of an undisturbed run."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from phalanx.records import ExitCode, Kind
+from tests.cluster.lives import RECIPE, curve, events, life, state, train
+from tests.dist import command
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, a recipe, and the run of two nodes that nothing happens to."""
+    folder = command.write_place(tmp_path_factory.mktemp("losses"))
+    (folder / "recipe.yaml").write_text(RECIPE)
+    ended = train(folder, "calm", [[life()], [life()]], 2)
+    assert [lives[-1][0] for lives in ended] == [0, 0], ended
+    return folder
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_spare_takes_the_place_of_any_node_and_every_bit_stays(place: Path, lost: int) -> None:
+    run = f"spare-{lost}"
+    lives = [[life()], [life()], [life()]]
+    lives[lost] = [life(end=10)]
+    ended = train(place, run, lives, 2)
+    codes = [each[-1][0] for each in ended]
+    assert codes == [-9 if node == lost else 0 for node in range(3)], ended
+    assert state(place / run) == state(place / "calm")
+    assert curve(place / run) == curve(place / "calm")
+    (told,) = events(place / run, Kind.NODE_LOST)
+    assert told["node"] == lost
+    (incident,) = events(place / run, Kind.INCIDENT)
+    assert incident["done"] == f"node 2 takes the ranks of node {lost}"
+    assert f"node {lost} (" in incident["what"]
+    assert incident["step"] >= 7
+    assert incident["seconds"] > 0
+    print(f"from the loss of node {lost} to the next step: {incident['seconds']:.2f} s")
+    (finished,) = events(place / run, Kind.FINISHED)
+    assert finished["step"] == 120
+    assert not (place / f"meet-{run}").exists()
+    leader = ended[1 if lost == 0 else 0][-1][1]
+    assert f"node {lost} (" in leader  # whoever leads shows it
+    assert "training went on with step" in leader
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_run_shrinks_and_takes_the_node_back_when_it_returns(place: Path, lost: int) -> None:
+    run = f"shrunk-{lost}"
+    lives = [[life()], [life()]]
+    lives[lost] = [life(end=10), life(begin=40)]
+    ended = train(place, run, lives, 2, "train.steps=300")
+    assert [each[-1][0] for each in ended] == [0, 0], ended
+    worlds = [event["world"] for event in events(place / run, Kind.RUN_STARTED)]
+    assert worlds == [2, 1, 2]
+    assert curve(place / run)[:240] == pytest.approx(curve(place / "calm"), rel=1e-9)
+    assert len(curve(place / run)) == 600
+    (joined,) = [event for event in events(place / run, Kind.NODE_JOINED) if event["attempt"] > 1]
+    assert joined["node"] == lost
+
+
+def test_a_frozen_agent_is_given_up_and_leaves_when_it_thaws(place: Path) -> None:
+    lives = [[life()], [life(end=10, number=signal.SIGSTOP, thaw_s=8.0)], [life()]]
+    ended = train(place, "frozen", lives, 2)
+    codes = [each[-1][0] for each in ended]
+    assert codes == [0, ExitCode.FAILED, 0], ended
+    assert "this node has ended its ranks and leaves" in ended[1][-1][1]
+    assert state(place / "frozen") == state(place / "calm")
+    (told,) = events(place / "frozen", Kind.NODE_LOST)
+    assert told["reason"] == "nothing was heard of it for 3 s"
+
+
+@pytest.mark.parametrize("spares", [1, 0])
+def test_a_node_that_is_to_be_left_is_left_and_no_step_is_lost(place: Path, spares: int) -> None:
+    run = f"drained-{spares}"
+    watched = life(end=10) | {"asked": ["1", "drain"]}
+    ended = train(place, run, [[watched], [life()], *[[life()]] * spares], 2)
+    assert [each[-1][0] for each in ended] == [0] * (2 + spares), ended
+    warnings = [event["message"] for event in events(place / run, Kind.WARNING)]
+    assert any(said.startswith("node 1 (") and "is to be left (its fan is loud)" in said for said in warnings), warnings
+    assert [event["step"] for event in events(place / run, Kind.RESUMED)][-1] >= 10
+    if spares:
+        assert state(place / run) == state(place / "calm")
+    assert curve(place / run) == pytest.approx(curve(place / "calm"), rel=1e-9)

@@ -1,0 +1,110 @@
+"""`phalanx launch --local`: a run in the background, kept going, looked after and cancelled by the other commands."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx import keeper
+from phalanx.records import ExitCode, Kind, RunPaths, last_line, read_lines
+from tests.dist import command
+from tests.helpers import ROOT, is_alive, wait_until
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+ENVIRONMENT |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def phalanx(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx", *words], cwd=place, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return command.write_place(tmp_path)
+
+
+def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> None:
+    paths = RunPaths(place / "run")
+    words = ["launch", "recipe.yaml", "train.steps=100000", "checkpoint.every=3", "--local", "--run-dir", "run"]
+    started = phalanx(place, *words)
+    assert (started.returncode, "run is going on as process " in started.stdout) == (0, True), started.stderr
+    held = keeper.holder(paths.keeper)
+    assert held is not None and f"process {held[0]};" in started.stdout
+    try:
+        wait_until(lambda: _step(paths) > 4, timeout_s=90)
+        refused = command.refused(place, *words)
+        assert refused == (
+            f"the run run is going on already, as process {held[0]} on {held[1]}; `phalanx cancel run` ends that one"
+        )
+        trains = keeper.holder(paths.lock)
+        assert trains is not None and trains[0] != held[0]
+        os.kill(trains[0], signal.SIGKILL)  # the agent, and with it its ranks
+        wait_until(lambda: _count(paths, Kind.RESUMED) == 1, timeout_s=90)
+        log = paths.node_log(0).read_text()
+        assert "--- phalanx train was killed here by SIGKILL; starting it again" in log
+        reached = _step(paths)
+        wait_until(lambda: _step(paths) > reached, timeout_s=60)
+        code, out, _ = command.phalanx(place, "status", "run", "--json")
+        found = json.loads(out)
+        assert (code, found["state"], found["scheduler"]["by"]) == (0, "running", "process")
+        code, out, _ = command.phalanx(place, "cancel", "run")
+        assert (code, out) == (0, f"process {held[0]} was asked to stop: it finishes the step, saves and leaves\n")
+        wait_until(lambda: not is_alive(held[0]), timeout_s=60)
+    finally:
+        if is_alive(held[0]):
+            os.kill(held[0], signal.SIGKILL)
+    assert _count(paths, Kind.STOPPED) == 1
+    over = keeper.earlier(paths)[-1]
+    assert (over.code, over.follows) == (ExitCode.STOPPED, keeper.END)
+    assert "is not going on, so there is nothing to cancel" in command.refused(place, "cancel", "run")
+
+
+def _step(paths: RunPaths) -> int:
+    return int((last_line(paths.metrics) or {"step": 0})["step"])
+
+
+def _count(paths: RunPaths, kind: str) -> int:
+    return sum(event.get("kind") == kind for event in read_lines(paths.events))
+
+
+def test_waiting_shows_the_run_and_leaves_with_its_code(place: Path) -> None:
+    done = phalanx(place, "launch", "recipe.yaml", "--local", "--wait", "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    assert "finished after step 2" in done.stdout
+    code, out, _ = command.phalanx(place, "logs", "run")
+    assert code == 0 and "finished after step 2" in out
+    code, out, _ = command.phalanx(place, "logs", "run", "--rank", "0")
+    assert code == 0
+    code, out, _ = command.phalanx(place, "status", "run")
+    assert code == 0 and "step 2 of 2, 100%" in out and "finished" in out
+
+
+def test_a_mistake_is_not_tried_again(place: Path) -> None:
+    (place / "text.jsonl").write_text("")
+    words = ["launch", "recipe.yaml", "--local", "--wait", "--until-done", "--run-dir", "run"]
+    began = time.monotonic()
+    done = phalanx(place, *words)
+    assert done.returncode == ExitCode.CONFIG, done.stderr
+    assert [over.follows for over in keeper.earlier(RunPaths(place / "run"))] == [keeper.END], time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["logs", "nowhere"], "there is no run folder nowhere; name the folder of a run"),
+        (["cancel", "nowhere"], "there is no run folder nowhere; name the folder of a run"),
+        (["status", "nowhere"], "nowhere holds no run; name the folder of one, or start it"),
+        (["logs", ".", "--rank", "1", "--node", "1"], "--rank, --node and --first-error each say what to show"),
+        (["logs", ".", "-f", "--first-error"], "--first-error is over already, so there is nothing to follow"),
+        (["status", ".", "--json", "--watch"], "--watch shows a screen again and again, and --json prints once"),
+    ],
+)
+def test_looking_after_what_is_not_there_is_a_sentence(place: Path, words: list[str], sentence: str) -> None:
+    assert sentence in command.refused(place, *words)

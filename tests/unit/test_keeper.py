@@ -1,0 +1,84 @@
+"""Whether another start of a launched run follows: pure, and never for ever."""
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx import keeper
+from phalanx.keeper import AGAIN, END, STALLED, Launched, Over, follows
+from phalanx.records import ExitCode, RunPaths
+
+LAUNCHED = Launched(True, 2, 0, None, True, 100, 0.0, "here")
+TRIED = (ExitCode.FAILED, ExitCode.STOPPED)
+
+
+def test_what_is_not_worth_another_start_ends() -> None:
+    for code in (ExitCode.DONE, ExitCode.CONFIG, ExitCode.OUT_OF_MEMORY):
+        assert follows(LAUNCHED, code, False, 5, [])[0] == END
+    for code in TRIED:
+        assert follows(LAUNCHED, code, False, 5, [])[0] == AGAIN
+        assert follows(LAUNCHED, code, True, 5, []) == (END, "it was cancelled")
+
+
+@given(st.lists(st.integers(0, 3), max_size=300), st.sampled_from(TRIED))
+def test_starts_end_where_nothing_is_won(won: list[int], code: ExitCode) -> None:
+    """Starts that each save so many steps more: they end after three that save none, or after a hundred."""
+    before: list[Over] = []
+    step, idle = 0, 0
+    for more in won:
+        step, idle = step + more, 0 if more else idle + 1
+        follow, why = follows(LAUNCHED, code, False, step, before)
+        assert (follow == END) == (idle >= STALLED or len(before) + 1 == 100), (before, step)
+        if follow == END:
+            assert why
+            break
+        before.append(Over(int(code), AGAIN, step))
+    assert len(before) < 100
+
+
+def test_what_was_launched_is_read_back(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.launch.mkdir()
+    assert keeper.read_launched(paths) is None
+    keeper.write_launched(paths, LAUNCHED)
+    assert keeper.read_launched(paths) == LAUNCHED
+    paths.launched.write_text('{"nodes": 1}')
+    assert keeper.read_launched(paths) is None
+
+
+def test_each_node_is_told_what_to_run(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "my run")
+    words = keeper.command(paths, LAUNCHED, 1)
+    assert words[words.index("--node-rank") + 1] == "1"
+    assert words[words.index("--rendezvous") + 1] == f"file://{tmp_path}/my%20run/launch/meet"
+    assert "--spares" not in words and "--ranks" not in words
+    alone = keeper.command(paths, Launched(False, 1, 0, 3, False, 1, 0.0, "here"), 0)
+    assert alone[-2:] == ["--ranks", "3"] and "--nodes" not in alone
+
+
+def test_the_word_of_a_lower_node_and_of_success_stays(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.launch.mkdir()
+    paths.node_log(0).parent.mkdir()
+    for node, code, expected in (
+        (1, ExitCode.FAILED, "1 again 0 1\n"),  # it may have failed alone
+        (2, ExitCode.DONE, "0 end 0 2\n"),
+        (1, ExitCode.FAILED, "0 end 0 2\n"),
+        (0, ExitCode.DONE, "0 end 0 0\n"),
+        (2, ExitCode.DONE, "0 end 0 0\n"),
+    ):
+        keeper._conclude(paths, LAUNCHED, node, "7-1", int(code))
+        assert paths.over("7-1").read_text() == expected
+
+
+def test_a_lock_names_its_holder_while_it_is_held(tmp_path: Path) -> None:
+    import os
+    import platform
+
+    paths = RunPaths(tmp_path)
+    paths.launch.mkdir()
+    assert keeper.holder(paths.keeper) is None
+    with keeper._held(paths):
+        assert keeper.holder(paths.keeper) == (os.getpid(), platform.node())
+    assert keeper.holder(paths.keeper) is None

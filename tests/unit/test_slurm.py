@@ -1,0 +1,194 @@
+"""What is asked of Slurm and what it answers, as text; no Slurm is needed."""
+
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cluster import slurm, slurm_script
+from phalanx.cluster.slurm_script import Asked
+from phalanx.cluster.slurm_step import Step, step_of
+from phalanx.errors import ConfigError, RunError
+from phalanx.records import RunPaths
+from phalanx.slurm_config import SlurmSection
+
+# As sinfo and scontrol of Slurm 22.05 print it, with details left out that nobody reads.
+SINFO = "main*|up|2|1-00:00:00\nmain*|up|1|1-00:00:00\none|up|1|1:00:00\nshut|down|3|infinite\nnonsense\n"
+JOB = (
+    "JobId=7 JobName=phalanx-my-run UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 "
+    "ExitCode=0:0 TimeLimit=00:10:00 EndTime=2026-11-22T06:12:05 NodeList=n[1-2] BatchHost=n1 "
+    "Command=/a b/JobState=X NodeList=no\n"
+)
+MIXED = "JobId=7 JobState=RUNNING NodeList=a[1-2] Restarts=0\nJobId=8 JobState=RUNNING NodeList=b1 Restarts=0\n"
+
+
+def script(parts: list[tuple[str | None, int]] | None = None, until_done: bool = False, **keys: Any) -> str:
+    section = SlurmSection(**keys)
+    return slurm_script.script_of(
+        Asked("my run!", RunPaths(Path("/shared/my run")), Path("/work place"), parts or [(None, 2)], section,
+              "/env/bin/python", until_done)
+    )  # fmt: skip
+
+
+def headers(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def test_partitions_are_read() -> None:
+    found = {each.name: each for each in slurm.read_partitions(SINFO)}
+    assert list(found) == ["main", "one", "shut"]
+    assert (found["main"].default, found["main"].nodes, found["main"].up) == (True, 3, True)
+    assert (found["shut"].default, found["shut"].up, slurm.seconds_of(found["shut"].limit)) == (False, False, None)
+
+
+def test_a_job_is_read() -> None:
+    found = slurm.read_job(JOB)
+    assert found is not None
+    assert (found.id, found.state, found.nodes, found.batch_host) == ("7", "RUNNING", "n[1-2]", "n1")
+    assert (found.restarts, found.code, found.reason, found.over, found.waits) == (2, 0, "", False, False)
+    mixed = slurm.read_job(MIXED)
+    assert mixed is not None and mixed.nodes == "a[1-2],b1"
+    assert slurm.read_job("slurm_load_jobs error: Invalid job id specified") is None
+    pending = slurm.read_job(
+        "JobId=9 JobState=PENDING Reason=Resources NodeList=(null) BatchHost=(null) EndTime=Unknown"
+    )
+    assert pending is not None and pending.waits
+    assert (pending.nodes, pending.reason, pending.end_time) == ("", "Resources", "")
+
+
+@given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
+def test_a_time_means_the_same_in_every_form(days: int, hours: int, minutes: int, seconds: int) -> None:
+    whole = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    assert slurm.seconds_of(f"{days}-{hours}:{minutes:02d}:{seconds:02d}") == whole
+    assert slurm.seconds_of(f"{days * 24 + hours}:{minutes:02d}:{seconds:02d}") == whole
+    assert slurm.seconds_of(f"{whole // 60}:{seconds}") == whole
+    assert slurm.seconds_of(f"{whole // 60}") == whole - seconds
+    assert slurm.seconds_of(f"{days}-{hours}") == whole - minutes * 60 - seconds
+
+
+def test_without_slurm_there_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"there is no no-such-command here, so Slurm cannot be asked; log in"):
+        slurm.run_slurm(["no-such-command"])
+
+
+def test_a_command_that_fails_or_hangs_is_a_sentence() -> None:
+    with pytest.raises(RunError, match=r"Slurm's sh has failed: one; two$"):
+        slurm.run_slurm(["sh", "-c", "echo 'sbatch: error: one' >&2; echo 'sbatch: error: two' >&2; exit 1"])
+    with pytest.raises(RunError, match=r"Slurm has not answered `sleep` for 0\.1 s"):
+        slurm.run_slurm(["sleep", "5"], timeout_s=0.1)
+
+
+# -------------------------------------------------------------------------------------------------------------- scripts
+
+
+def test_the_script_is_one_step_that_no_node_takes_down() -> None:
+    text = script()
+    assert "--no-kill" in headers(text)
+    step = next(shlex.split(line) for line in text.splitlines() if line.startswith("srun "))
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--ntasks-per-node=1", "--nodes=2"} <= set(step)
+    assert "scontrol requeue" not in text
+    assert "scontrol requeue" in script(until_done=True)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"modules": ["cuda/12.4", "it's"], "setup": ["export A='b c'", "ulimit -l unlimited"]},
+        {"container": "/images/a b.sif", "gpus_per_node": 8, "mounts": ["/data"]},
+        {"container": "nvcr.io#nvidia/pytorch:25.01-py3", "mounts": ["/data:/data:ro"]},
+        {"partition": ["a:1", "b:1"], "time": "1-0", "exclude": "n[3-4]", "extra": ["--constraint=a100"]},
+    ],
+)
+def test_every_script_is_valid_bash(keys: dict[str, Any]) -> None:
+    text = script(**keys, until_done=True)
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_keys_become_options_of_the_job() -> None:
+    keys: dict[str, Any] = {
+        "account": "lab", "qos": "high", "time": "2:00:00", "gpus_per_node": "a100:4", "cpus_per_task": 12,
+        "exclude": "n7", "extra": ["--constraint=a100", "--comment=two words"], "exclusive": False,
+    }  # fmt: skip
+    found = headers(script([("gpu", 4)], **keys))
+    assert {"--account=lab", "--qos=high", "--time=2:00:00", "--gpus-per-node=a100:4", "--cpus-per-task=12"} <= set(
+        found
+    )
+    assert {"--partition=gpu", "--nodes=4", "--exclude=n7", "--constraint=a100", '"--comment=two words"'} <= set(found)
+    assert {"--job-name=phalanx-my-run-", "--signal=USR1@300", "--requeue", "--open-mode=append"} <= set(found)
+    assert '"--output=/shared/my run/logs/slurm-%j.log"' in found
+    assert "--exclusive" not in found and "--exclusive" in headers(script())
+
+
+def test_what_nodes_run_comes_from_the_recipe() -> None:
+    text = script(modules=["cuda/12.4"], setup=["source env.sh"])
+    body = text[text.index("on_node() {") : text.index("\n}\n")]
+    order = [body.index(part) for part in ("cd -- '/work place'", "module load cuda/12.4", "source env.sh", "exec ")]
+    assert order == sorted(order)
+    assert 'exec /env/bin/python -m phalanx keep "$run"' in body
+
+
+def test_containers() -> None:
+    inside = script(container="/images/a.sif", gpus_per_node=8, mounts=["/data"])
+    expected = "exec apptainer exec --nv --bind '/shared/my run' --bind '/work place' --bind /data --pwd '/work place' "
+    assert expected + "/images/a.sif /env/bin/python -m phalanx keep" in inside
+    assert "--container-image" not in inside
+    by_srun = script(container="pytorch:25", mounts=["/data:/d:ro"])
+    step = next(shlex.split(line) for line in by_srun.splitlines() if line.startswith("srun "))
+    assert "--container-image=pytorch:25" in step
+    assert "--container-mounts=/shared/my run:/shared/my run,/work place:/work place,/data:/d:ro" in step
+    assert "apptainer" not in by_srun
+    assert "exec apptainer exec" in script(container="docker://pytorch", container_by="apptainer")
+
+
+def test_partitions_of_a_mixed_job_are_its_parts() -> None:
+    assert slurm_script.parts_of([], 3) == [(None, 3)]
+    assert slurm_script.parts_of(["a,b"], 3) == [("a,b", 3)]
+    assert slurm_script.parts_of(["a:1", "b:2"], 3) == [("a", 1), ("b", 2)]
+    found = headers(script([("a", 1), ("b", 2)]))
+    at = found.index("hetjob")
+    assert "--partition=a" in found[:at] and "--partition=b" in found[at:]
+    assert found.count("--no-kill") == found.count("--exclusive") == 2
+    assert found.count("--requeue") == 1
+    assert "--het-group=0-1" in script([("a", 1), ("b", 2)])
+
+
+@pytest.mark.parametrize(
+    ("limit", "lead", "expected"),
+    [(None, "auto", 300), ("1:00:00", "auto", 300), ("10", "auto", 120), ("1", "auto", 12), ("1:00:00", 60, 60)],
+)
+def test_how_long_before_the_end_a_run_is_told(limit: str | None, lead: Any, expected: int) -> None:
+    assert slurm_script.lead_of(SlurmSection(time=limit, lead_s=lead)) == expected
+
+
+def test_names_that_no_script_can_hold_are_refused() -> None:
+    for path in (Path("/a\nb"), Path("/a\\b"), Path("/a\rb")):
+        with pytest.raises(ConfigError, match="which Slurm does not take; rename it"):
+            slurm_script.check_path(path, "the run folder")
+    with pytest.raises(ValueError, match="holds a line break"):
+        SlurmSection(setup=["one\ntwo"])
+
+
+# ---------------------------------------------------------------------------------------------------------------- steps
+
+STEP = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
+
+
+def test_a_step_is_read() -> None:
+    caller = {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURM_SRUN_COMM_PORT": "5000", "SLURM_RESTART_COUNT": "2"}
+    assert step_of(STEP | caller) == Step("7", "0", 1, 2, 3, ("10.0.0.1", 5000))
+    mixed = step_of(STEP | {"SLURM_JOB_ID": "8", "SLURM_JOB_ID_HET_GROUP_0": "7"})
+    assert mixed is not None and mixed.name == "7-1"
+    assert step_of({"SLURM_JOB_ID": "7"}) is None
+    with pytest.raises(ConfigError, match="the Slurm step has 8 tasks on 2 nodes, but each node needs one"):
+        step_of(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
+    with pytest.raises(ConfigError, match="SLURM_PROCID is 'x', not a number"):
+        step_of(STEP | {"SLURM_PROCID": "x"})

@@ -1,0 +1,158 @@
+"""How a run stands, from records that are written here by hand."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from phalanx.errors import RunError
+from phalanx.records import Kind, RunPaths, append_line
+from phalanx.report import logs, standing
+
+BEGAN = 1_000_000.0
+
+
+def step(paths: RunPaths, number: int, at: float, attempt: int = 1, step_s: float = 2.0) -> None:
+    record = {"step": number, "attempt": attempt, "loss": 5.0 - number / 10, "tokens_per_s": 100.0, "step_s": step_s}
+    append_line(paths.metrics, record | {"time": BEGAN + at})
+
+
+def event(paths: RunPaths, kind: str, at: float, attempt: int = 1, **details: Any) -> None:
+    append_line(paths.events, {"kind": kind, "time": BEGAN + at, "attempt": attempt, **details})
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    """A run that lost a rank and two steps, was stopped, and went on an hour later."""
+    found = RunPaths(tmp_path / "demo")
+    found.root.mkdir()
+    found.config.write_text("train: {steps: 10}\n")
+    event(found, Kind.RUN_STARTED, 0, world=2, device="cpu", hosts=["n1", "n2"], unit="tokens")
+    for number in (1, 2, 3, 4):
+        step(found, number, 2 * number)
+    event(found, Kind.CHECKPOINT_SAVED, 4, step=2)
+    event(found, Kind.WORKER_DIED, 9, rank=1, signal="SIGKILL")
+    event(found, Kind.RESTARTED, 9.5, attempt=2)
+    for number in (3, 4, 5):
+        step(found, number, 6 + 2 * number, attempt=2)
+    event(found, Kind.CHECKPOINT_SAVED, 16.5, attempt=2, step=5)
+    event(found, Kind.STOPPED, 17, attempt=2, step=5)
+    event(found, Kind.RUN_STARTED, 3617, attempt=3, world=2, device="cpu", hosts=["n1", "n2"])
+    step(found, 6, 3619, attempt=3)
+    return found
+
+
+def test_the_facts_of_a_run(paths: RunPaths) -> None:
+    facts = standing.standing(paths, BEGAN + 3620)
+    assert (facts["state"], facts["step"], facts["steps"], facts["loss"]) == ("running", 6, 10, 4.4)
+    assert (facts["ranks"], facts["hosts"], facts["attempts"]) == (2, ["n1", "n2"], 3)
+    assert facts["left_s"] == 8.0
+    assert facts["checkpoint"] == {"step": 5, "time": BEGAN + 16.5}
+    assert [incident["kind"] for incident in facts["incidents"]] == [Kind.WORKER_DIED, Kind.RESTARTED]
+    assert "rank 1 was killed by SIGKILL after step 4" in facts["incidents"][0]["text"]
+    json.dumps(facts)
+
+
+def test_goodput_counts_steps_that_stayed_and_time_that_was_the_runs(paths: RunPaths) -> None:
+    """Six steps of two seconds, in 17 seconds up to the stop and 3 since; the hour between is not the run's."""
+    good = standing.standing(paths, BEGAN + 3620)["goodput"]
+    assert good == {"share": 12 / 20, "counted_s": 12.0, "wall_s": 20.0, "lost_steps": 2}
+    event(paths, Kind.FINISHED, 3621, attempt=3, step=6)
+    facts = standing.standing(paths, BEGAN + 99999)
+    assert facts["goodput"]["wall_s"] == 21.0
+    assert (facts["state"], facts["left_s"]) == ("finished", None)
+
+
+def test_what_the_scheduler_knows_goes_before_what_the_records_say(paths: RunPaths) -> None:
+    job = {"by": "slurm", "id": "7", "state": "PENDING", "reason": "Resources", "nodes": ""}
+    facts = standing.standing(paths, BEGAN + 9999, job)
+    assert facts["state"] == "waiting"
+    assert standing.standing(paths, BEGAN + 9999)["state"] == "not finished"
+    assert standing.standing(paths, BEGAN + 9999, job | {"state": "RUNNING"})["state"] == "running"
+    empty = RunPaths(paths.root / "none")
+    assert standing.standing(empty, BEGAN, job)["state"] == "waiting"
+    with pytest.raises(RunError, match="holds no run; name the folder of one, or start it"):
+        standing.standing(empty, BEGAN)
+
+
+def shown(renderable: Any) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(renderable)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_one_screen(paths: RunPaths) -> None:
+    job = {"by": "slurm", "id": "7", "state": "RUNNING", "nodes": "n[1-2]", "restarts": 1, "end_time": "soon"}
+    text = shown(standing.screen(standing.standing(paths, BEGAN + 3620, job), BEGAN + 3620))
+    for part in (
+        "step 6 of 10, 60%",
+        "loss 4.4000   100 tokens/s   0:08 left",
+        "goodput",
+        "60.0%",
+        "2 steps were walked",
+    ):
+        assert part in text
+    assert "7 of Slurm, RUNNING on n[1-2], until soon, started again 1 time" in text
+    assert "rank 1 was killed by SIGKILL after step 4" in text
+    facts = standing.standing(RunPaths(paths.root / "none"), BEGAN, job | {"state": "PENDING"})
+    assert "waiting" in shown(standing.screen(facts, BEGAN))
+    assert "6/10" in shown(standing.table([standing.standing(paths, BEGAN + 3620)]))
+
+
+# ----------------------------------------------------------------------------------------------------------------- logs
+
+
+def test_the_first_error_is_the_cause_of_the_newest_incident(paths: RunPaths) -> None:
+    for attempt, rank, text in ((1, 0, "lost a peer"), (1, 1, "the real cause"), (2, 0, "fine")):
+        paths.log(attempt, rank).parent.mkdir(parents=True, exist_ok=True)
+        paths.log(attempt, rank).write_text(f"line\n{text}\n")
+    paths.cause(1, 1).write_text(json.dumps({"traceback": "Traceback: ValueError"}))
+    lines = list(logs.first_error(paths))
+    assert lines[0] == "attempt 1: rank 1 was killed by SIGKILL"
+    assert "Traceback: ValueError" in lines and lines[-1] == "the real cause"
+    with pytest.raises(RunError, match="has died, so there is no first error"):
+        list(logs.first_error(RunPaths(paths.root / "none")))
+
+
+def test_logs_are_found_or_what_there_is_is_said(paths: RunPaths) -> None:
+    with pytest.raises(RunError, match="has no log of rank 0; there are no logs yet"):
+        logs.log_of(paths, None, None)
+    for attempt in (1, 2):
+        paths.log(attempt, 0).parent.mkdir(parents=True, exist_ok=True)
+        paths.log(attempt, 0).write_text(f"attempt {attempt}\n")
+    assert logs.log_of(paths, None, None) == logs.log_of(paths, 0, None) == paths.log(2, 0)
+    paths.node_log(0).write_text("node 0\n")
+    assert logs.log_of(paths, None, None) == paths.node_log(0)
+    with pytest.raises(RunError, match="has no log of node 3; there are logs of nodes 0 and ranks 0"):
+        logs.log_of(paths, None, 3)
+
+
+def test_a_log_is_followed_into_the_next_attempt(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text("first\n")
+    seen: list[str] = []
+    files = iter([one, one, two, two, two])
+    rounds = iter([False, False, True, True, True])
+
+    def find() -> Path:
+        path = next(files)
+        if path == two and not two.exists():
+            two.write_bytes("zwölf\n".encode())
+        elif len(seen) == 1:
+            with open(one, "a") as file:
+                file.write("second\n")
+        return path
+
+    logs.follow(find, seen.append, lambda: next(rounds))
+    assert "".join(seen) == f"first\nsecond\n\n==> {two} <==\nzwölf\n"
+
+
+def test_only_the_end_of_a_long_log_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("".join(f"line {number}\n" for number in range(20000)))
+    text = logs.tail(path)
+    assert text.startswith("line ") and text.endswith("line 19999\n") and len(text) <= logs.TAIL_BYTES

@@ -1,0 +1,214 @@
+"""State files: what is committed, what is torn, and what a run may go on from, whatever has been killed when."""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx import state_file
+from phalanx.errors import CheckpointError, RunError
+from phalanx.state_file import Facts, StateFile, Who
+from tests.helpers import ROOT, is_alive
+
+RUN = state_file.digest("a run")
+INDEX = {"tensors": [["w", "param", "F32", [4], 0]], "pieces": []}
+
+
+def made(folder: Path, generation: int = 1, rank: int = 0, world: int = 1, run: bytes = RUN) -> StateFile:
+    return state_file.create(folder, Who(generation, rank, world, run), INDEX, 16)
+
+
+def commit(file: StateFile, slot: int, step: int) -> None:
+    file.void(slot)
+    file.commit(slot, step, b'{"step": %d}' % step)
+
+
+def test_a_new_file_holds_nothing_and_is_the_users_alone(tmp_path: Path) -> None:
+    file = made(tmp_path, generation=3, rank=1, world=2)
+    path = tmp_path / "state-000003-00001"
+    assert file.facts == state_file.facts_of(path)
+    assert (file.facts.generation, file.facts.rank, file.facts.world, file.facts.steps) == (3, 1, 2, {})
+    assert file.index() == INDEX
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not any(file.map[file.at(0) : file.at(1) + 16])
+
+
+def test_what_is_committed_is_found_by_others_with_its_header(tmp_path: Path) -> None:
+    file = made(tmp_path)
+    file.map[file.at(1) : file.at(1) + 4] = b"four"
+    commit(file, 1, 7)
+    commit(file, 0, 8)
+    other = StateFile(file.facts.path)
+    assert other.facts.steps == {7: 1, 8: 0}
+    assert (other.header(1), other.header(0)) == ({"step": 7}, {"step": 8})
+    assert other.map[other.at(1) : other.at(1) + 4] == b"four"
+    other.map[other.at(1)] = 0  # a reader changes nothing but its own copy
+    assert file.map[file.at(1)] == ord("f")
+    file.void(1)
+    assert StateFile(file.facts.path).facts.steps == {8: 0}
+    with pytest.raises(CheckpointError, match=r"has 70000 bytes.*resilience\.memory=false"):
+        file.commit(1, 9, b" " * 70_000)
+    assert file.word(1) == state_file.VOID
+
+
+@pytest.mark.parametrize("what", ["empty", "torn", "version", "shorter", "open to others", "link", "index"])
+def test_what_is_no_whole_state_file_is_refused(tmp_path: Path, what: str) -> None:
+    file = made(tmp_path)
+    path = file.facts.path
+    raw = bytearray(path.read_bytes())
+    match what:
+        case "empty":
+            path.write_bytes(b"")
+        case "torn":  # killed while it was made: the magic word is written last
+            path.write_bytes(bytes(8) + raw[8:])
+        case "version":
+            path.write_bytes(raw[:8] + b"\x02" + raw[9:])
+        case "shorter":
+            path.write_bytes(raw[:-4096])
+        case "open to others":
+            path.chmod(0o644)
+        case "link":
+            path.rename(tmp_path / "elsewhere")
+            path.symlink_to(tmp_path / "elsewhere")
+        case "index":
+            path.write_bytes(raw.replace(b'"param"', b'"other"'))
+    with pytest.raises(CheckpointError, match="remove it, and the run goes on from its newest checkpoint"):
+        StateFile(path).index()
+    if what in ("shorter", "index"):  # seen by who maps it
+        return
+    assert state_file.facts_of(path) is None
+    assert state_file.there(tmp_path, RUN) == []
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_where_there_is_no_room_nothing_is_left(tmp_path: Path, small_files: None) -> None:
+    with pytest.raises(OSError, match="File too large"):
+        made(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def facts(generation: int, rank: int, world: int, words: tuple[int, int]) -> Facts:
+    path = Path(state_file.name_of(generation, rank))
+    return Facts(path, generation, rank, world, 0, 0, 0, b"", RUN, words)
+
+
+def test_the_newest_step_that_all_ranks_hold(tmp_path: Path) -> None:
+    kept = state_file.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, 5))])
+    assert kept is not None
+    assert kept.step == 5
+    assert [(file.rank, file.path) for file in kept.files] == [(0, "state-000001-00000"), (1, "state-000001-00001")]
+    assert state_file.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, -1))]) is None
+    assert state_file.newest([facts(1, 0, 2, (6, 5))]) is None  # a rank is missing
+    assert state_file.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 3, (6, 5))]) is None
+    assert state_file.newest([]) is None
+
+
+def test_of_two_generations_the_newer_step_counts_and_of_one_step_the_newer_generation() -> None:
+    old = [facts(1, rank, 2, (8, 7)) for rank in (0, 1)]
+    taken_over = [facts(2, 0, 1, (8, -1))]
+    assert [file.path for file in state_file.newest([*old, *taken_over]).files] == ["state-000002-00000"]  # type: ignore[union-attr]
+    unfinished = [facts(2, 0, 1, (-1, -1))]
+    assert len(state_file.newest([*old, *unfinished]).files) == 2  # type: ignore[union-attr]
+
+
+def test_what_is_not_gone_on_from_is_removed(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        commit(made(tmp_path, 1, rank, 2), 0, 5)
+    made(tmp_path, 2)  # that nobody came to fill
+    made(tmp_path, 3, run=state_file.digest("another run in the same folder"))
+    (tmp_path / "lock").touch()
+    assert state_file.committed(tmp_path, RUN) == 5
+    kept = state_file.to_go_on_from(tmp_path, RUN, on_disk=5)
+    assert kept is not None
+    assert kept.step == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "lock", "ranks", "state-000001-00000", "state-000001-00001"
+    ]  # fmt: skip
+    assert state_file.to_go_on_from(tmp_path, RUN, on_disk=6) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "ranks"]
+
+
+def test_a_run_is_known_by_how_its_records_begin(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    nothing = state_file.run_of(events)
+    events.write_text('{"kind": "run_started", "time": 1}\n')
+    begun = state_file.run_of(events)
+    with open(events, "a") as file:
+        file.write('{"kind": "restarted"}\n')
+    assert state_file.run_of(events) == begun != nothing
+    events.write_text('{"kind": "run_started", "time": 2}\n')
+    assert state_file.run_of(events) != begun
+
+
+def test_nothing_is_read_while_ranks_of_before_live(tmp_path: Path) -> None:
+    """Of a rank that is killed, even while a process that it has started lives on."""
+    script = (
+        "import os, subprocess, sys; from pathlib import Path; from phalanx.state_file import live_in;"
+        "live_in(Path(sys.argv[1])); child = subprocess.Popen(['sleep', '60'], close_fds=False);"
+        "print(child.pid, flush=True); child.wait()"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert rank.stdout is not None
+    child = int(rank.stdout.readline())
+    try:
+        with pytest.raises(RunError, match="still live and hold"):
+            state_file.await_the_dead(tmp_path, timeout_s=0.05)
+        rank.kill()
+        state_file.await_the_dead(tmp_path)
+        assert is_alive(child)
+    finally:
+        rank.kill()
+        rank.wait()
+        os.kill(child, 9)
+
+
+# ------------------------------------------------------------------------------------------------------ the protocol
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 3), max_size=200))
+def test_whenever_all_are_killed_they_hold_a_step_in_common(world: int, turns: list[int]) -> None:
+    """Ranks go on in any order, one instruction at a time: void, write (a turn without effect here), commit, confirm;
+    who has confirmed a step waits for all others to have."""
+    words = [[0, -1] for _ in range(world)]
+    done = [0] * world  # confirmed steps
+    phase = [0] * world
+    for turn in turns:
+        rank = turn % world
+        step = done[rank] + 1
+        if phase[rank] == 0:
+            if min(done) < done[rank]:
+                continue  # it waits for the confirmation of all
+            words[rank][step % 2] = -1
+        elif phase[rank] == 2:
+            words[rank][step % 2] = step
+        elif phase[rank] == 3:
+            done[rank] = step
+        phase[rank] = (phase[rank] + 1) % 4
+        found = state_file.newest([facts(1, each, world, (words[each][0], words[each][1])) for each in range(world)])
+        committed = [max(each) for each in words]
+        assert found is not None
+        assert found.step >= min(done)
+        assert found.step == min(committed)
+
+
+def test_a_file_that_is_replaced_by_the_same_attempt_is_new(tmp_path: Path) -> None:
+    first = made(tmp_path)
+    commit(first, 0, 3)
+    second = made(tmp_path)
+    assert second.facts.steps == {}
+    assert os.stat(second.facts.path).st_nlink == 1
+    assert replace(second.facts, words=(0, 0)) == replace(first.facts, words=(0, 0))

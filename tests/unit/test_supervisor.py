@@ -1,0 +1,346 @@
+"""What is decided when nodes and ranks fail, by example and for any sequence of events."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cluster.affairs import (
+    Action,
+    Asked,
+    Cause,
+    Drained,
+    Drop,
+    End,
+    Ended,
+    Event,
+    Finish,
+    Joined,
+    Lost,
+    Node,
+    Note,
+    Offer,
+    Phase,
+    Policy,
+    Prepare,
+    Prepared,
+    Progress,
+    Ready,
+    Refused,
+    Slot,
+    Start,
+    State,
+    Time,
+    Unfit,
+)
+from phalanx.cluster.supervisor import COLLECT_S, beginning, decide
+from phalanx.records import ExitCode, Kind
+
+KILLED = Cause(0, 1, "")
+LOST_PEER = Cause(3, 1, "RuntimeError: connection closed by peer in step 7")
+BUG = Cause(1, 1, "KeyError: 'layer 3' in step 17")
+
+
+def node(number: int, ranks: int = 1, ready: int = 1, model: str = "any") -> Node:
+    return Node(number, f"host{number}", ranks, model, ready)
+
+
+def begun(nodes: int = 2, spares: int = 0, ranks: int = 1, **policy: Any) -> State:
+    """A job whose first attempt runs."""
+    state = State(
+        policy=Policy(nodes=nodes, **policy),
+        nodes=tuple(node(number, ranks) for number in range(nodes + spares)),
+        slots=tuple(Slot(ranks, "any") for _ in range(nodes)),
+        seats=tuple(range(nodes)),
+    )
+    state, actions = decide(state, Time(0.0))
+    assert actions == [Start(1, 1, tuple(range(nodes)), 0, {})]
+    return state
+
+
+def walk(state: State, *events: Event) -> tuple[State, list[Action]]:
+    done: list[Action] = []
+    for event in events:
+        state, actions = decide(state, event)
+        done += actions
+    return state, done
+
+
+def kinds(actions: list[Action]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def test_all_done() -> None:
+    state, done = walk(begun(), Ended(1, 0, 1, 0), Ended(2, 1, 1, 0))
+    assert done == [Finish(0, "the run is done")]
+    assert state.phase == Phase.OVER
+    assert walk(state, Lost(3, 1, ""), Time(9))[1] == []
+
+
+def test_a_dead_rank_ends_the_attempt_everywhere_and_the_next_begins_when_all_have() -> None:
+    state, done = walk(begun(), Ended(1, 1, 1, 1, KILLED))
+    assert done == [End(1)]
+    state, done = walk(state, Ended(2, 0, 1, 1, LOST_PEER))
+    assert kinds(done) == ["Note", "Start"]
+    assert done[1] == Start(2, 1, (0, 1), 0, {})
+
+
+def test_a_spare_takes_the_seat_and_without_one_the_ranks_are_divided_anew() -> None:
+    state, done = walk(begun(spares=1), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))
+    assert kinds(done) == ["End", "Note", "Start"]
+    assert done[2] == Start(2, 1, (0, 2), 0, {})
+    state, done = walk(state, Lost(2, 2, "gone"), Ended(2, 0, 2, 1, LOST_PEER))
+    assert done == [End(2), Prepare(2, ((0, 1),))]
+    state, done = walk(state, Prepared(3, 2))
+    assert done == [Offer(2)]
+    state, done = walk(state, Ready(4, 0, 2), Time(9))
+    assert done[-1] == Start(3, 2, (0,), 0, {})
+
+
+def test_a_node_that_returns_is_taken_in_by_saving_first() -> None:
+    state = replace(begun(), slots=(Slot(1, "any"),), seats=(0,), nodes=(node(0),))
+    state, done = walk(state, Joined(1, node(1, ready=0)), Ready(2, 1, 1))
+    assert done[0] == Offer(1, 1)
+    assert done[-1] == End(1, saving=True)
+    state, done = walk(state, Ended(3, 0, 1, ExitCode.STOPPED))
+    assert done == [Prepare(2, ((0, 1), (1, 1)))]
+    state, done = walk(state, Prepared(4, 2), Ready(5, 0, 2), Ready(5, 1, 2))
+    assert done[-1] == Start(2, 2, (0, 1), 0, {})
+    assert state.failures == 0
+
+
+def test_a_node_that_returns_stays_a_spare_where_growing_is_off() -> None:
+    state = replace(begun(grow=False), slots=(Slot(1, "any"),), seats=(0,), nodes=(node(0),))
+    _, done = walk(state, Joined(1, node(1, ready=0)), Ready(2, 1, 1))
+    assert done == [Offer(1, 1)]
+
+
+def test_what_cannot_shrink_waits_and_then_stops() -> None:
+    state, done = walk(begun(wait_s=5.0), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))
+    assert done[-1] == Prepare(2, ((0, 1),))
+    state, done = walk(state, Refused(2, 2, "too little memory"), Time(6.9))
+    assert kinds(done) == ["Note", "Note"]
+    _back, done = walk(state, Joined(6.9, node(1, ready=0)), Ready(6.95, 1, 1))
+    assert done[-1] == Start(2, 1, (0, 1), 0, {})
+    _, done = walk(state, Time(7.1))
+    assert kinds(done) == ["Finish"]
+    assert done[0] == Finish(1, "nodes were lost, and those that are left cannot go on without them")
+
+
+def test_copies_of_the_model_stay_whole() -> None:
+    state, done = walk(begun(nodes=3, ranks=2, group=4), Lost(1, 2, "gone"))
+    state, done = walk(state, Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
+    assert done == [Prepare(2, ((0, 2), (1, 2)))]
+    state, done = walk(begun(nodes=2, ranks=2, group=4), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))
+    assert kinds(done) == ["End", "Note"]  # it waits: half a copy is none
+
+
+def test_the_same_crash_is_not_tried_for_ever_though_checkpoints_are_saved_in_between() -> None:
+    state, done = begun(max_restarts=50), []
+    for attempt in range(1, 4):
+        assert state.attempt == attempt
+        now = attempt * 100.0
+        state, done = walk(state, Ended(now, 0, attempt, 1, BUG), Ended(now, 1, attempt, 1, LOST_PEER), Time(now + 50))
+    assert done[-1] == Finish(1, f"the same has happened 3 times in a row ({BUG.what}), so it would happen again")
+
+
+def test_kills_from_outside_end_by_the_budget_alone_and_progress_renews_it() -> None:
+    state, done = begun(nodes=1, max_restarts=2), []
+    for attempt in range(1, 5):
+        now = attempt * 100.0
+        if attempt == 2:
+            state, _ = walk(state, Progress(now, 8))
+        state, done = walk(state, Ended(now, 0, attempt, 1, KILLED), Time(now + 60))
+    assert done[-1] == Finish(1, "3 attempts in a row have saved nothing new")
+
+
+def test_later_restarts_are_put_off() -> None:
+    state, done = walk(begun(nodes=1, max_restarts=9), Ended(1, 0, 1, 1, KILLED), Ended(2, 0, 2, 1, KILLED), Time(2.4))
+    assert kinds(done) == ["End", "Note", "Start", "End"]
+    assert kinds(walk(state, Time(2.6))[1]) == ["Note", "Start"]
+
+
+@pytest.mark.parametrize(
+    ("code", "lowered", "expected"),
+    [
+        (ExitCode.CONFIG, False, "Finish"),
+        (ExitCode.OUT_OF_MEMORY, False, "Finish"),
+        (ExitCode.OUT_OF_MEMORY, True, "Start"),
+    ],
+)
+def test_what_is_not_retried(code: ExitCode, lowered: bool, expected: str) -> None:
+    cause = Cause(1, code, "sentence", lowered)
+    _, done = walk(begun(max_restarts=0), Ended(1, 0, 1, code, cause), Ended(1, 1, 1, 1, LOST_PEER))
+    assert kinds(done)[-1] == expected
+
+
+def test_a_stop_asked_for_ends_the_job_however_it_ends() -> None:
+    stopped = [Ended(2, 0, 1, ExitCode.STOPPED), Ended(2, 1, 1, ExitCode.STOPPED)]
+    _, done = walk(begun(), Asked(1, "SIGTERM"), *stopped)
+    assert done == [Finish(ExitCode.STOPPED, "stopped by SIGTERM")]
+    _, done = walk(begun(), Asked(1, "SIGTERM"), Lost(2, 1, "gone"), Ended(2, 0, 1, ExitCode.STOPPED))
+    assert done[-1] == Finish(ExitCode.STOPPED, "stopped by SIGTERM")
+
+
+def test_a_node_that_does_not_end_its_ranks_is_dropped() -> None:
+    state, _ = walk(begun(), Ended(1, 0, 1, 1, KILLED))
+    assert walk(state, Time(1 + COLLECT_S))[1] == []
+    assert kinds(walk(state, Time(1.1 + COLLECT_S))[1]) == ["Drop"]
+
+
+def test_a_drained_node_gives_its_seat_away_after_saving() -> None:
+    state, done = walk(begun(spares=1), Drained(1, 0, True, "node 0 is drained"))
+    assert done[-1] == End(1, saving=True)
+    _, done = walk(state, Ended(2, 0, 1, ExitCode.STOPPED), Ended(2, 1, 1, ExitCode.STOPPED))
+    assert done[-1] == Start(2, 1, (2, 1), 0, {})
+
+
+def test_it_begins_from_memory_where_all_old_ranks_are_held_and_that_is_newer() -> None:
+    state = replace(begun(), committed=5)
+    held = (replace(node(0), held={0: (6, 7)}), replace(node(1), held={1: (6,)}))
+    assert beginning(replace(state, nodes=held)) == (6, {0: 0, 1: 1})
+    assert beginning(replace(state, nodes=held, committed=6)) == (6, {})
+    assert beginning(replace(state, nodes=held[:1])) == (5, {})
+
+
+# ----------------------------------------------------------------------------------------------- any sequence of events
+
+
+@dataclass
+class World:
+    """Nodes as they really are: what runs where, and what is safe."""
+
+    living: set[int]
+    running: dict[int, int] = field(default_factory=dict)  # attempt by node
+    safe: int = 0
+    ready: dict[int, int] = field(default_factory=dict)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_events_lead_to_two_attempts_at_once_or_for_ever(data: st.DataObject) -> None:
+    nodes, spares = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2))
+    group = data.draw(st.integers(1, 2))
+    ways = tuple(data.draw(st.permutations(["replace", "shrink", "wait"]))[: data.draw(st.integers(0, 3))])
+    policy: dict[str, Any] = {"on_lost_node": ways, "group": group, "max_restarts": 2, "wait_s": 30.0}
+    state = begun(nodes, spares, 2, **policy)
+    world = World(set(range(nodes + spares)), dict.fromkeys(state.seats, 1))
+    now, starts = 0.0, 0
+    pending: list[Action] = []
+    for _ in range(60):
+        now += data.draw(st.sampled_from([0.1, 1.0, 40.0]))
+        event = _event(data, state, world, now, pending)
+        if isinstance(event, Progress):
+            starts = 0
+        if isinstance(event, Drained | Joined):
+            starts -= 1  # what users and returning nodes cause is not counted
+        state, actions = decide(state, event)
+        for action in actions:
+            if isinstance(action, Start):
+                assert not world.running, f"{action} while {world.running} still run"
+                assert set(action.seats) <= world.living
+                assert all(world.ready.get(seat, 1) == action.division for seat in action.seats)
+                assert action.step >= world.safe
+                assert len(set(action.seats)) == len(action.seats)
+                assert sum(slot.ranks for slot in state.slots) % group == 0
+                world.running = dict.fromkeys(action.seats, action.attempt)
+                starts += 1
+                assert starts <= policy["max_restarts"] + 1 + 60 * bool(state.planned), "a loop without progress"
+            elif isinstance(action, Drop):
+                world.living.discard(action.node)
+                world.running.pop(action.node, None)
+                state, more = decide(state, Lost(now, action.node, action.why))
+                pending += [each for each in more if isinstance(each, Prepare)]
+                assert not any(isinstance(each, Start) for each in more) or not world.running
+                for each in more:
+                    if isinstance(each, Start):
+                        world.running = dict.fromkeys(each.seats, each.attempt)
+            elif isinstance(action, Prepare):
+                pending.append(action)
+            elif isinstance(action, Finish):
+                assert not world.running
+                return
+    if not world.living:
+        return
+    for _ in range(8):  # left alone, it comes to an end or runs
+        now += 100.0
+        for seat, attempt in list(world.running.items()):
+            if state.phase == Phase.ENDING:
+                world.running.pop(seat)
+                state, actions = decide(state, Ended(now, seat, attempt, 1, KILLED))
+                pending += [each for each in actions if isinstance(each, Prepare)]
+                for each in actions:
+                    if isinstance(each, Start):
+                        world.running = dict.fromkeys(each.seats, each.attempt)
+        if state.phase == Phase.PREPARING:
+            state, _ = decide(state, Prepared(now, state.division + 1))
+        for member in state.nodes:
+            state, actions = decide(state, Ready(now, member.node, state.division))
+            for each in actions:
+                if isinstance(each, Start):
+                    world.running = dict.fromkeys(each.seats, each.attempt)
+        state, actions = decide(state, Time(now))
+        for each in actions:
+            if isinstance(each, Start):
+                world.running = dict.fromkeys(each.seats, each.attempt)
+    assert state.phase in (Phase.RUNNING, Phase.OVER, Phase.IDLE), state
+
+
+def _event(data: st.DataObject, state: State, world: World, now: float, pending: list[Action]) -> Event:
+    kind = data.draw(
+        st.sampled_from(["end", "end", "lose", "join", "ready", "prepare", "progress", "time", "drain", "odd"])
+    )
+    if kind == "end" and world.running:
+        seat = data.draw(st.sampled_from(sorted(world.running)))
+        attempt = world.running.pop(seat)
+        if state.phase == Phase.ENDING and state.planned:
+            return Ended(now, seat, attempt, ExitCode.STOPPED)
+        return Ended(now, seat, attempt, 1, data.draw(st.sampled_from([KILLED, LOST_PEER, BUG])))
+    if kind == "lose" and len(world.living) > 1:
+        lost = data.draw(st.sampled_from(sorted(world.living)))
+        world.living.discard(lost)
+        world.running.pop(lost, None)
+        return Lost(now, lost, "gone")
+    if kind == "join" and len(world.living) < 6:
+        new = min(set(range(6)) - world.living)
+        world.living.add(new)
+        world.ready[new] = 0
+        return Joined(now, Node(new, f"host{new}", data.draw(st.integers(1, 2)), "any"))
+    if kind == "ready" and world.living:
+        one = data.draw(st.sampled_from(sorted(world.living)))
+        world.ready[one] = state.division
+        return Ready(now, one, state.division)
+    if kind == "prepare" and state.phase == Phase.PREPARING:
+        if data.draw(st.booleans()):
+            return Prepared(now, state.division + 1)
+        return Refused(now, state.division + 1, "no")
+    if kind == "progress":
+        world.safe += 1
+        return Progress(now, world.safe)
+    if kind == "drain" and world.living:
+        return Drained(now, data.draw(st.sampled_from(sorted(world.living))), data.draw(st.booleans()), "asked")
+    if kind == "odd":  # late words of attempts and divisions long gone
+        return data.draw(
+            st.sampled_from(
+                [Ended(now, 0, state.attempt - 1, 1, BUG), Ready(now, 99, 1), Prepared(now, 77), Refused(now, 1, "no")]
+            )
+        )
+    return Time(now)
+
+
+def test_a_node_that_is_unfit_is_dropped() -> None:
+    assert walk(begun(spares=1), Unfit(1, 2, "other data"))[1] == [Drop(2, "other data")]
+
+
+def test_waiting_is_said_once() -> None:
+    _state, done = walk(
+        begun(on_lost_node=("wait",)), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Time(2), Time(3)
+    )
+    assert [action for action in done if isinstance(action, Note)] == [
+        Note(
+            Kind.WARNING,
+            {"message": "waiting for a lost node to come back, for 600 s at most; start the same command there"},
+        )
+    ]

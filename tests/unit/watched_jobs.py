@@ -1,0 +1,133 @@
+"""Ranks whose pulses say where they are, for test_watchdog.py: each job in a process of its own, without torch.
+
+`python -m tests.unit.watched_jobs WORKER WORLD FOLDER` prints each event as a JSON line and the exit code last.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx import pulse
+from phalanx.cluster.agent import Job, run
+from phalanx.cluster.watchdog import Patience
+from phalanx.pulse import Pulse
+from phalanx.records import Placement, RunPaths
+
+FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
+PATIENCE_S = 1.5
+PATIENCE = Patience(floor_s=PATIENCE_S, other_s=30.0)
+
+
+def stepping(placement: Placement, steps: int = 3) -> Pulse:
+    """A rank that has done some steps, and begins another one."""
+    mine = pulse.opened(placement.shared, placement.rank, placement.attempt)
+    for step in range(1, steps + 1):
+        for phase in pulse.STEP_PHASES:
+            mine.at(phase, step)
+    mine.at("data", steps + 1)
+    return mine
+
+
+def until_killed(mine: Pulse) -> int:
+    with mine.waiting("reduce"):
+        time.sleep(60)
+    return 1
+
+
+def hangs(placement: Placement) -> int:
+    mine = stepping(placement)
+    if placement.attempt > 1:
+        return 0
+    if placement.rank == 1:
+        mine.at("forward", 4)
+        time.sleep(60)
+    mine.at("exchange", 4)
+    return until_killed(mine)
+
+
+def freezes(placement: Placement) -> int:
+    mine = stepping(placement)
+    if placement.attempt > 1:
+        return 0
+    mine.at("exchange", 4)
+    if placement.rank == 0:
+        with mine.waiting("reduce"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+    return until_killed(mine)
+
+
+def deadlock(placement: Placement) -> int:
+    mine = stepping(placement)
+    if placement.attempt > 1:
+        return 0
+    mine.at("exchange", 4)
+    return until_killed(mine)
+
+
+def slow_but_alive(placement: Placement) -> int:
+    """One rank works on many micro-batches, for which the other waits longer than it is patient with one."""
+    mine = stepping(placement)
+    if placement.rank == 1:
+        for number in range(5):
+            mine.at("forward", 4, number)
+            time.sleep(PATIENCE_S / 3)
+        (FOLDER / "done").touch()
+        return 0
+    mine.at("exchange", 4)
+    with mine.waiting("reduce"):
+        while not (FOLDER / "done").exists():
+            time.sleep(0.05)
+    return 0
+
+
+def beside_steps(placement: Placement) -> int:
+    """Long evaluations, checkpoints and first steps are nothing to worry about."""
+    mine = pulse.opened(placement.shared, placement.rank, placement.attempt)
+    mine.at("forward", 1)
+    time.sleep(1.2 * PATIENCE_S)
+    mine = stepping(placement)
+    for phase in ("evaluate", "checkpoint"):
+        mine.at(phase, 4)
+        time.sleep(1.2 * PATIENCE_S)
+    return 0
+
+
+def asks_the_recorder(placement: Placement) -> int:
+    """A rank whose NCCL would listen at a pipe."""
+    mine = stepping(placement)
+    if placement.attempt > 1:
+        return 0
+    assert placement.shared is not None
+    pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + f"{placement.rank}.pipe"
+    os.mkfifo(pipe)
+    (FOLDER / "records").write_text(os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
+    mine.at("forward", 4)
+    with open(pipe, "rb", buffering=0) as reader:
+        (FOLDER / "asked").write_bytes(reader.read(2))
+        time.sleep(60)
+    return 1
+
+
+def main() -> None:
+    worker: Any = globals()[sys.argv[1]]
+    shared = FOLDER / "shared"
+    shared.mkdir(mode=0o700)
+
+    def tell(kind: str, details: dict[str, Any]) -> None:
+        print(json.dumps({"kind": kind, **details}), flush=True)
+
+    code = run(
+        Job(
+            int(sys.argv[2]), worker, RunPaths(FOLDER / "run"), max_restarts=1, on_event=tell, shared=shared,
+            patience=PATIENCE,
+        )
+    )  # fmt: skip
+    print(json.dumps({"code": code}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
