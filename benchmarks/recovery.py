@@ -231,7 +231,7 @@ def take_turns(placement: Placement, folder: str, tokens: str, config: str, pair
             parts = build(settings, spec, mesh, rows, {}, keeper=memory)
             saver = Saver(paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 1, records.event)
             run = Run(settings, spec, paths, rows, {})
-            loops.append(Loop(run, placement, mesh, parts, records, saver, StopRequest(), memory))
+            loops.append(Loop(run, placement, mesh, parts, records, saver, StopRequest(), memory=memory))
             loops[-1].restore()
         for step in range(1, pairs + 4):
             seconds = []

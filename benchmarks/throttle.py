@@ -17,12 +17,13 @@ LEAST = 0.1  # of a core: the kernel takes no quota below a millisecond a period
 
 
 class Throttle:
-    """Limits for `ranks` processes. Each calls `enter` on itself; anyone may call `limit` at any time."""
+    """Limits for `ranks` processes. Each calls `enter` on itself, or who has started it does; anyone may call `limit`
+    at any time."""
 
     kind: str
 
-    def enter(self, rank: int) -> None:
-        """Put this process under the limit of `rank`."""
+    def enter(self, rank: int, pid: int | None = None) -> None:
+        """Put this process, or the one of that number, under the limit of `rank`."""
         raise AssertionError
 
     def limit(self, rank: int, cores: float) -> None:
@@ -40,8 +41,8 @@ class ControlGroups(Throttle):
         for group in self._groups:
             group.mkdir()
 
-    def enter(self, rank: int) -> None:
-        (self._groups[rank] / "cgroup.procs").write_text(str(os.getpid()))
+    def enter(self, rank: int, pid: int | None = None) -> None:
+        (self._groups[rank] / "cgroup.procs").write_text(str(pid or os.getpid()))
 
     def limit(self, rank: int, cores: float) -> None:
         assert cores >= LEAST, cores
@@ -68,11 +69,11 @@ class StopAndGo(Throttle):
     def __init__(self, folder: Path, ranks: int) -> None:
         self._parts = [folder / f"rank-{rank}" for rank in range(ranks)]
 
-    def enter(self, rank: int) -> None:
-        watched = os.getpid()
+    def enter(self, rank: int, pid: int | None = None) -> None:
+        watched, parent = pid or os.getpid(), os.getpid()
         if os.fork() == 0:
             try:
-                self._watch(watched, self._parts[rank])
+                self._watch(watched, parent, self._parts[rank])
             finally:
                 os._exit(0)
 
@@ -82,11 +83,11 @@ class StopAndGo(Throttle):
         os.replace(arriving, self._parts[rank])
 
     @staticmethod
-    def _watch(watched: int, part: Path) -> None:
+    def _watch(watched: int, parent: int, part: Path) -> None:
         clock = (~watched << 3) | 2  # CPUCLOCK_SCHED of another process, as <linux/posix-timers.h> makes it
         credit, seen_at, seen = 0.0, time.monotonic(), time.clock_gettime(clock)
         with contextlib.suppress(ProcessLookupError, OSError):
-            while os.getppid() == watched:
+            while os.getppid() == parent:
                 cores = float(part.read_text())
                 now, used = time.monotonic(), time.clock_gettime(clock)
                 # What it had too much (this helper may come late) is taken from the next periods.

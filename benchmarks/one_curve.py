@@ -1,0 +1,323 @@
+"""One recipe on five clusters: five loss curves, which should be one, beside what the usual mistake makes of it.
+
+    python3 benchmarks/one_curve.py [--quick] [--json FILE] [--html FILE]
+
+A small LLaMA with dropout learns the answers to prompts, in float64: on one rank; on two ranks with CPU quotas of 3:1,
+which share the work by their speeds; on four that hold 4:2:1:0 parts of the optimizer's state; cut into two tensor
+slices and two stages; and on two nodes, one of which is killed and comes back, while ranks are killed as well. Each is
+`phalanx train`, as a user starts it. The control is a plain loop that does what data-parallel scripts often do: equal
+shares, the mean over each rank's own tokens, and the mean of these means. Answers are of unlike lengths, so it trains
+something else. `--html` draws all six.
+"""
+
+import contextlib
+import functools
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
+from benchmarks.throttle import LEAST, throttle
+from phalanx.records import Kind, RunPaths, read_lines, read_steps
+
+RECIPE = """
+model: {{hidden: 32, layers: 2, heads: 4, kv_heads: 2, intermediate: 64, dropout: 0.1}}
+data: {{source: answers.jsonl, format: prompt, tokenizer_vocab: 512, seq_len: 64, held_out: 0.05, cache: cache}}
+train: {{steps: {steps}, global_batch: 16, micro_batch: 2, dtype: fp64, compile: false, eval_sequences: 0}}
+optim: {{lr: 3e-3, warmup_steps: 5, decay_steps: {steps}, min_lr_ratio: 0.0}}
+checkpoint: {{every: 10, keep: 2}}
+comm: {{timeout_s: 60}}
+report: {{tensorboard: false}}
+"""
+SPLIT = 4  # ranks of the control
+SAME = 1e-9  # relative: losses of two runs in float64 that do the same
+APART = 1e-3  # what a wrong weight changes at least
+PATIENCE_S = 240.0
+PREPARED = "one rank"
+
+
+@dataclass
+class Started:
+    """A process of a run, the run's folder, and what the process says."""
+
+    process: "subprocess.Popen[bytes]"
+    paths: RunPaths
+    output: Path
+
+    def step(self) -> int:
+        return max((record["step"] for record in read_steps(self.paths.metrics)), default=0)
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < until, f"nothing has happened for {PATIENCE_S:g} s; see {self.paths.root}"
+            time.sleep(0.01)
+
+    def ranks(self) -> list[int]:
+        """The processes of this node that train, in order of rank: those that write a rank's log."""
+        pid, found = self.process.pid, {}
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            with contextlib.suppress(OSError):  # it has just ended
+                log = os.readlink(f"/proc/{child}/fd/1")
+                if Path(log).name.startswith("rank-"):
+                    found[log] = int(child)
+        return [found[log] for log in sorted(found)]
+
+    def finish(self) -> None:
+        code = self.process.wait(PATIENCE_S)
+        assert code == 0, self.said()
+
+    def said(self) -> str:
+        return f"{self.output.stem} ended with {self.process.returncode}:\n{self.output.read_text()[-3000:]}"
+
+
+@dataclass
+class Place:
+    """Where all runs lie, and how many steps each has."""
+
+    folder: Path
+    steps: int
+    started: list[Started] = field(default_factory=list)
+
+    def start(self, name: str, *arguments: str) -> Started:
+        run = self.folder / name.replace(" ", "-")
+        command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", *arguments, "--run-dir", str(run)]
+        environment = dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parents[1]))
+        said = self.folder / f"{run.name}-{len(self.started)}.txt"
+        with open(said, "wb") as output:
+            process = subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+        self.started.append(Started(process, RunPaths(run), said))
+        return self.started[-1]
+
+    def stop(self) -> None:
+        """Leave no process behind."""
+        for each in self.started:
+            if each.process.poll() is None:
+                each.process.kill()
+                each.process.wait()
+
+
+def write_answers(file: Path, most: int = 600) -> None:
+    """Prompts with answers of very different lengths: what functions of Python's own library are, and say of
+    themselves."""
+    import argparse
+    import collections
+    import decimal
+    import email.message
+    import logging
+    import tarfile
+    import threading
+    import zipfile
+
+    lines = []
+    for module in (os, argparse, collections, decimal, email.message, logging, tarfile, threading, zipfile, inspect):
+        for name, value in sorted(vars(module).items()):
+            members = sorted(vars(value).items()) if inspect.isclass(value) else [(name, value)]
+            for inner, member in members:
+                text = inspect.getdoc(member) if callable(member) else None
+                if text:
+                    lines.append(json.dumps({"prompt": f"{name}.{inner}?", "completion": text[:400]}))
+    assert len(lines) >= most, f"only {len(lines)} functions say what they do"
+    file.write_text("\n".join(lines[:most]) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------------------ the runs
+
+
+def plain(place: Place, name: str, *arguments: str) -> Started:
+    """A run that nothing happens to."""
+    run = place.start(name, *arguments)
+    run.finish()
+    return run
+
+
+def unlike(place: Place, name: str) -> Started:
+    """Two ranks, the second with a third of the first one's time."""
+    with throttle(2) as limits:
+        run = place.start(name, "--ranks", "2")
+        run.wait(lambda: len(run.ranks()) == 2)
+        for rank, pid in enumerate(run.ranks()):
+            limits.limit(rank, (0.9, 0.3)[rank])
+            limits.enter(rank, pid)
+        run.finish()
+    return run
+
+
+def disturbed(place: Place, name: str) -> Started:
+    """Two nodes: a rank is killed, then a whole node, which comes back, then another rank."""
+    meet = ["--nodes", "2", "--rendezvous", f"file://{place.folder}/meet", "--rendezvous-timeout", "60"]
+    node = functools.partial(place.start, name, "--ranks", "2", *meet, "--node-rank")
+    first, second = node("0"), node("1")
+    at = [place.steps * part // 8 for part in (1, 2, 4, 6)]
+    first.wait(lambda: first.step() >= at[0])
+    os.kill(second.ranks()[0], signal.SIGKILL)
+    first.wait(lambda: first.step() >= at[1])
+    second.process.kill()
+    second.process.wait()
+    first.wait(lambda: first.step() >= at[2])
+    with throttle(2) as limits:
+        for rank, pid in enumerate(first.ranks()):  # so that the run lasts until the node has come back
+            limits.limit(rank, LEAST)
+            limits.enter(rank, pid)
+        second = node("1")
+        first.wait(lambda: len(worlds(first)) >= 4)
+    first.wait(lambda: first.step() >= at[3])
+    os.kill(first.ranks()[0], signal.SIGKILL)
+    first.finish()
+    second.finish()
+    return first
+
+
+def worlds(run: Started) -> list[int]:
+    """How many ranks each attempt of a run had."""
+    return [event["world"] for event in read_lines(run.paths.events) if event["kind"] == Kind.RUN_STARTED]
+
+
+def control(prepared: RunPaths, steps: int) -> list[float]:
+    """The losses of a plain loop whose every rank averages over its own tokens. Reported is the right mean, so that it
+    is the training that differs and not what is printed of it."""
+    import torch
+    import yaml
+
+    from phalanx import recipe
+    from phalanx.balance import Division
+    from phalanx.data.loader import Loader
+    from phalanx.models.draws import Draws
+    from phalanx.models.llama import Llama, init_slice
+    from phalanx.models.spec import parameter_shapes
+    from phalanx.optim.schedule import learning_rate
+    from phalanx.train.subject import spec_from_run, subject_of
+
+    torch.set_num_threads(1)
+    config = recipe.check(yaml.safe_load(prepared.config.read_text()), "the run's configuration")
+    spec, optim = spec_from_run(config, prepared), config.optim
+    subject, (tokens,) = subject_of(config, spec, prepared), json.loads(prepared.data.read_text())["train"]
+    model, task = Llama(spec).double(), subject.task()
+    parameters = dict(model.named_parameters())
+    for name, shape in parameter_shapes(spec).items():
+        values = init_slice(spec, config.train.seed, name, 0, parameters[name].numel(), "cpu", torch.float64)
+        parameters[name].data.copy_(values.view(shape))
+    groups = [
+        {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    rows = subject.train([(Path(tokens["folder"]), 1.0)])
+    share = config.train.global_batch // SPLIT
+    loaders = [Loader(rows, config.train.global_batch, config.train.seed, rank) for rank in range(SPLIT)]
+    losses = []
+    for step in range(1, steps + 1):
+        total, weight = 0.0, 0
+        for loader in loaders:
+            samples = [each for part in loader.batches(step - 1, Division((share,) * SPLIT, 1)) for each in part]
+            batch = task.collate(samples)
+            loss_sum = task.loss_sum(model, batch, Draws(config.train.seed, step, batch.samples))
+            (loss_sum / max(batch.weight, 1) / SPLIT).backward()
+            total, weight = total + float(loss_sum.detach()), weight + batch.weight
+        torch.nn.utils.clip_grad_norm_(parameters.values(), optim.clip_norm or float("inf"))
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(optim, step)
+        adam.step()
+        adam.zero_grad()
+        losses.append(total / weight)
+    return losses
+
+
+# --------------------------------------------------------------------------------------------------------- the figures
+
+
+def losses_of(run: Started) -> list[float]:
+    return [record["loss"] for record in read_steps(run.paths.metrics)]
+
+
+def apart(curve: list[float], other: list[float]) -> float:
+    """The greatest relative difference of two curves."""
+    assert len(curve) == len(other), f"curves of {len(curve)} and {len(other)} steps"
+    return max(abs(one - two) / abs(two) for one, two in zip(curve, other, strict=True))
+
+
+def draw(curves: dict[str, list[float]], file: Path) -> None:
+    """All curves in one picture, and below it how far each is from the first."""
+    from plotly import graph_objects
+    from plotly.subplots import make_subplots
+
+    titles = ("loss", "relative difference to one rank")
+    figure = make_subplots(
+        2, 1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.08, subplot_titles=titles
+    )
+    # One colour for each way, told apart with weak colour vision as well (Okabe and Ito, 2008).
+    colours = ("#000000", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#D55E00")
+    first = next(iter(curves.values()))
+    for (name, curve), colour in zip(curves.items(), colours, strict=True):
+        steps = list(range(1, len(curve) + 1))
+        line = {"color": colour, "width": 2, "dash": "dash" if name.startswith("control") else "solid"}
+        figure.add_scatter(x=steps, y=curve, name=name, line=line, row=1, col=1)
+        differences = [abs(one - two) / abs(two) or None for one, two in zip(curve, first, strict=True)]
+        figure.add_scatter(x=steps, y=differences, showlegend=False, name=name, line=line, row=2, col=1)
+    figure.update_yaxes(type="log", exponentformat="power", row=2, col=1)
+    figure.update_xaxes(title="step", row=2, col=1)
+    figure.update_layout(template="plotly_white", title="One recipe, five clusters, and a control", height=800)
+    graph_objects.Figure(figure).write_html(file)
+
+
+def main() -> None:
+    parser = options("One recipe on five clusters gives one loss curve; wrongly weighted it gives another.")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also draw the curves into this file")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="phalanx-one-curve-") as name:
+        place = Place(Path(name), 80 if given.quick else 200)
+        (place.folder / "recipe.yaml").write_text(RECIPE.format(steps=place.steps))
+        write_answers(place.folder / "answers.jsonl")
+        ways: dict[str, Callable[[str], Started]] = {
+            PREPARED: lambda way: plain(place, way, "--ranks", "1"),
+            "quotas 3:1": functools.partial(unlike, place),
+            "state 4:2:1:0": lambda way: plain(place, way, "--ranks", "4", "balance.state=[4,2,1,0]"),
+            "tensor 2 x pipeline 2": lambda way: plain(
+                place, way, "--ranks", "4", "parallel.tensor=2", "parallel.pipeline=2"
+            ),
+            "kills, a shrink, a growth": functools.partial(disturbed, place),
+        }
+        try:
+            runs = {way: run(way) for way, run in ways.items()}
+        finally:
+            place.stop()
+        curves = {way: losses_of(run) for way, run in runs.items()}
+        curves[f"control: means of {SPLIT} means"] = control(runs[PREPARED].paths, place.steps)
+        rows, checks = judge(runs, curves)
+    if given.html is not None:
+        draw(curves, given.html)
+    report(result("one_curve", machine(None, 1), rows, checks), given.json)
+    sys.exit(0 if all(check.holds for check in checks) else 1)
+
+
+def judge(runs: dict[str, Started], curves: dict[str, list[float]]) -> tuple[list[Row], list[Check]]:
+    first = curves[PREPARED]
+    rows: list[Row] = [
+        {"cluster": way, "ranks of its attempts": " ".join(map(str, worlds(runs[way]))) if way in runs else "-",
+         "last loss": f"{curve[-1]:.6f}", "relative difference": apart(curve, first)}
+        for way, curve in curves.items()
+    ]  # fmt: skip
+    checks = [
+        (at_most if way in runs else at_least)(f"{way}: difference to {PREPARED}", apart(curve, first),
+                                               SAME if way in runs else APART)
+        for way, curve in curves.items() if way != PREPARED
+    ]  # fmt: skip
+    checks.append(at_least("attempts of the disturbed run", float(len(worlds(list(runs.values())[-1]))), 5))
+    return rows, checks
+
+
+if __name__ == "__main__":
+    main()
