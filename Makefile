@@ -9,7 +9,7 @@ STAMP := $(VENV)/.ready
 help:
 	@echo "make setup   create .venv with all that the demo, the tests and the benchmarks need"
 	@echo "make demo    train a small LLaMA on two ranks, kill one, go on, export, generate (about five minutes)"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests (WORKERS=N at a time; two cores serve three)"
 	@echo "make check   formatting, lint and types"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make bench   every benchmark in its quick form"
@@ -31,8 +31,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# Files stay whole, so that what one of them sets up is set up once; tests/conftest.py puts those that take long first.
+WORKERS ?= 3
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -19,6 +19,23 @@ settings.register_profile("ci", derandomize=True, print_blob=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
+# Workers and the ranks that they start share the cores, where threads that spin are slow. Torch is not imported yet.
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+
+TESTS = Path(__file__).resolve().parent
+LONG = ("test_docs.py", "cluster", "numerics", "dist", "gpu")  # what takes long, in this order
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several workers (`make test`) none shall begin with what takes long when the others are done."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: _turn(item.path.relative_to(TESTS).parts[0]))
+
+
+def _turn(part: str) -> int:
+    return LONG.index(part) if part in LONG else len(LONG)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def zygote() -> Iterator[None]:

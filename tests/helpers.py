@@ -85,7 +85,7 @@ def is_alive(pid: int) -> bool:
     return state not in ("Z", "X")
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
     """Return as soon as a condition holds; AssertionError when it does not in time."""
     until = time.monotonic() + timeout_s
     while not condition():

@@ -129,7 +129,7 @@ def test_interfaces_are_those_of_the_machine() -> None:
 def called(server: socket.socket, secret: str, heard: list[Any]) -> None:
     channel = Channel(server.accept()[0])
     proof = Proof(channel, secret, calling=False)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while channel.lost is None and time.monotonic() < until:
         for message in channel.heard():
             if proof.done:
@@ -247,5 +247,5 @@ print(rank.recv(100))
 relay.stop()
 print(rank.recv(100), there.recv(100))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout == "b'question'\nb'answer'\nb'' b''\n", done.stderr

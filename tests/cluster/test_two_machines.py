@@ -78,7 +78,7 @@ def machine(
 def _stop(pid: int) -> None:
     """A connection between the machines is in state 01, as the kernel counts."""
     try:
-        wait_until(lambda: " 01 " in Path("/proc/net/tcp").read_text(), timeout_s=30)
+        wait_until(lambda: " 01 " in Path("/proc/net/tcp").read_text(), timeout_s=60)
         time.sleep(0.5)  # for the greeting
         os.kill(pid, signal.SIGTERM)
         os._exit(0)
@@ -168,7 +168,7 @@ def test_nodes_of_unlike_commands_do_not_fit(wired: Networks, place: Path) -> No
         for node, name in enumerate((["hardware"], ["train", "--run-dir", "unlike"]))
     ]  # fmt: skip
     ended = run_ranks(
-        machine, 2, timeout_s=60, names=list(wired.names), folder=str(place), commands=commands, kill=None
+        machine, 2, timeout_s=90, names=list(wired.names), folder=str(place), commands=commands, kill=None
     )
     assert "the command is 'phalanx train' on node 1" in ended[1][2]
     assert "node 1 of 2 did not arrive within 3 s" in ended[0][2]
@@ -252,7 +252,7 @@ def test_what_is_wrong_is_said_on_both_machines(
         for node in range(2)
     ]  # fmt: skip
     ended = run_ranks(
-        machine, 2, timeout_s=60, names=list(wired.names), folder=str(place), commands=commands, kill=None
+        machine, 2, timeout_s=90, names=list(wired.names), folder=str(place), commands=commands, kill=None
     )
     code = 0 if "complete" in expected else 2
     assert [code for code, _, _ in ended] == [code, code], ended
@@ -268,7 +268,7 @@ def test_a_stop_before_all_have_met_stops_who_is_there(wired: Networks, place: P
         for node in range(2)
     ]  # fmt: skip
     ended = run_ranks(
-        machine, 2, timeout_s=60, names=list(wired.names), folder=str(place), commands=commands, kill={"machine": asked}
+        machine, 2, timeout_s=90, names=list(wired.names), folder=str(place), commands=commands, kill={"machine": asked}
     )
     assert [code for code, _, _ in ended] == [10, 10], ended
     assert all("stopped by SIGTERM before " in out for _, out, _ in ended), ended
@@ -280,7 +280,7 @@ def test_of_a_network_that_falls_apart_one_half_goes_on(wired: Networks, tmp_pat
     """The one that creates the epoch's file; when the network heals, nobody comes back to life."""
     options = {"nodes": 2, "meet": f"file://{tmp_path}/meet"}
     started = [InNetwork(wired.names[node], tmp_path, node=node, **options) for node in range(2)]
-    wait_until(lambda: len(list(tmp_path.glob("ready-1-*.json"))) == 2, timeout_s=30)
+    wait_until(lambda: len(list(tmp_path.glob("ready-1-*.json"))) == 2, timeout_s=60)
     wired.cut()
     begun = time.monotonic()
     try:

@@ -13,7 +13,7 @@ from phalanx.train.clock import HostClock, Readings, UnitClock
 from tests.helpers import run_ranks
 from tests.numerics import runs
 
-PAUSE_S = 0.1  # in the forward and in the backward pass of each of two blocks, on rank 1 alone
+PAUSE_S = 0.2  # in the forward and in the backward pass of each of two blocks, on rank 1 alone
 
 
 def clocked(placement: Placement, run: str, data: str) -> list[Any]:
@@ -81,12 +81,14 @@ def test_what_happens_between_steps_is_no_work() -> None:
         clock.lap()
         clock.stop()
         time.sleep(0.2)
-        begun = time.perf_counter()
+        before = time.perf_counter()
         clock.start()
+        begun = time.perf_counter()
         mesh.traffic.waited(0.1)
         time.sleep(0.15)
+        ended = time.perf_counter()
         worked = clock.lap()
-        assert abs(worked - (time.perf_counter() - begun - 0.1)) < 0.05
+        assert ended - begun <= worked + 0.1 <= time.perf_counter() - before
 
 
 def test_a_pass_without_gradients_is_no_step() -> None:

@@ -246,7 +246,7 @@ def _train_with_rather_few_files(placement: Placement, folder: str) -> Any:
 
 def test_after_a_death_the_node_is_looked_at_and_nobody_waits(tmp_path: Path) -> None:
     found = run_ranks(_watched, 1, folder=str(tmp_path))[0]
-    assert found["begun_s"] < 1  # nothing happens yet
+    assert not found["begun"]  # nothing happens yet
     events = list(read_lines(RunPaths(tmp_path).events))
     assert [(each["kind"], each["after"], each["attempt"]) for each in events] == [
         (Kind.HEALTH, "the death of rank 1", 3)
@@ -261,18 +261,17 @@ def _watched(placement: Placement, folder: str) -> dict[str, Any]:
 
     paths = RunPaths(Path(folder))
     watch = fitness.Watch(paths, [], fitness.into_events(paths))
-    begun = time.monotonic()
     watch.look(3, "the death of rank 1")
-    begun_s = time.monotonic() - begun
+    begun = paths.events.exists()
     assert Path(f"/proc/self/task/{os.getpid()}/children").read_text() == ""  # what starts again comes first
     watch.tend()
     watch.tend()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 50
     while not paths.events.exists() and time.monotonic() < until:
         time.sleep(0.01)
     watch.close()  # nothing was asked for since
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return {"begun_s": begun_s, "reports": node_requests.health_reports(paths), "children": children}
+    return {"begun": begun, "reports": node_requests.health_reports(paths), "children": children}
 
 
 def test_a_request_needs_a_folder_that_can_be_written(tmp_path: Path) -> None:

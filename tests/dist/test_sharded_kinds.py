@@ -123,7 +123,7 @@ def too_many(placement: Placement) -> str:
 
 
 def test_several_units_in_one_checkpoint_are_refused_where_they_are_released() -> None:
-    assert "checkpoint the activations of one unit at a time" in run_ranks(too_many, 1, timeout_s=15)[0]
+    assert "checkpoint the activations of one unit at a time" in run_ranks(too_many, 1)[0]
 
 
 def few_units(placement: Placement) -> list[float]:

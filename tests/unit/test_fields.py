@@ -182,13 +182,11 @@ def _tokenizer(base: Seen, seen: Seen) -> None:
 def _timeout(base: Seen, seen: Seen) -> None:
     """A rank that never comes is waited for as long as that, and named."""
     waits = {}
-    for seconds in (0.3, 1.2):
-        begin = time.monotonic()
-        reason = run_ranks(wait_for_a_missing_rank, 2, timeout_s=30, timeout=seconds)[0]
+    for seconds in (0.3, 3.0):
+        reason = run_ranks(wait_for_a_missing_rank, 2, timeout_s=60, timeout=seconds)[0]
         waits[seconds] = reason["seconds"]
         assert "rank 1 of 2 did not arrive" in reason["message"]
-        assert time.monotonic() - begin < 20
-    assert 0.3 <= waits[0.3] < 1.2 <= waits[1.2]
+    assert 0.3 <= waits[0.3] < 3.0 <= waits[3.0]
 
 
 def wait_for_a_missing_rank(placement: Placement, timeout: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 
 import pytest
 import torch
@@ -55,12 +56,13 @@ def test_what_is_no_number_is_none(loss: float, weight: int) -> None:
 def test_time_between_steps_is_left_out_when_the_clock_is_started_again() -> None:
     with join(ALONE, 10) as mesh:
         recorder = Recorder(mesh, Flops(6, 6, None), attempt=1, total_tokens=0, positions=10, sharing=alone(mesh))
-        torch.ones(1 << 22).sort()
+        time.sleep(0.3)
+        begun = time.perf_counter()
         recorder.restart_clock()
         recorder.measured(1, *results(1.0, 1), 1e-3, 0.0)
         record = recorder.flush()
     assert record is not None
-    assert record.step_s < 0.05
+    assert record.step_s <= time.perf_counter() - begun
 
 
 def test_mfu_is_what_the_model_needs_of_what_the_devices_can() -> None:

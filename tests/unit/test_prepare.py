@@ -234,7 +234,7 @@ def test_waiting_for_another_process_has_an_end(tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(ConfigError, match=r"another process has held .*\.lock"):
             run([source], tmp_path / "c", lock_timeout_s=0.3)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
 
 
 def test_training_a_tokenizer_is_deterministic_and_loses_nothing(tmp_path: Path, tokenizer_folder: Path) -> None:

@@ -18,7 +18,7 @@ from phalanx.pulse import Pulse
 from phalanx.records import Placement, RunPaths
 
 FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
-PATIENCE_S = 1.5
+PATIENCE_S = 2.5
 PATIENCE = Patience(floor_s=PATIENCE_S, other_s=30.0)
 
 
