@@ -27,7 +27,7 @@ from phalanx.cluster.leader import Leader
 from phalanx.cluster.other_node import OtherNode
 from phalanx.cluster.peer import Peer
 from phalanx.cluster.rendezvous import Place
-from phalanx.cluster.slurm_step import step_of
+from phalanx.cluster.slurm_step import auto_resumed
 from phalanx.cluster.stopping import StopAsked, stoppable
 from phalanx.cluster.wire import Message
 from phalanx.config import Config
@@ -40,7 +40,6 @@ from phalanx.report import words
 from phalanx.report.terminal import open_terminal
 
 TIMEOUT_S = 600.0
-AUTO_RESUME = "PHALANX_AUTO_RESUME"  # what the option --auto-resume of srun and sbatch sets, by contrib/spank
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,8 @@ def meeting(
 ) -> Meeting | None:
     """Check the options that belong together; None for a run on one node. Raises ConfigError."""
     if nodes is None:
+        if auto_resumed(environment) is not None:
+            spares = None  # they belong to the meeting of a Slurm step
         given = {"--node-rank": node, "--rendezvous": where, "--rendezvous-timeout": timeout_s, "--spares": spares}
         alone = [name for name, value in given.items() if value is not None]
         if alone:
@@ -91,20 +92,24 @@ def meeting(
     return Meeting(nodes, node, place, timeout_s or TIMEOUT_S, spares=spares or 0)
 
 
-def meeting_of_slurm(paths: RunPaths, environment: Mapping[str, str]) -> Meeting | None:
+def meeting_of_slurm(paths: RunPaths, environment: Mapping[str, str], spares: int | None = None) -> Meeting | None:
     """The meeting of a Slurm step that has one task on each of several nodes and was started with --auto-resume=1:
-    each task is then a node's agent instead of a rank. None for any other start. Raises ConfigError."""
-    if environment.get(AUTO_RESUME) != "1":
+    each task is then a node's agent instead of a rank, and of these nodes `spares` wait. None for any other start.
+    Raises ConfigError."""
+    step = auto_resumed(environment)
+    if step is None:
         return None
-    step = step_of(environment)
-    if step is None or step.nodes == 1:
-        return None
+    spares = spares or 0
+    if spares >= step.nodes:
+        raise ConfigError(f"--spares {spares} of the {step.nodes} nodes of this Slurm step leaves none that trains; "
+                          "ask for more nodes, or for fewer spares")  # fmt: skip
     if paths.url is not None:
         raise ConfigError(
             f"srun --auto-resume=1 needs a run folder that all nodes share, by which they meet, but {paths.shown} is a "
             "URL; name a folder, or give --nodes, --node-rank and --rendezvous"
         )
-    return Meeting(step.nodes, step.node, Place(str(paths.meet), folder=paths.meet.absolute()), TIMEOUT_S)
+    place = Place(str(paths.meet), folder=paths.meet.absolute())
+    return Meeting(step.nodes - spares, step.node, place, TIMEOUT_S, spares=spares)
 
 
 def train(
@@ -395,7 +400,7 @@ def _take_part(node: OtherNode, meeting: Meeting, works: Works) -> Peer | int | 
         node.tell_stop(str(asked))
         raise
     except PhalanxError as error:
-        node.say({"unfit": str(error)})
+        node.say({"unfit": str(error), "code": int(error.exit_code)})
         raise
     if node.roster is not None:
         door = Door(node.at.listener, node.secret, functools.partial(_refused, meeting))

@@ -129,11 +129,12 @@ class Ready:
 
 @dataclass(frozen=True)
 class Unfit:
-    """A node cannot take part."""
+    """A node cannot take part; `code` is the exit code that says of what kind the reason is."""
 
     now: float
     node: int
     why: str
+    code: int
 
 
 @dataclass(frozen=True)
@@ -224,10 +225,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Drop:
-    """A member is to leave."""
+    """A member is to leave, with an exit code."""
 
     node: int
     why: str
+    code: int
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.cluster.causes import DEADLOCK, HANG, End, first_cause, is_aftermath
+from phalanx.cluster.causes import End, first_cause, is_aftermath
 from phalanx.cluster.fork import fork, kill_group, out_of_memory_kills
 from phalanx.cluster.job import Job, Part
 from phalanx.cluster.stopping import Signals
-from phalanx.cluster.watchdog import Hang, Watchdog
+from phalanx.cluster.watchdog import Blame, Watchdog
 from phalanx.cluster.worker import STACKS_SIGNAL, ask_flight_recorder, run_worker
 from phalanx.errors import PhalanxError, RunError
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, StoreAddress
 
 IDLE_S = 0.1  # how often `on_idle` is called
 SETTLE_S = 0.2  # how long a worker that merely lost a peer waits for the one that caused it to be seen
+WORD_S = 0.5  # how often the leader of several nodes hears what an agent sees of its ranks
 STACKS_S = 0.2  # what a hung worker gets to write its stacks down
 DEATH_S = 10.0  # what the kernel gets to tear a killed worker down
 CAUSE_FIELDS = {"exit_code", "type", "message", "reason", "step"}
@@ -117,12 +118,10 @@ class Attempt:
         """Wait until all have ended, or until the first abnormal end, and return the exit code."""
         others = self.job.others
         pids = {process.rank: process.pid for process in self.processes}
-        watchdog = Watchdog(self.job.shared, self.number, pids, self.part.world, self.job.patience)
-        while self._living() or self._busy_elsewhere():
+        watchdog = Watchdog(self.job.shared, self.number, pids, self.job.patience)
+        while self._living():
             self._wait(IDLE_S, heed_signals=True)
-            hang = watchdog.look([process.rank for process in self.processes if process.status is not None])
-            if hang is not None:
-                self._give_up(hang)
+            self._look_for_hangs(watchdog)
             for number in self.signals.take():
                 self._pass_on(number)
                 if others is not None:
@@ -131,7 +130,7 @@ class Attempt:
                 self._pass_on(signal.Signals[name])
             if self._is_broken():
                 return self._incident()
-            if (self._living() or self._busy_elsewhere()) and self._patience_is_over():
+            if self._living() and self._patience_is_over():
                 return self._kill_the_unwilling()
             if time.monotonic() >= self.next_idle:
                 self.next_idle = time.monotonic() + IDLE_S
@@ -139,19 +138,33 @@ class Attempt:
         if self._is_broken():
             return self._incident()
         stopped = any(end.exit_code == ExitCode.STOPPED for end in self.ends)
-        stopped |= others is not None and others.stopped()
         return int(ExitCode.STOPPED if stopped else ExitCode.DONE)
 
-    def _give_up(self, hang: Hang) -> None:
+    def _look_for_hangs(self, watchdog: Watchdog) -> None:
+        """Judge this node's ranks; of several nodes the leader judges, who hears what is seen here."""
+        gone, others = [process.rank for process in self.processes if process.status is not None], self.job.others
+        blamed: Sequence[Blame] = ()
+        if others is None:
+            word = watchdog.look(gone)
+            hang = None if word is None else word.judged()
+            blamed = () if hang is None else hang.blamed()
+        else:
+            word = watchdog.look(gone, WORD_S)
+            if word is not None:
+                others.tell(self.number, word)
+            blamed = others.hung()
+        if blamed:
+            self._give_up(blamed)
+
+    def _give_up(self, blamed: Sequence[Blame]) -> None:
         """Take ranks that hang for failed; all get their stacks into their logs before they are killed."""
         self._dump_stacks(self._living())
-        pids = {process.rank: process.pid for process in self.processes}
-        for beat in hang.late or hang.waiting[:1]:
-            reason = hang.reason(beat)
-            kind = HANG if hang.late else DEADLOCK
-            cause = {"exit_code": int(ExitCode.FAILED), "type": kind, "message": reason, "reason": reason}
-            cause["step"] = beat.step or None
-            self.ends.append(End(beat.rank, pids[beat.rank], None, int(ExitCode.FAILED), cause))
+        pids = {process.rank: process.pid for process in self._living()}
+        for blame in blamed:
+            if blame.rank in pids:
+                cause = {"exit_code": int(ExitCode.FAILED), "type": blame.kind, "message": blame.reason}
+                cause |= {"reason": blame.reason, "step": blame.step}
+                self.ends.append(End(blame.rank, pids[blame.rank], None, int(ExitCode.FAILED), cause))
 
     def _dump_stacks(self, processes: Sequence[_Process]) -> None:
         """Have workers write their stacks to their logs, and NCCL what it has recorded of its collectives."""
@@ -166,14 +179,6 @@ class Attempt:
     def _is_broken(self) -> bool:
         abnormal = any(end.abnormal for end in self.ends)
         return abnormal or (self.job.others is not None and self.job.others.broken())
-
-    def _busy_elsewhere(self) -> bool:
-        return self.job.others is not None and self.job.others.busy()
-
-    def _all_abnormal(self) -> list[End]:
-        """Abnormal ends here and, on node 0, elsewhere."""
-        elsewhere = self.job.others.ends() if self.job.others is not None else []
-        return [end for end in [*self.ends, *elsewhere] if end.abnormal]
 
     def _living(self) -> list[_Process]:
         return [process for process in self.processes if process.status is None]
@@ -237,15 +242,14 @@ class Attempt:
     def _incident(self) -> int:
         """After an abnormal end, here or elsewhere: find its cause, kill the others, report."""
         until = time.monotonic() + SETTLE_S
-        while self._living() and all(is_aftermath(end) for end in self._all_abnormal()):
+        while self._living() and all(is_aftermath(end) for end in self.ends if end.abnormal):
             left = until - time.monotonic()
             if left <= 0:
                 break
             self._wait(left, heed_signals=False)
         self.kill()
-        self.end_elsewhere()
-        ends = self._all_abnormal()
-        elsewhere = self.job.others is not None and self.job.others.explained()
+        ends = [end for end in self.ends if end.abnormal]
+        elsewhere = self.job.others is not None and self.job.others.broken()
         if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
             return int(ExitCode.FAILED)  # a node was lost, or node 0 ended the attempt: that has been said
         self.cause = end = first_cause(ends)
@@ -257,20 +261,11 @@ class Attempt:
             return int(ExitCode.STOPPED)  # it had not got as far as to handle the signal, nor to do a step
         return int(ExitCode.FAILED if end.exit_code is None else end.exit_code)
 
-    def end_elsewhere(self) -> None:
-        """Have the attempt end on the other nodes too, as far as that is this node's business."""
-        if self.job.others is None:
-            return
-        self.job.others.end()
-        while not self.job.others.ended():
-            self._wait(IDLE_S, heed_signals=False)
-
     def _kill_the_unwilling(self) -> int:
         """Kill the workers that have not stopped in time; their logs get the stacks they were killed in."""
         unwilling = self._living()
         self._dump_stacks(unwilling)
         self.kill()
-        self.end_elsewhere()
         impatient = self.signals.asked.count(signal.SIGINT) >= 2
         why = "at a second SIGINT" if impatient else f"{self.job.grace_s:g} s after the stop signal"
         for process in unwilling:

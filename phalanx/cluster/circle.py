@@ -13,15 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.cluster.beats import EVERY_S, GIVEN_UP, LIVES, Beat, Beats
+from phalanx.cluster.beats import GIVEN_UP, Beat, Beats
 from phalanx.cluster.door import Door
 from phalanx.cluster.epochs import MINE, TAKEN
 from phalanx.cluster.errand import Errand
+from phalanx.cluster.herald import Voice
 from phalanx.cluster.roster import Member, Roster, roster_of, roster_to_message, standing, watched_by
 from phalanx.cluster.wire import Channel, Message, Proof, calling
 from phalanx.errors import PhalanxError
 
-OVERSLEPT_S = 0.3  # between two turns: nobody is judged in the second one, as it may have been this agent that slept
+OVERSLEPT_S = 0.3  # between two turns: who was silent meanwhile may have spoken to nobody, and gets that time back
+LATE_MS = 10_000  # an answer to a beat older than that says nothing of now
 MEET_S = 10.0  # what a new member gets until its first sign of life
 AGAIN_S = 0.3  # between two calls to one who does not answer
 VOTES_S = 15.0  # what the others get to end their ranks and vote; those who are lost are not waited for
@@ -45,8 +47,9 @@ class Link:
 
 
 class Circle:
-    """One agent's view. `claim` creates an epoch's file (None: a run folder at a URL has none); `ballot` says what this
-    node's ranks have come to, or None while they run; `about` what an epoch's file says of the run."""
+    """One agent's view; `voice` says that it lives. `claim` creates an epoch's file (None: a run folder at a URL has
+    none); `ballot` says what this node's ranks have come to, or None while they run; `about` what an epoch's file says
+    of the run."""
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class Circle:
         roster: Roster,
         door: Door,
         beats: Beats,
+        voice: Voice,
         heartbeat_s: float,
         claim: Claim | None,
         ballot: Callable[[], Message | None],
@@ -68,14 +72,14 @@ class Circle:
         self.votes: dict[int, Message] = {}  # by which this agent came to lead
         self.before: Roster | None = None  # the last roster of another leader
         self.callers: list[tuple[Channel, Message]] = []  # others than members, for the owner to take
-        self._beats, self._claim, self._ballot, self._about = beats, claim, ballot, about
+        self._beats, self._voice = beats, voice
+        self._claim, self._ballot, self._about = claim, ballot, about
         self._links: dict[int, Link] = {}
         self._inbox: list[tuple[int, Message]] = []
         now = time.monotonic()
         self._heard_at = dict.fromkeys(roster.nodes, now + MEET_S)
         self._numbers: dict[str, int] = {}  # the last beat of each token
-        self._number = 0
-        self._turn = self._beat_at = now
+        self._turn = now
         self._joining: dict[int, Member] = {}
         self._claiming: tuple[Errand, Roster] | None = None
         self._voted: int | None = None
@@ -148,6 +152,7 @@ class Circle:
         for channel, _ in self.callers:
             channel.close("this node has left")
         self.door.close("this node has left")
+        self._voice.close()
         self._beats.close()
 
     def tend(self) -> None:
@@ -155,26 +160,32 @@ class Circle:
         if self.fenced is not None:
             return
         now = time.monotonic()
-        overslept, self._turn = now - self._turn > OVERSLEPT_S, now
+        self._wake(now)
         self._hear_beats(now)
         self._let_in()
         for node in list(self._links):
             self._hear(node, now)
-        if not overslept:
-            self._judge(now)
-        self._beat(now)
+        self._judge(now)
+        self._speak()
         self._call(now)
         if self.fenced is None and not self.finished:
             self._decide(now)
 
     # -------------------------------------------------------------------------------------------------- signs of life
 
+    def _wake(self, now: float) -> None:
+        """Another turn: where it comes late, its socket may have been full, and nobody is to be judged by that."""
+        slept_s, self._turn = now - self._turn, now
+        if slept_s > OVERSLEPT_S:
+            self._heard_at = {node: at if at > now else min(at + slept_s, now) for node, at in self._heard_at.items()}
+
     def _hear_beats(self, now: float) -> None:
         for beat, address in self._beats.heard():
             token = beat.token.hex()
             member = self.roster.member(beat.node)
             if beat.kind == GIVEN_UP:
-                if token == self.me.token and self._number - 100 <= beat.number <= self._number:
+                number = self._voice.number()
+                if token == self.me.token and number - LATE_MS <= beat.number <= number:
                     self._fence("the other nodes had given this one up, since nothing was heard of it")
             elif member is not None and member.token == token and beat.node not in self.lost:
                 if beat.number > self._numbers.get(token, 0):
@@ -187,16 +198,10 @@ class Circle:
     def _tokens_of_joining(self) -> list[str]:
         return [member.token for member in self._joining.values()]
 
-    def _beat(self, now: float) -> None:
-        if now < self._beat_at:
-            return
-        self._beat_at = now + EVERY_S
-        self._number += 1
-        beat = Beat(LIVES, self.roster.epoch, self.me.node, bytes.fromhex(self.me.token), self._number)
-        for node in watched_by(self.me.node, self.roster, self.lost):
-            member = self.roster.member(node)
-            assert member is not None
-            self._beats.send(beat, (member.address, member.beats))
+    def _speak(self) -> None:
+        members = [self.roster.member(node) for node in watched_by(self.me.node, self.roster, self.lost)]
+        to = [(member.address, member.beats) for member in members if member is not None]
+        self._voice.say(self.roster.epoch, to)
 
     def _judge(self, now: float) -> None:
         for node in watched_by(self.me.node, self.roster, self.lost):
@@ -396,6 +401,7 @@ class Circle:
 
     def _fence(self, why: str) -> None:
         self.fenced = self.fenced or why
+        self._voice.close()
         for link in self._links.values():
             if link.channel is not None:
                 link.channel.close(why)

@@ -17,8 +17,8 @@ from phalanx.cluster.door import Address, Door, bind
 from phalanx.cluster.greeting import objection, taken
 from phalanx.cluster.roster import Roster, member_of, roster_to_message
 from phalanx.cluster.wire import Channel, Message
-from phalanx.errors import CollectiveError, ConfigError, RunError
-from phalanx.records import Kind
+from phalanx.errors import CollectiveError, ConfigError, PhalanxError, RunError, Unhealthy
+from phalanx.records import ExitCode, Kind
 
 LOOK_S = 2.0  # between two looks whether the address file is still there
 
@@ -56,7 +56,7 @@ class FirstNode:
         self._offer: Callable[[int], Message] | None = None
         self._over = False
         self._missing_since = self._looked = time.monotonic()
-        self.refusal: str | None = None  # why a node cannot take part as things are
+        self.refusal: PhalanxError | None = None  # why a node cannot take part as things are
         self.asked: str | None = None  # the first stop signal on another node
 
     # ------------------------------------------------------------------------------------------------------ gathering
@@ -100,9 +100,10 @@ class FirstNode:
             seat.channel.say({"offer": offer(node)})
 
     def ready(self) -> bool:
-        """Whether all nodes can start. Raises as `arrived`, and ConfigError with the words of a node that cannot."""
+        """Whether all nodes can start. Raises as `arrived`, and an error with the words of a node that cannot:
+        Unhealthy where that is not fit, else ConfigError."""
         if self.refusal is not None:
-            raise ConfigError(self.refusal)
+            raise self.refusal
         return self.arrived() and all(seat.answer is not None for seat in self._seats.values())
 
     def answers(self) -> list[Message]:
@@ -188,7 +189,8 @@ class FirstNode:
         if "answer" in message and isinstance(message["answer"], dict):
             seat.answer = message["answer"]
         elif "unfit" in message:
-            self.refusal = f"node {node} ({seat.hello['host']}): {message['unfit']}"
+            error = Unhealthy if message.get("code") == ExitCode.UNHEALTHY else ConfigError
+            self.refusal = error(f"node {node} ({seat.hello['host']}): {message['unfit']}")
         elif "stop" in message:
             self.asked = self.asked or str(message["stop"])
         elif "ping" in message:

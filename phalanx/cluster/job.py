@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.cluster.causes import End
-from phalanx.cluster.watchdog import Patience
+from phalanx.cluster.watchdog import Blame, Patience, Word
 from phalanx.kept import Kept
 from phalanx.records import Placement, RunPaths, StoreAddress
 
@@ -23,26 +22,14 @@ class Others(Protocol):
     def begin(self, number: int, port: int | None) -> StoreAddress | None:
         """An attempt begins. Node 0 gives the loopback port of its store; another node gets the store's address."""
 
-    def busy(self) -> bool:
-        """Whether ranks of this attempt run elsewhere, for which this node has to wait."""
-
     def broken(self) -> bool:
         """Whether this attempt has to end here because of what happened elsewhere."""
 
-    def explained(self) -> bool:
-        """Whether what happened elsewhere explains why ranks here lost a peer."""
+    def tell(self, number: int, word: Word) -> None:
+        """Tell what this node sees of its ranks of an attempt, so that it is known who hangs."""
 
-    def stopped(self) -> bool:
-        """Whether ranks elsewhere ended because they were asked to stop."""
-
-    def ends(self) -> list[End]:
-        """How ranks elsewhere ended, as far as this node has to know."""
-
-    def end(self) -> None:
-        """This attempt is over here."""
-
-    def ended(self) -> bool:
-        """Whether it is over wherever this node has to wait for it; true within a limited time."""
+    def hung(self) -> list[Blame]:
+        """Ranks of this attempt, here or elsewhere, that have been found to hang since the last call."""
 
     def stops(self) -> list[str]:
         """Names of stop signals that other nodes got since the last call."""

@@ -7,6 +7,7 @@ prepared in a forked child.
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 from phalanx.cluster.affairs import (
@@ -38,6 +39,7 @@ from phalanx.cluster.causes import End as RankEnd
 from phalanx.cluster.causes import first_cause, is_aftermath, sameness, suspicion
 from phalanx.cluster.errand import Errand
 from phalanx.cluster.greeting import objection, taken
+from phalanx.cluster.hangs import Gathering
 from phalanx.cluster.node_requests import Request, Wanted
 from phalanx.cluster.peer import Peer
 from phalanx.cluster.roster import member_of, roster_to_message
@@ -73,6 +75,7 @@ class Leader:
         self._preparing: tuple[Errand, int] | None = None
         self._ends: dict[int, list[RankEnd]] = {}  # of this attempt, by node
         self._why: dict[str, str] = {}  # why members were lost, by token
+        self._pulses = Gathering()
         self._interrupts = 0
         self._incident: dict[str, Any] | None = None
         # A new leader knows the roster before its own, and learns in its first turn who is gone.
@@ -105,6 +108,7 @@ class Leader:
         self._see_requests()
         self._see_preparation()
         self._see_claimants()
+        self._see_hangs()
         if self.circle.settled:
             self.event(Time(time.monotonic()))
 
@@ -126,6 +130,15 @@ class Leader:
                     why = f"node {member.node} ({member.host}) {done}" + (f" ({request.reason})" * bool(request.reason))
                     self.event(Drained(time.monotonic(), member.node, drained, why))
 
+    def _see_hangs(self) -> None:
+        """Say which ranks of the attempt hang; their agents end them, and those of the others see where theirs are."""
+        if self.state.phase == Phase.RUNNING:
+            awaited = [node for node in self.state.seats if node not in self.state.codes]
+            hang = self._pulses.judge(self.state.attempt, awaited)
+            if hang is not None:
+                rows = [astuple(blame) for blame in hang.blamed()]
+                self.circle.tell_all({"hung": self.state.attempt, "ranks": rows})
+
     # ------------------------------------------------------------------------------------------------------- hearing
 
     def hear(self, node: int, message: Message) -> None:
@@ -137,7 +150,9 @@ class Leader:
             held = {int(rank): tuple(steps) for rank, steps in message["held"].items()}
             self.event(Ready(now, node, int(message["ready"]), held))
         elif "unfit" in message:
-            self.event(Unfit(now, node, str(message["unfit"])))
+            self.event(Unfit(now, node, str(message["unfit"]), int(message["code"])))
+        elif "pulses" in message:
+            self._pulses.hear(node, message["pulses"])
         elif "stop" in message:
             self.notice(Kind.SIGNALLED, {"attempt": max(self.state.attempt, 1), "signal": str(message["stop"])})
             self.circle.tell_all({"signal": str(message["stop"])}, but=node)
@@ -261,10 +276,9 @@ class Leader:
             case Start():
                 self._start(action)
             case Drop():
-                code = int(ExitCode.CONFIG)
-                self.circle.tell(action.node, {"dropped": action.why, "code": code})
+                self.circle.tell(action.node, {"dropped": action.why, "code": action.code})
                 if action.node == self.circle.me.node:
-                    self._finish(code, action.why)
+                    self._finish(action.code, action.why)
                 else:
                     self.circle.drop(action.node, action.why)
             case Note():

@@ -15,16 +15,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from phalanx.cluster import rendezvous
+from phalanx.cluster import hangs, rendezvous
 from phalanx.cluster.attempt import IDLE_S, Attempt
 from phalanx.cluster.beats import Beats
 from phalanx.cluster.causes import End
 from phalanx.cluster.circle import Circle, Claim
 from phalanx.cluster.door import Address, Door
+from phalanx.cluster.herald import Herald
 from phalanx.cluster.job import Job, Part
 from phalanx.cluster.relay import CALL_S, Relay, beside_the_store, hand_over, to_node_0
 from phalanx.cluster.roster import Member, Roster
 from phalanx.cluster.stopping import Signals
+from phalanx.cluster.watchdog import Blame, Word
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import PhalanxError
 from phalanx.records import ExitCode, Kind, StoreAddress
@@ -86,6 +88,7 @@ class Peer:
         self._last: Message = {}  # how the last one ended here
         self._ordered_to_end = False
         self._stops: list[str] = []
+        self._hung: list[Blame] = []
         self._relay: tuple[Relay, Any] | None = None
         self._store_calls: list[tuple[Channel, Message, float]] = []
 
@@ -94,7 +97,7 @@ class Peer:
     ) -> None:
         """Be a member from now on; what is open belongs to this one then."""
         beats = Beats(at.beats, self.secret)
-        self.circle = Circle(me, roster, door, beats, heartbeat_s, claim, self.ballot, self.about)
+        self.circle = Circle(me, roster, door, beats, Herald(me, beats), heartbeat_s, claim, self.ballot, self.about)
 
     @property
     def leads(self) -> bool:
@@ -151,7 +154,7 @@ class Peer:
     def begin(self, number: int, port: int | None) -> StoreAddress | None:
         """An attempt begins: with rank 0 here, whose store listens at a loopback port, or elsewhere."""
         assert self.start is not None
-        self._running, self._ordered_to_end = number, False
+        self._running, self._ordered_to_end, self._hung = number, False, []
         if port is not None:
             self._relay = beside_the_store(port)
             self._tend_store_calls()
@@ -163,39 +166,29 @@ class Peer:
         self._relay = relay, None
         return address
 
-    def busy(self) -> bool:
-        """Whether this node has to wait for others before its part is done: the leader does that."""
-        return False
-
     def broken(self) -> bool:
         """Whether the attempt has to end here because of what happened elsewhere."""
         circle = self.circle
         gone = circle.fenced is not None or circle.roster.leader in circle.lost
         return self._ordered_to_end or gone or self.over is not None
 
-    def explained(self) -> bool:
-        """Whether what happened elsewhere explains why ranks here lost a peer: the leader tells its user that."""
-        return self.broken()
-
-    def ends(self) -> list[End]:
-        """How ranks elsewhere ended: that is the leader's to know."""
-        return []
-
-    def stopped(self) -> bool:
-        """As for `ends`."""
-        return False
-
     def end(self) -> None:
-        """The attempt is over here."""
+        """The attempt is over here: its ranks are dead."""
+        self._running = 0
         if self._relay is not None:
             (relay, ours), self._relay = self._relay, None
             if ours is not None:
                 ours.close()
             relay.stop()
 
-    def ended(self) -> bool:
-        """Whether it is over wherever this node has to wait for it."""
-        return True
+    def tell(self, number: int, word: Word) -> None:
+        """Tell the leader what this node sees of its ranks of an attempt."""
+        self.circle.tell(self.circle.roster.leader, {"pulses": hangs.to_message(number, word)})
+
+    def hung(self) -> list[Blame]:
+        """Ranks that the leader has found to hang since the last call."""
+        new, self._hung = self._hung, []
+        return new
 
     def stops(self) -> list[str]:
         """Names of stop signals that were passed on to this node since the last call."""
@@ -220,6 +213,8 @@ class Peer:
                 self.report(int(message["end"]), ExitCode.FAILED, [])  # nothing of it has begun here
         elif "pause" in message and message["pause"] == self._running:
             self._stops.append("SIGTERM")
+        elif "hung" in message and message["hung"] == self._running:
+            self._hung = [Blame(*row) for row in message["ranks"]]
         elif "signal" in message:
             self._stops.append(str(message["signal"]))
         elif "finish" in message:
@@ -332,9 +327,6 @@ class Peer:
             return "lo"
         return next((name for name, address in rendezvous.interfaces() if address == self.circle.me.address), None)
 
-    def attempt_is_over(self) -> None:
-        self._running = 0
-
     def close(self) -> None:
         """Leave; the last words of a leader are still said."""
         self.end()
@@ -385,8 +377,7 @@ def _attempt(peer: Peer, number: int, seat: Seat, signals: Signals) -> None:
         lowered = code == ExitCode.OUT_OF_MEMORY and job.after_out_of_memory()
     finally:
         attempt.kill()
-        attempt.end_elsewhere()
-        peer.attempt_is_over()
+        peer.end()
         peer.report(number, code, ends, lowered)
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from phalanx.errors import ConfigError
 
+AUTO_RESUME = "PHALANX_AUTO_RESUME"  # what the option --auto-resume of srun and sbatch sets, by contrib/spank
+
 
 @dataclass(frozen=True)
 class Step:
@@ -51,6 +53,14 @@ def step_of(environment: Mapping[str, str]) -> Step | None:
         start=_number(environment, "SLURM_RESTART_COUNT", 0) + 1,
         caller=(host, int(port)) if host and re.fullmatch(r"[0-9]{1,5}", port) else None,
     )
+
+
+def auto_resumed(environment: Mapping[str, str]) -> Step | None:
+    """The step on several nodes that was started with --auto-resume=1, else None. Raises as `step_of`."""
+    if environment.get(AUTO_RESUME) != "1":
+        return None
+    step = step_of(environment)
+    return None if step is None or step.nodes == 1 else step
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -61,7 +61,7 @@ def decide(state: State, event: Event) -> Decision:
         case Ready():
             return _ready(state, event)
         case Unfit():
-            return state, [Drop(event.node, event.why)]
+            return state, [Drop(event.node, event.why, event.code)]
         case Prepared():
             return _prepared(state, event)
         case Refused():
@@ -160,7 +160,7 @@ def _time(state: State, now: float) -> Decision:
         return _if_over(state, now)  # a leader that has just taken over
     if state.phase == Phase.ENDING and now > state.since + COLLECT_S and state.planned is None:
         why = f"it did not end its ranks within {COLLECT_S:g} s"
-        return replace(state, since=now), [Drop(node, why) for node in _awaited(state)]
+        return replace(state, since=now), [Drop(node, why, int(ExitCode.FAILED)) for node in _awaited(state)]
     if state.phase == Phase.IDLE and (state.wait_until is None or now > state.wait_until):
         return _regroup(state, now)  # it has been waited for long enough, or a new leader has found nothing running
     return state, []

@@ -2,7 +2,8 @@
 
 A rank hangs when nothing has changed with it for longer than a patience that follows from the steps it has done. Ranks
 that merely wait for others are no cause: who is named is the one that the others wait for. `judge` decides, from plain
-numbers; `Watchdog` reads them. No torch here.
+numbers; `Watchdog` reads those of a node. Of several nodes the leader judges what all have said (`hangs.py`). No torch
+here.
 """
 
 import os
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx import pulse
+from phalanx.cluster.causes import DEADLOCK, HANG
 from phalanx.pulse import PHASES, STEP_PHASES, Beat
 
 FACTOR = 10  # so many times the longest of the last steps is how long nothing may change in a step
@@ -61,12 +63,31 @@ NO_SIGNS = Signs()
 
 
 @dataclass(frozen=True)
+class Word:
+    """What an agent sees of its ranks that have not ended; no `signs` while none is about to be judged."""
+
+    beats: tuple[Beat, ...]
+    signs: Mapping[int, Signs]
+    patience: Patience
+
+    def judged(self) -> "Hang | None":
+        """Whether ranks hang, where there are no others than these."""
+        return judge(self.beats, self.signs, len(self.beats), self.patience)
+
+
+@dataclass(frozen=True)
 class Hang:
     """Ranks that hang, and those that wait for them. Without `late`, all wait for one another."""
 
     late: tuple[Beat, ...]
     waiting: tuple[Beat, ...]
     stopped: frozenset[int] = frozenset()
+
+    def blamed(self) -> list["Blame"]:
+        """What is said of each rank that is taken to have failed; of ranks that wait for one another, of one."""
+        kind = HANG if self.late else DEADLOCK
+        blamed = self.late or self.waiting[:1]
+        return [Blame(beat.rank, kind, self.reason(beat), beat.step or None) for beat in blamed]
 
     def reason(self, beat: Beat) -> str:
         """A sentence on why `beat`'s rank is taken to hang."""
@@ -76,12 +97,22 @@ class Hang:
                 f"it has waited for {beat.still_s:.0f} s in {where}, as all ranks have, and none is behind: the "
                 "network between them broke, or they wait in different collectives; the stacks are in the logs"
             )
-        how = ", stopped by a signal," if beat.rank in self.stopped else ""
+        how = ", stopped by a signal" if beat.rank in self.stopped else ""
         others = ""
         if self.waiting:
             names = numbers([other.rank for other in self.waiting])
             others = f", while {names} wait{'s' if len(self.waiting) == 1 else ''} in {place(self.waiting[0])}"
         return f"nothing has changed for {beat.still_s:.0f} s in {where}{how}{others}; the stacks are in the logs"
+
+
+@dataclass(frozen=True)
+class Blame:
+    """A rank that is taken to have failed: `kind` is HANG or DEADLOCK."""
+
+    rank: int
+    kind: str
+    reason: str
+    step: int | None
 
 
 def place(beat: Beat) -> str:
@@ -110,7 +141,7 @@ def position(beat: Beat) -> tuple[int, int, int]:
 
 
 def judge(beats: Sequence[Beat], signs: Mapping[int, Signs], world: int, patience: Patience) -> Hang | None:
-    """Whether ranks hang, and which. `beats` are those of all `world` ranks, or of some, whose agent knows no others.
+    """Whether ranks hang, and which. `beats` are those of all `world` ranks, or of some, where no others are known.
 
     A rank that does not wait hangs when nothing has changed with it for longer than `patience`; of several, those that
     are behind the others are at fault. Ranks that wait are only judged when all do. Where somebody debugs a rank nobody
@@ -147,12 +178,10 @@ def _hang(late: Sequence[Beat], beats: Sequence[Beat], stopped: frozenset[int]) 
 
 
 class Watchdog:
-    """Looks at the pulses of this node's ranks of one attempt. `pids` by rank; `world`: ranks of the whole job."""
+    """Looks at the pulses of this node's ranks of one attempt. `pids` by rank."""
 
-    def __init__(
-        self, folder: Path | None, attempt: int, pids: Mapping[int, int], world: int, patience: Patience | None
-    ) -> None:
-        self._folder, self._attempt, self._pids, self._world = folder, attempt, dict(pids), world
+    def __init__(self, folder: Path | None, attempt: int, pids: Mapping[int, int], patience: Patience | None) -> None:
+        self._folder, self._attempt, self._pids = folder, attempt, dict(pids)
         self._patience = patience if folder is not None else None
         self._begun = self._looked = time.monotonic()
         self._calm_until = self._next = 0.0
@@ -168,19 +197,20 @@ class Watchdog:
             found.append(beat or Beat(rank, 0, "starting", 0, "", now - self._begun, 0, 0.0))
         return found
 
-    def look(self, gone: Sequence[int] = ()) -> Hang | None:
-        """Judge now, if it is time to; ranks that are `gone` have ended."""
+    def look(self, gone: Sequence[int] = (), every_s: float = LOOK_S) -> "Word | None":
+        """What is to be judged now, if it is time to; ranks that are `gone` have ended."""
         now = time.monotonic()
         if self._patience is None or now < self._next:
             return None
         if now > self._looked + OVERSLEPT_S:
             self._calm_until = now + CALM_S
-        self._looked, self._next = now, now + LOOK_S
-        beats = self.beats(gone)
-        if now < self._calm_until or not any(beat.still_s > self._patience.of(beat) / 2 for beat in beats):
+        self._looked, self._next = now, now + every_s
+        if now < self._calm_until:
             return None
-        signs = {beat.rank: self._signs(beat.rank, now, self._patience) for beat in beats}
-        return judge(beats, signs, self._world - len(gone), self._patience)
+        beats, patience = self.beats(gone), self._patience
+        near = any(beat.still_s > patience.of(beat) / 2 for beat in beats)
+        signs = {beat.rank: self._signs(beat.rank, now, patience) for beat in beats} if near else {}
+        return Word(tuple(beats), signs, patience)
 
     def _signs(self, rank: int, now: float, patience: Patience) -> Signs:
         root = Path(f"/proc/{self._pids[rank]}")

@@ -18,6 +18,7 @@ from typing import Any
 from phalanx.cluster import agent
 from phalanx.cluster.fork import fork_call
 from phalanx.cluster.placement import device_of, from_environment
+from phalanx.cluster.slurm_step import AUTO_RESUME
 from phalanx.errors import ConfigError
 from phalanx.records import Kind, Placement
 
@@ -31,6 +32,7 @@ PRELOAD = (
 )
 DEVICES_TIMEOUT_S = 120.0
 GRACE_S = 30.0
+RESTARTS = 3  # with --auto-resume=1, of a script on one node: what it has come to is for it to know
 LAST_S = datetime.timedelta(days=365)  # that ranks may go on after rank 0 has ended
 PARAMETERS = "SM_HP_MP_PARAMETERS"
 
@@ -61,6 +63,11 @@ def run(
                 f"{given.rank} of {given.world}; leave it out"
             )
         _check(settings, given.world)
+        if environment.get(AUTO_RESUME) == "1" and given.rank == 0:
+            sys.stderr.write(
+                "--auto-resume=1 starts nothing again here: of a script, phalanx run starts only the ranks of one node "
+                "again, those of several nodes belong to srun\n"
+            )
         return become(given, script, arguments, settings)
     world = nproc or len(devices) or 1
     _check(settings, world)
@@ -69,6 +76,7 @@ def run(
         world=world,
         worker=worker,
         devices=[device_of(devices, rank, world) for rank in range(world)],
+        max_restarts=RESTARTS if environment.get(AUTO_RESUME) == "1" else 0,
         on_event=_told,
         grace_s=GRACE_S,
     )
@@ -85,6 +93,8 @@ def _told(kind: str, details: dict[str, Any]) -> None:
     if kind == Kind.WORKER_DIED and details.get("world", 2) > 1:
         how = f"exit code {details['exit_code']}" if "type" not in details and "exit_code" in details else None
         sys.stderr.write(f"rank {details['rank']} ended first: {how or details.get('reason')}\n")
+    if kind == Kind.RESTARTED:
+        sys.stderr.write("all ranks are started again (--auto-resume=1)\n")
 
 
 def _settings(path: Path | None) -> str | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.records import ExitCode, Kind
+from phalanx.records import ExitCode, Kind, RunPaths
 from tests.cluster.lives import RECIPE, curve, events, life, state, train
 from tests.dist import command
 
@@ -84,3 +84,22 @@ def test_a_node_that_is_to_be_left_is_left_and_no_step_is_lost(place: Path, spar
     if spares:
         assert state(place / run) == state(place / "calm")
     assert curve(place / run) == pytest.approx(curve(place / "calm"), rel=1e-9)
+
+
+def test_a_rank_that_hangs_on_another_node_is_named_and_no_node_is_lost(place: Path) -> None:
+    """Rank 1 is stopped while rank 0, on node 0, waits for it; then rank 0 sleeps, and rank 1 waits."""
+    planned = ["freeze:rank=1,step=20", "hang:rank=0,step=40,attempt=2"]
+    ended = train(place, "hung", [[life()], [life()]], 2, "resilience.hang_s=4", "--inject", "; ".join(planned))
+    assert [each[-1][0] for each in ended] == [0, 0], ended
+    assert state(place / "hung") == state(place / "calm")
+    assert events(place / "hung", Kind.NODE_LOST) == []
+    frozen, hung = events(place / "hung", Kind.WORKER_DIED)
+    assert (frozen["rank"], frozen["type"], frozen["step"]) == (1, "Hang", 20)
+    assert "stopped by a signal, while rank 0 waits in" in frozen["reason"]
+    assert (hung["rank"], hung["type"], hung["step"]) == (0, "Hang", 40)
+    assert "in forward of step 40, while rank 1 waits in" in hung["reason"]
+    incidents = events(place / "hung", Kind.INCIDENT)
+    assert [each["done"] for each in incidents] == ["all ranks start again"] * 2
+    paths = RunPaths(place / "hung")
+    for attempt, rank in ((1, 0), (2, 0), (2, 1)):  # a stopped process writes nothing
+        assert "hread 0x" in paths.log(attempt, rank).read_text(), "the stacks of all ranks are in their logs"

@@ -579,16 +579,18 @@ def silent(heartbeat_s: float) -> list[int]:
     from phalanx.cluster.circle import Circle
     from phalanx.cluster.door import Door, bind
     from phalanx.cluster.roster import Roster, member_of
+    from tests.unit.test_herald import Aloud
 
     places = [bind("127.0.0.1") for _ in range(2)]
     told = [{"node": node, "host": "", "devices": [["cpu", "any", True]]} for node in range(2)]
     members = tuple(member_of({**told[node], **place.told()}) for node, place in enumerate(places))
     roster = Roster(1, 0, members)
     secret = "sixteen characters"
+    beats = [Beats(place.beats, secret) for place in places]
     circles = [
         Circle(
-            members[node], roster, Door(place.listener, secret, lambda host, why: None), Beats(place.beats, secret),
-            heartbeat_s, None, lambda: None, lambda following: {},
+            members[node], roster, Door(place.listener, secret, lambda host, why: None), beats[node],
+            Aloud(members[node], beats[node]), heartbeat_s, None, lambda: None, lambda following: {},
         )
         for node, place in enumerate(places)
     ]  # fmt: skip

@@ -331,7 +331,9 @@ def _event(data: st.DataObject, state: State, world: World, now: float, pending:
 
 
 def test_a_node_that_is_unfit_is_dropped() -> None:
-    assert walk(begun(spares=1), Unfit(1, 2, "other data"))[1] == [Drop(2, "other data")]
+    assert walk(begun(spares=1), Unfit(1, 2, "other data", 2))[1] == [Drop(2, "other data", 2)]
+    sick = int(ExitCode.UNHEALTHY)
+    assert walk(begun(spares=1), Unfit(1, 2, "its disk is full", sick))[1] == [Drop(2, "its disk is full", sick)]
 
 
 def test_waiting_is_said_once() -> None:

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx import pulse
-from phalanx.cluster.watchdog import FACTOR, WARM_STEPS, Patience, Signs, Watchdog, judge, patience_of, position
+from phalanx.cluster import hangs
+from phalanx.cluster.watchdog import FACTOR, WARM_STEPS, Patience, Signs, Watchdog, Word, judge, patience_of, position
 from phalanx.errors import RunError
 from phalanx.pulse import PHASES, STEP_PHASES, WAITS, Beat
 from tests.helpers import ROOT
@@ -139,6 +140,63 @@ def test_patience_follows_from_the_steps() -> None:
     assert (fixed.of(beat(0, longest_s=9.0)), fixed.of(beat(0, phase="checkpoint"))) == (3.0, 600.0)
 
 
+# ------------------------------------------------------------------------------------------------------- several nodes
+
+
+def said(attempt: int, *beats: Beat, signs: dict[int, Signs] | None = None) -> Any:
+    """What an agent's word is when it has come to the leader."""
+    return json.loads(json.dumps(hangs.to_message(attempt, Word(beats, signs or {}, PATIENCE))))
+
+
+def test_of_ranks_of_several_nodes_the_one_behind_is_named() -> None:
+    """Node 1 alone would have to take its own rank for the one that hangs."""
+    gathering = hangs.Gathering()
+    gathering.hear(1, said(3, beat(1, phase="update", still_s=30.0)))
+    assert gathering.judge(3, [0, 1]) is None  # node 0 has not spoken
+    gathering.hear(0, said(3, beat(0, phase="forward", still_s=25.0)))
+    hang = gathering.judge(3, [0, 1])
+    assert hang is not None
+    (blame,) = hang.blamed()
+    assert (blame.rank, blame.kind, blame.step) == (0, "Hang", 7)
+    assert "while rank 1 waits in update of step 7" in blame.reason
+    assert gathering.judge(3, [0, 1]) is None  # it has been said
+
+
+def test_ranks_of_several_nodes_that_wait_for_one_another_are_found() -> None:
+    gathering = hangs.Gathering()
+    for node in (0, 1):
+        gathering.hear(node, said(1, beat(node, phase="exchange", waits_for="reduce", still_s=30.0)))
+    hang = gathering.judge(1, [0, 1])
+    assert hang is not None
+    assert [blame.kind for blame in hang.blamed()] == ["Deadlock"]
+
+
+def test_a_rank_that_was_stopped_on_another_node_is_named() -> None:
+    gathering = hangs.Gathering()
+    waiting = {"phase": "exchange", "waits_for": "reduce", "still_s": 30.0}
+    gathering.hear(0, said(1, beat(0, **waiting)))
+    gathering.hear(1, said(1, beat(1, **waiting), signs={1: Signs(stopped=True)}))
+    hang = gathering.judge(1, [0, 1])
+    assert hang is not None
+    assert [(blame.rank, "stopped by a signal" in blame.reason) for blame in hang.blamed()] == [(1, True)]
+
+
+@pytest.mark.parametrize("why", ["another attempt", "old words", "a node that works"])
+def test_nobody_is_named_by_what_says_nothing_of_now(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering = hangs.Gathering()
+    gathering.hear(0, said(2, beat(0, phase="exchange", waits_for="reduce", still_s=30.0)))
+    gathering.hear(1, said(2, beat(1, still_s=1.0 if why == "a node that works" else 30.0)))
+    if why == "another attempt":
+        gathering.hear(0, said(1, beat(0, still_s=30.0)))  # which comes late
+        assert gathering.judge(1, [0, 1]) is None
+        assert gathering.judge(3, [0, 1]) is None
+        return
+    if why == "old words":
+        later = time.monotonic() + 2 * hangs.STALE_S
+        monkeypatch.setattr(hangs.time, "monotonic", lambda: later)
+    assert gathering.judge(2, [0, 1]) is None
+
+
 # ---------------------------------------------------------------------------------------------------------------- pulse
 
 
@@ -190,12 +248,14 @@ def test_a_pulse_that_finds_no_room_is_a_sentence(tmp_path: Path) -> None:
 def test_an_agent_that_has_overslept_judges_nobody(tmp_path: Path) -> None:
     mine = pulse.opened(str(tmp_path), 0, 1)
     mine.at("data", 1)
-    dog = Watchdog(tmp_path, 1, {0: os.getpid()}, 1, Patience(0.0, 0.0))
+    dog = Watchdog(tmp_path, 1, {0: os.getpid()}, Patience(0.0, 0.0))
     dog._looked -= 3.0  # as if it had not been served since
     time.sleep(0.01)
     assert dog.look() is None
     dog._next = dog._calm_until = 0.0
-    assert dog.look() is not None
+    word = dog.look()
+    assert word is not None
+    assert word.judged() is not None
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
