@@ -164,10 +164,10 @@ def disturbed(place: Place, name: str) -> Started:
     at = [place.steps * part // 8 for part in (1, 2, 4, 6)]
     first.wait(lambda: first.step() >= at[0])
     os.kill(second.ranks()[0], signal.SIGKILL)
-    first.wait(lambda: first.step() >= at[1])
+    first.wait(lambda: len(worlds(first)) >= 2 and first.step() >= at[1])
     second.process.kill()
     second.process.wait()
-    first.wait(lambda: first.step() >= at[2])
+    first.wait(lambda: len(worlds(first)) >= 3 and first.step() >= at[2])
     with throttle(2) as limits:
         for rank, pid in enumerate(first.ranks()):  # so that the run lasts until the node has come back
             limits.limit(rank, LEAST)
@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also draw the curves into this file")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="phalanx-one-curve-") as name:
-        place = Place(Path(name), 80 if given.quick else 200)
+        place = Place(Path(name), 120 if given.quick else 300)
         (place.folder / "recipe.yaml").write_text(RECIPE.format(steps=place.steps))
         write_answers(place.folder / "answers.jsonl")
         ways: dict[str, Callable[[str], Started]] = {
