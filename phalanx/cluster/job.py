@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from phalanx.cluster.causes import End
 from phalanx.cluster.watchdog import Patience
-from phalanx.kept import Kept
+from phalanx.kept import Address, Kept
 from phalanx.records import Placement, RunPaths, StoreAddress
 
 
@@ -59,6 +59,8 @@ class Part:
     first_rank: int
     world: int  # ranks of the whole job
     interface: str | None  # the network interface that leads to the other nodes, where it is known
+    nodes: int = 1  # that have ranks
+    partner: Address | None = None  # where the agent of the next one of them is
 
 
 def _nothing() -> None:
