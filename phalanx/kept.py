@@ -1,19 +1,133 @@
-"""What an attempt begins with, where that is in shared memory: plain data, which a placement carries."""
+"""What is kept of a run in shared memory, on which nodes, and what an attempt begins with of it: plain data, and one
+pure choice.
 
-from dataclasses import dataclass
+Ranks that hold the same pieces of a model, as in hybrid sharding, are one *part* of it: whichever of them is left will
+do.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class KeptFile:
-    """The state file of a rank of an attempt before."""
+    """The state file of a rank of an attempt before: `path` on this node; or, at the `address` of another one, the
+    `name` that it is asked for there. `layout`: what its slots look like, as hexadecimal digits of a digest."""
 
     rank: int
     path: str
+    layout: str = ""
+    address: Address | None = None
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A step that all ranks of an attempt before have committed to shared memory, and their files in order of rank."""
+    """A step that all ranks of an attempt before have committed to shared memory, and their files in order of rank:
+    all of them, or as many as hold every part."""
 
     step: int
     files: tuple[KeptFile, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a node says of a state file that it has: that of a `rank` of `world` in attempt `generation`, with these
+    committed steps. `way`: how often training had gone back since; what was committed before belongs to no run any
+    more. `part` is the lowest rank that holds the same pieces, `parts` how many unlike ones there are;
+    `replica`: it was sent here by a rank of another node."""
+
+    generation: int
+    way: int
+    rank: int
+    world: int
+    part: int
+    parts: int
+    steps: tuple[int, ...]
+    layout: str
+    replica: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A step, and which copies of it are gone on from: by rank of that attempt, the node and what it holds."""
+
+    step: int
+    generation: int
+    way: int
+    files: Mapping[int, tuple[int, Held]]
+
+
+def choose(held: Mapping[int, Iterable[Held]]) -> Choice | None:
+    """The newest step that is whole in what nodes hold; of generations that hold the same, the newest.
+
+    A step is whole that all ranks of a generation hold, be it in their own memory or in a replica; or, where nothing is
+    left of some ranks, that is held for every part.
+    """
+    ways: dict[tuple[int, int], dict[int, list[tuple[int, Held]]]] = {}
+    for node, files in sorted(held.items()):
+        for each in files:
+            ways.setdefault((each.generation, each.way), {}).setdefault(each.rank, []).append((node, each))
+    newest: dict[int, int] = {}
+    for generation, way in ways:
+        newest[generation] = max(way, newest.get(generation, 0))
+    found = [choice for key, by_rank in ways.items() if newest[key[0]] == key[1] and (choice := _of(*key, by_rank))]
+    return max(found, key=lambda choice: (choice.step, choice.generation), default=None)
+
+
+def _of(generation: int, way: int, by_rank: Mapping[int, list[tuple[int, Held]]]) -> Choice | None:
+    copies = [copy for each in by_rank.values() for copy in each]
+    forms = {(each.world, each.parts) for _, each in copies}
+    if len(forms) != 1:
+        return None
+    world, parts = forms.pop()
+    steps = {step for _, each in copies for step in each.steps}
+    whole = [step for step in steps if len(_holders(step, by_rank)) == world]
+    if not whole:
+        whole = [step for step in steps if len({each.part for _, each in _holders(step, by_rank).values()}) == parts]
+    if not whole:
+        return None
+    return Choice(max(whole), generation, way, _holders(max(whole), by_rank))
+
+
+def _holders(step: int, by_rank: Mapping[int, list[tuple[int, Held]]]) -> dict[int, tuple[int, Held]]:
+    """For each rank whose state of a step is there, where: its own memory before a replica."""
+    found = {}
+    for rank, copies in sorted(by_rank.items()):
+        here = [copy for copy in copies if step in copy[1].steps]
+        if here:
+            found[rank] = min(here, key=lambda copy: (copy[1].replica, copy[0]))
+    return found
+
+
+def missing(held: Mapping[int, Iterable[Held]]) -> list[int]:
+    """The ranks of the newest generation of which no node holds anything; empty where nothing at all is held."""
+    every = [each for files in held.values() for each in files]
+    newest = [each for each in every if each.generation == max(each.generation for each in every)]
+    if not newest:
+        return []
+    return sorted(set(range(newest[0].world)) - {each.rank for each in newest})
+
+
+def held_to_message(held: Iterable[Held]) -> list[dict[str, Any]]:
+    """As JSON."""
+    return [asdict(each) for each in held]
+
+
+def held_of(told: Iterable[Mapping[str, Any]]) -> tuple[Held, ...]:
+    """Read what `held_to_message` wrote."""
+    return tuple(Held(**{**each, "steps": tuple(each["steps"])}) for each in told)
+
+
+def choice_to_message(choice: Choice) -> dict[str, Any]:
+    """As JSON."""
+    files = [[node, asdict(each)] for node, each in choice.files.values()]
+    return {"step": choice.step, "generation": choice.generation, "way": choice.way, "files": files}
+
+
+def choice_of(told: Mapping[str, Any]) -> Choice:
+    """Read what `choice_to_message` wrote."""
+    files = {each["rank"]: (int(node), held_of([each])[0]) for node, each in told["files"]}
+    return Choice(int(told["step"]), int(told["generation"]), int(told["way"]), files)

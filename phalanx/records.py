@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.kept import Kept
+from phalanx.kept import Address, Kept
 
 # Files of a Hugging Face folder's tokenizer: any of the first makes a folder one, the others say more about it.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -99,7 +99,8 @@ class StoreAddress:
 class Placement:
     """Where one worker runs. `device` is "cpu" or an accelerator with its index; `attempt` counts from 1; `threads` of
     the host are the user's choice, 0: this rank's part of the cores; `shared` is the folder in this node's shared
-    memory where things outlive the rank, `kept` what of it the attempt begins with (None: with what is on the disk)."""
+    memory where things outlive the rank, `kept` what of it the attempt begins with (None: with what is on the disk);
+    `nodes` have ranks, and the agent of the one after this one is at `partner`, if there is more than one."""
 
     rank: int
     world: int
@@ -112,6 +113,8 @@ class Placement:
     threads: int = 0
     shared: str | None = None
     kept: Kept | None = None
+    nodes: int = 1
+    partner: Address | None = None
 
 
 @dataclass
@@ -457,17 +460,7 @@ def recent_lines(path: Path, least_bytes: int) -> list[dict[str, Any]]:
 
 def last_line(path: Path) -> dict[str, Any] | None:
     """The last whole record of a JSON-lines file, without reading all of it; None where there is none near its end."""
-    if not path.exists():
-        return None
-    with open(path, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 2**20))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                return record
-    return None
+    return next(reversed(recent_lines(path, 2**20)), None)
 
 
 def split_attempts(

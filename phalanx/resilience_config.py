@@ -13,7 +13,12 @@ class ResilienceSection(Section):
     memory: bool | Literal["auto"] = knob(
         "auto",
         "keep the last two steps in shared memory, where they outlive the ranks: after a failure the run goes on from "
-        "the last step; auto: where there is room, on one node",
+        "the last step; auto: where there is room",
+    )
+    replicate: Annotated[Literal["auto", "every_step", "off"], BeforeValidator(or_off)] = knob(
+        "auto",
+        "several nodes: every_step: each step is kept in the shared memory of a second node too, so that none is lost "
+        "with a node; auto: where there is room; off: a lost node takes the run back to a checkpoint",
     )
     max_restarts: CountOrZero = knob(3, "restarts after failures without a step done in between, before giving up")
     same_crash: Count = knob(3, "times that ranks may fail in the same step at the same line of code")

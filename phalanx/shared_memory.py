@@ -22,6 +22,7 @@ PLACE = Path("/dev/shm")
 LOCK = "lock"
 OLD_S = 86400.0  # a folder that nobody has held for so long is swept
 TOUCHED_S = 60.0  # how often who holds one says so
+OF_SHARED, OF_HOST = 0.9, 0.5  # of what is free, that state may take where nobody has asked for it
 
 
 @dataclass
@@ -99,3 +100,19 @@ def sweep(place: Path = PLACE, old_s: float = OLD_S) -> list[Path]:
         finally:
             os.close(descriptor)
     return swept
+
+
+def too_large(what: str, need: float, shared: float, host: float, asked: bool) -> str | None:
+    """Why `what`, of `need` bytes, does not fit into what is free of shared memory and of the host's; None: it does.
+    What nobody has `asked` for must leave more."""
+    of_shared, of_host = (1.0, 1.0) if asked else (OF_SHARED, OF_HOST)
+    if need > of_shared * shared:
+        return f"{what} takes {size(need)}, and shared memory has {size(shared)} free"
+    if need > of_host * host:
+        return f"{what} takes {size(need)}, and this machine has {size(host)} of memory free"
+    return None
+
+
+def size(count: float) -> str:
+    """Bytes in words."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"

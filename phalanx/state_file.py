@@ -17,32 +17,36 @@ import re
 import stat
 import struct
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import CheckpointError, RunError
-from phalanx.kept import Kept, KeptFile
+from phalanx.kept import Held, Kept, KeptFile, choose
 
-MAGIC, VERSION = b"phlxmem\0", 1
+MAGIC, VERSION = b"phlxmem\0", 2
 PAGE = 4096
 VOID = -1  # in place of a step: the slot holds nothing
 WORDS = (256, 320)  # where the words are, each in a cache line of its own
+WAY = 384
 HEADER_BYTES = 1 << 16  # of a slot's header, with its length
 HEADERS = (PAGE, PAGE + HEADER_BYTES)
 INDEX = PAGE + 2 * HEADER_BYTES
 RANKS = "ranks"  # a file that every rank has locked while it lives
 DEATH_S, LOOK_S = 10.0, 0.01  # what ranks of before get to die, and how often that is looked at
 ALIGNED = 64  # bytes, of everything in a slot
-_FIXED = struct.Struct("<8sIIIIQQQ32s32s")  # magic, version, generation, rank, world, index bytes, data at, slot, ...
+REPLICAS = "replicas"  # a folder beside the files of this node's ranks, for those of another node's
+# Magic, version, generation, rank, world, index bytes, data at, slot bytes, layout, run, part, parts.
+_FIXED = struct.Struct("<8sIIIIQQQ32s32sII")
 _NAME = re.compile(r"state-(\d{6,})-(\d{5,})")
 
 
 @dataclass(frozen=True)
 class Facts:
     """What a state file says of itself: `generation` is the attempt that made it, `run` the run that it belongs to,
-    `layout` what its slots look like; both are digests. `steps`: the committed ones, by slot."""
+    `layout` what its slots look like; both are digests. `steps`: the committed ones, by slot; `part`: the lowest rank
+    that holds the same pieces, of `parts` unlike ones."""
 
     path: Path
     generation: int
@@ -54,20 +58,30 @@ class Facts:
     layout: bytes
     run: bytes
     words: tuple[int, int]
+    part: int
+    parts: int
+    way: int  # how often what the file held was made void, since training went back and takes another way
 
     @property
     def steps(self) -> dict[int, int]:
         return {step: slot for slot, step in enumerate(self.words) if step != VOID}
 
+    def at(self, slot: int) -> int:
+        """Where a slot's data begins."""
+        return self.data_at + slot * self.slot_bytes
+
 
 @dataclass(frozen=True)
 class Who:
-    """Whose file it is: of which attempt, rank, number of ranks and run."""
+    """Whose file it is: of which attempt, rank, number of ranks and run; the lowest rank that holds the same `part`,
+    and how many unlike ones there are."""
 
     generation: int
     rank: int
     world: int
     run: bytes
+    part: int
+    parts: int
 
 
 def name_of(generation: int, rank: int) -> str:
@@ -114,18 +128,15 @@ class StateFile:
 
     def index(self) -> dict[str, Any]:
         """What lies where in a slot."""
-        raw = self.map[INDEX : INDEX + self.facts.index_bytes]
-        try:
-            index = json.loads(raw)
-        except (ValueError, RecursionError):
-            index = None
-        if not isinstance(index, dict) or digest(index) != self.facts.layout:
-            raise _refused(self.facts.path, "has an index that does not match its digest")
-        return index
+        return index_from(self.facts, self.read(INDEX, self.facts.index_bytes))
+
+    def read(self, at: int, count: int) -> memoryview:
+        """So many bytes of the file, as they are."""
+        return memoryview(self.map)[at : at + count]
 
     def at(self, slot: int) -> int:
         """Where a slot's data begins."""
-        return self.facts.data_at + slot * self.facts.slot_bytes
+        return self.facts.at(slot)
 
     def word(self, slot: int) -> int:
         """The step that a slot holds, or VOID."""
@@ -134,6 +145,13 @@ class StateFile:
     def void(self, slot: int) -> None:
         """From here on the slot may be written to."""
         self._words[WORDS[slot] // 8] = VOID
+
+    def forget(self, way: int | None = None) -> None:
+        """Make both slots void: steps that come now are of another `way` (None: the next)."""
+        self.void(0)
+        self.void(1)
+        self._words[WAY // 8] = self._words[WAY // 8] + 1 if way is None else way
+        self.facts = replace(self.facts, words=(VOID, VOID), way=self._words[WAY // 8])
 
     def commit(self, slot: int, step: int, header: bytes) -> None:
         """Declare a void slot's data that of a step; `header` is JSON."""
@@ -149,21 +167,48 @@ class StateFile:
 
     def header(self, slot: int) -> dict[str, Any]:
         """The header of a slot that holds a step."""
-        begin = HEADERS[slot]
-        length = int.from_bytes(self.map[begin : begin + 4], "little")
-        try:
-            header = json.loads(self.map[begin + 4 : begin + 4 + min(length, HEADER_BYTES - 4)])
-        except (ValueError, RecursionError):
-            header = None
-        if not isinstance(header, dict):
-            raise _refused(self.facts.path, "has a header that is not whole")
-        return header
+        return header_from(self.facts.path, self.raw_header(slot))
+
+    def raw_header(self, slot: int) -> bytes:
+        """The same, as it lies there."""
+        return raw_header(self.read(HEADERS[slot], HEADER_BYTES))
+
+
+def raw_header(page: bytes | memoryview) -> bytes:
+    """A header, out of what is kept for one in a file."""
+    length = int.from_bytes(page[:4], "little")
+    return bytes(page[4 : 4 + min(length, HEADER_BYTES - 4)])
+
+
+def header_from(path: Path, raw: bytes) -> dict[str, Any]:
+    """Read a header. Raises CheckpointError where it is none."""
+    header = _object(raw)
+    if header is None:
+        raise _refused(path, "has a header that is not whole")
+    return header
+
+
+def index_from(facts: Facts, raw: bytes | memoryview) -> dict[str, Any]:
+    """Read an index. Raises CheckpointError where it is not the one of that layout."""
+    index = _object(bytes(raw))
+    if index is None or digest(index) != facts.layout:
+        raise _refused(facts.path, "has an index that does not match its digest")
+    return index
+
+
+def _object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def create(folder: Path, who: Who, index: dict[str, Any], slot_bytes: int) -> StateFile:
     """Make a rank's file, filled with zeros, with both slots void. Raises OSError where there is no room for it: its
     memory is taken here and now, so that no later write can fail."""
     path = folder / name_of(who.generation, who.rank)
+    folder.mkdir(mode=0o700, exist_ok=True)
     path.unlink(missing_ok=True)
     raw = json.dumps(index).encode()
     data_at, slot_bytes = up(INDEX + len(raw), PAGE), up(slot_bytes, PAGE)
@@ -174,7 +219,7 @@ def create(folder: Path, who: Who, index: dict[str, Any], slot_bytes: int) -> St
             os.pwrite(descriptor, VOID.to_bytes(8, "little", signed=True), at)
         os.pwrite(descriptor, raw, INDEX)
         fixed = (VERSION, who.generation, who.rank, who.world, len(raw), data_at, slot_bytes, digest(index), who.run)
-        os.pwrite(descriptor, _FIXED.pack(bytes(8), *fixed), 0)
+        os.pwrite(descriptor, _FIXED.pack(bytes(8), *fixed, who.part, who.parts), 0)
         os.pwrite(descriptor, MAGIC, 0)  # last of all: before, it is no state file
     except OSError:
         path.unlink()
@@ -218,28 +263,40 @@ def there(folder: Path, run: bytes) -> list[Facts]:
 
 
 def newest(found: Iterable[Facts]) -> Kept | None:
-    """The newest step that all ranks of one generation hold; of generations that hold the same, the newest."""
-    generations: dict[int, dict[int, Facts]] = {}
-    for facts in found:
-        generations.setdefault(facts.generation, {})[facts.rank] = facts
-    best: tuple[int, int] | None = None
-    for generation, by_rank in generations.items():
-        step = common(by_rank)
-        if step is not None and (best is None or (step, generation) > best):
-            best = step, generation
-    if best is None:
+    """The newest step that is whole in state files of this node (`phalanx.kept.choose`)."""
+    facts = list(found)
+    choice = choose({0: [held(each) for each in facts]})
+    if choice is None:
         return None
-    chosen = sorted(generations[best[1]].items())
-    return Kept(best[0], tuple(KeptFile(rank, str(facts.path)) for rank, facts in chosen))
+    paths = {each.rank: each for each in facts if (each.generation, each.way) == (choice.generation, choice.way)}
+    return Kept(
+        choice.step, tuple(KeptFile(rank, str(paths[rank].path), paths[rank].layout.hex()) for rank in choice.files)
+    )
 
 
-def common(by_rank: Mapping[int, Facts]) -> int | None:
-    """The newest step that every rank of a generation holds; None where there is none, or where a rank is missing."""
-    worlds = {facts.world for facts in by_rank.values()}
-    if len(worlds) != 1 or set(by_rank) != set(range(worlds.pop())):
-        return None
-    steps = set.intersection(*(set(facts.steps) for facts in by_rank.values()))
-    return max(steps, default=None)
+def held(facts: Facts, replica: bool = False) -> Held:
+    """What other nodes are told of a file."""
+    steps = tuple(sorted(facts.steps))
+    return Held(
+        facts.generation, facts.way, facts.rank, facts.world, facts.part, facts.parts, steps, facts.layout.hex(),
+        replica,
+    )  # fmt: skip
+
+
+def held_in(folder: Path, run: bytes) -> list[Held]:
+    """All that a run has in a folder, replicas for other nodes too; nothing while ranks of before still live."""
+    try:
+        await_the_dead(folder, timeout_s=0.0)
+    except RunError:
+        return []
+    own = [held(facts) for facts in there(folder, run)]
+    return own + [held(facts, replica=True) for facts in there(folder / REPLICAS, run)]
+
+
+def file_of(held: Held) -> str:
+    """The path of a file in its node's folder."""
+    name = name_of(held.generation, held.rank)
+    return f"{REPLICAS}/{name}" if held.replica else name
 
 
 def live_in(folder: Path) -> int:
@@ -284,11 +341,15 @@ def to_go_on_from(folder: Path, run: bytes, on_disk: float) -> Kept | None:
     kept = newest(there(folder, run))
     if kept is not None and (kept.step <= 0 or kept.step < on_disk):
         kept = None
-    used = {file.path for file in kept.files} if kept is not None else set()
-    for path in files_in(folder):
+    remove_others(folder, {file.path for file in kept.files} if kept is not None else set())
+    return kept
+
+
+def remove_others(folder: Path, used: Collection[str]) -> None:
+    """Remove what lies in a folder, replicas too, but for some paths."""
+    for path in [*files_in(folder), *files_in(folder / REPLICAS)]:
         if str(path) not in used:
             path.unlink(missing_ok=True)
-    return kept
 
 
 def _open(path: Path, how: int) -> int:
@@ -304,14 +365,21 @@ def _open(path: Path, how: int) -> int:
 
 
 def _facts(path: Path, descriptor: int) -> Facts:
-    raw = os.pread(descriptor, PAGE, 0)
+    return facts_from(path, os.pread(descriptor, PAGE, 0))
+
+
+def facts_from(path: Path, raw: bytes) -> Facts:
+    """What the first page of a state file says. Raises CheckpointError where it is none."""
     if len(raw) < PAGE or raw[:8] != MAGIC:
         raise _refused(path, "is not a whole state file")
-    _, version, generation, rank, world, index_bytes, data_at, slot_bytes, layout, run = _FIXED.unpack_from(raw)
+    _, version, generation, rank, world, index_bytes, data_at, slot_bytes, layout, run, part, parts = (
+        _FIXED.unpack_from(raw)
+    )
     if version != VERSION:
         raise _refused(path, f"is of version {version}, not {VERSION}")
-    first, second = (int.from_bytes(raw[at : at + 8], "little", signed=True) for at in WORDS)
-    return Facts(path, generation, rank, world, index_bytes, data_at, slot_bytes, layout, run, (first, second))
+    words = tuple(int.from_bytes(raw[at : at + 8], "little", signed=True) for at in WORDS)
+    shape = generation, rank, world, index_bytes, data_at, slot_bytes, layout, run
+    return Facts(path, *shape, (words[0], words[1]), part, parts, int.from_bytes(raw[WAY : WAY + 8], "little"))
 
 
 def _refused(path: Path, problem: str) -> CheckpointError:

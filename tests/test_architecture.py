@@ -24,7 +24,7 @@ PLAIN = {
     "config", "combinations", "recipe", "explain", "models.spec", "optim.overlap", "optim.timeline",
     "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
     "shared_memory", "state_file", "kept", "pairing", "pulse", "faults", "slurm_config", "resilience_config",
-    "fencing",
+    "fencing", "replicas",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "faults": {"errors"},
     "kept": set(),
     "state_file": {"errors", "kept", "records"},
+    "replicas": {"errors", "kept", "state_file"},
     "fencing": {"errors", "records"},
     "balance": {"errors"},
     "pairing": set(),

@@ -4,49 +4,45 @@ Where ranks compute on the CPU with the sharded engine the state lives in the fi
 Otherwise it is copied into them; from an accelerator beside the computation, by a thread and a stream of its own.
 """
 
+import dataclasses
 import functools
 import json
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from phalanx import accelerator, state_file
-from phalanx.checkpoint.assemble import Where, assemble
-from phalanx.checkpoint.files import DTYPES
-from phalanx.checkpoint.read import all_columns, first_missing
+from phalanx.checkpoint.kept_state import open_kept, tensor_of
 from phalanx.checkpoint.snapshot import DTYPE_NAMES
 from phalanx.comm.mesh import Mesh
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import ConfigError
 from phalanx.kept import Kept
 from phalanx.optim.coded import Coded
 from phalanx.optim.engine import Outcome, Piece, Slot
 from phalanx.optim.lane import Lane
 from phalanx.records import Kind
-from phalanx.state_file import ALIGNED, Facts, StateFile, up
+from phalanx.replicas import Replicas
+from phalanx.shared_memory import size, too_large
+from phalanx.state_file import ALIGNED, StateFile, Who, up
 
-KEY = "resilience.memory"
-OF_SHARED, OF_HOST = 0.9, 0.5  # of what is free, that state may take where nobody has asked for it
+KEY, REPLICATE = "resilience.memory", "resilience.replicate"
+COPIED_BYTES = 64 << 20  # of a file that is copied, at a time
 
 Whole = Callable[[Iterable[Piece]], Iterable[Piece]]  # an engine's pieces in coordinates of whole parameters
 Header = Callable[[int, int], dict[str, Any]]  # of a step and the tokens since step 1
 Record = Callable[[int, Outcome], dict[str, Any] | None]  # what this rank has measured of a step
 Say = Callable[[str, dict[str, Any]], None]
-
-
-def _nothing(step: int) -> None:
-    return None
+Replicate = Literal["auto", "every_step", "off"]
 
 
 class Memory:
     """This rank's slots, as an engine knows them (`phalanx.optim.engine.Keeper`).
 
-    `acknowledged(step)` is called before this rank tells the others that it is through with a step, and returns when
-    the step is safe wherever else it is kept.
+    Before this rank tells the others that it is through with a step it waits for the node that holds its replica to
+    have that too.
     """
 
     def __init__(
@@ -61,16 +57,24 @@ class Memory:
         wanted: bool | Literal["auto"] = "auto",
         in_place: bool = True,
         background: bool = False,
-        acknowledged: Callable[[int], None] = _nothing,
+        replicas: Replicas | None = None,
+        replicate: Replicate = "auto",
+        first_here: bool | None = None,
     ) -> None:
         """Files are made in `folder`, as those of attempt `generation` of a `run`. `kept`: what the attempt begins
-        with. `in_place`: engines may work in the slots; else states are copied, in the `background` or not."""
+        with. `in_place`: engines may work in the slots; else states are copied, in the `background` or not.
+        `replicas`: the way to other nodes, if there are any; `first_here`: whether no rank of this node is before this
+        one (None: there is one node)."""
         assert not (in_place and background), "what is not copied is not copied in the background"
         self.in_place, self.late, self.attached = in_place, False, False
         self.slots: list[Slot] = []
         self.current, self.tokens = 0, 0
         self._folder, self._mesh, self._generation, self._run = folder, mesh, generation, run
-        self._say, self._kept, self._wanted, self._acknowledged = say, kept, wanted, acknowledged
+        self._say, self._kept, self._wanted = say, kept, wanted
+        self.replicas, self._replicate = replicas, replicate
+        self._replicates = False  # whether this rank's state is
+        self._wards: set[int] = set()  # ranks whose replicas this node holds
+        self._first_here = mesh.rank == 0 if first_here is None else first_here
         self._lane = Lane(mesh.device) if background else None
         self._alive = state_file.live_in(folder)
         self._file: StateFile | None = None
@@ -92,29 +96,97 @@ class Memory:
     def open(self, like: Slot, pieces: Callable[[Slot], Iterable[Piece]]) -> bool:
         """As the engine's interface has it; the slots are those of a file that was kept if on every rank it looks just
         as it would be made. Raises ConfigError where there is no room for what was asked for."""
-        index, slot_bytes = self._index(like, self.whole(pieces(like)))
-        mine = self._found(state_file.digest(index))
+        index, slot_bytes, part = self._index(like, self.whole(pieces(like)))
+        parts = [int(each) for each in self._mesh.gather(float(part))]
+        who = self._who(parts)
+        index["who"] = [who.part, who.parts, *index["who"]]
+        mine = self._found(index, slot_bytes, who)
         (attached,) = self._mesh.min([float(mine is not None)])
         if attached and mine is not None and self._kept is not None:
-            self._file = StateFile(mine.path, writable=True)
-            self.current, self.attached = mine.steps[self._kept.step], True
-        elif not self._make(index, slot_bytes):
+            self._file = mine
+            self.current, self.attached = mine.facts.steps[self._kept.step], True
+        elif not self._make(index, slot_bytes, who):
             return False
         self.slots = [_views(self.file, slot, index) for slot in (0, 1)]
-        (late,) = self._mesh.max([float(self._lane is not None or self._acknowledged is not _nothing)])
+        self._begin_replicas(parts)
+        (late,) = self._mesh.max([float(self._lane is not None or self._replicates)])
         self.late = bool(late)
         return True
 
-    def _found(self, layout: bytes) -> Facts | None:
-        """This rank's file of the attempt before, if it holds the step that is to be gone on from in that layout."""
-        files = {file.rank: file.path for file in self._kept.files} if self._kept is not None else {}
-        if self._kept is None or len(files) != self._mesh.world or self._mesh.rank not in files:
-            return None
-        facts = state_file.facts_of(Path(files[self._mesh.rank]))
-        return facts if facts is not None and facts.layout == layout and self._kept.step in facts.steps else None
+    def _who(self, parts: list[int]) -> Who:
+        """Whose file it is, from what each rank's pieces are known by."""
+        mesh = self._mesh
+        return Who(self._generation, mesh.rank, mesh.world, self._run, parts.index(parts[mesh.rank]), len(set(parts)))
 
-    def _index(self, like: Slot, pieces: Iterable[Piece]) -> tuple[dict[str, Any], int]:
-        """What lies where in a slot, and its bytes. It holds all that must be alike for a slot to be used as it is."""
+    def _found(self, index: dict[str, Any], slot_bytes: int, who: Who) -> StateFile | None:
+        """A file with the step that is to be gone on from in that layout: this rank's own, or a copy of one that is
+        elsewhere, as a replica of it is, or that of a rank with the same pieces."""
+        if self._kept is None:
+            return None
+        layout = state_file.digest(index).hex()
+        alike = [file for file in self._kept.files if file.layout == layout]
+        if not alike:
+            return None
+        chosen = min(alike, key=lambda file: (file.rank != who.rank, file.address is not None))
+        path = Path(chosen.path)
+        if chosen.address is None and chosen.rank == who.rank and path.parent == self._folder:
+            return StateFile(path, writable=True)
+        source, slot = open_kept(chosen, self._kept.step, self.replicas)
+        facts = source.facts
+        try:
+            # As if it had always been here: of the same attempt as those of the other ranks.
+            made = state_file.create(
+                self._folder, dataclasses.replace(who, generation=facts.generation), index, slot_bytes
+            )
+        except OSError:  # there is no room beside what lies there; it is read by coordinates, if anything
+            return None
+        made.forget(facts.way)
+        for at in range(0, facts.slot_bytes, COPIED_BYTES):
+            count = min(COPIED_BYTES, facts.slot_bytes - at)
+            made.map[made.at(0) + at : made.at(0) + at + count] = source.read(facts.at(slot) + at, count)
+        made.commit(0, self._kept.step, source.raw_header(slot))
+        return StateFile(made.facts.path, writable=True)
+
+    def _begin_replicas(self, parts: list[int]) -> None:
+        """See which ranks have replicas made of their state, from now on, and have the partners make room. Collective
+        where there are other nodes."""
+        replicas, mesh = self.replicas, self._mesh
+        if replicas is None:
+            return
+        nodes = mesh.gather(float(replicas.node))
+        elsewhere = {nodes[rank] for rank in range(mesh.world) if parts[rank] == parts[mesh.rank]}
+        needed = self._replicate != "off" and replicas.partner is not None and len(elsewhere) == 1
+        short = replicas.begin(self.file.facts.path, self._replicate == "every_step") if needed else None
+        lacking, made = mesh.sum([float(short is not None), float(needed and short is None)])
+        if lacking and self._replicate == "every_step":
+            raise ConfigError(
+                f"{REPLICATE} is every_step, but "
+                + (short or "another node has no room for replicas (its rank's log has the numbers)")
+                + f"; set {REPLICATE}=auto or off, or give the machine or container a larger /dev/shm"
+            )
+        self._replicates = needed and not lacking
+        if lacking and needed and short is None:
+            replicas.leave()
+        kept = mesh.gather(float(self._replicates))
+        self._wards = {rank for rank in range(mesh.world) if kept[rank] and nodes[rank] == replicas.before}
+        if self.attached:
+            return
+        if lacking:
+            reason = f"a node that is lost takes the run back to a checkpoint, since {short or 'a node has no room'}"
+        elif made:
+            reason = f"the state of {made:g} of {mesh.world} ranks is kept on a second node, step by step"
+        elif self._replicate == "off":
+            return
+        else:
+            reason = "every part of the state is on two nodes anyway"
+        self._say(
+            Kind.RESOLVED,
+            {"key": REPLICATE, "value": "every_step" if made and not lacking else "off", "reason": reason},
+        )
+
+    def _index(self, like: Slot, pieces: Iterable[Piece]) -> tuple[dict[str, Any], int, int]:
+        """What lies where in a slot, and its bytes; all that must be alike for a slot to be used as it is. Besides, a
+        number that ranks with the same pieces have in common, and no others."""
         tensors: list[list[Any]] = []
         places: dict[int, int] = {}
         end = 0
@@ -124,10 +196,16 @@ class Memory:
                 places[id(tensor)] = end
                 end += up(tensor.numel() * tensor.dtype.itemsize, ALIGNED)
         mesh = self._mesh
-        who = [mesh.rank, mesh.world, mesh.axes.tensor, mesh.axes.pipeline]
-        return {"rank": who, "tensors": tensors, "pieces": [_row(piece, places) for piece in pieces]}, end
+        rows = [_row(piece, places) for piece in pieces]
+        # What no piece speaks of may be like nothing else.
+        spoken = {row["at"] for row in rows} | {row["codes"] for row in rows if "codes" in row}
+        whole = spoken == set(places.values()) and bool(rows)
+        known = state_file.digest([tensors, rows, None if whole else mesh.rank])
+        who = [mesh.world, mesh.axes.tensor, mesh.axes.pipeline]
+        # As many bits as a float64 holds.
+        return {"who": who, "tensors": tensors, "pieces": rows}, end, int.from_bytes(known[:6], "little")
 
-    def _make(self, index: dict[str, Any], slot_bytes: int) -> bool:
+    def _make(self, index: dict[str, Any], slot_bytes: int, who: Who) -> bool:
         """Make this rank's file. False, on all ranks, where it would not fit on one of them."""
         mesh, found = self._mesh, os.statvfs(self._folder)
         # Asked before any rank of this node takes some of it.
@@ -135,14 +213,13 @@ class Memory:
         needs = mesh.gather(float(state_file.file_bytes(index, slot_bytes)))
         node = mesh.topology.node_of
         need = sum(each for rank, each in enumerate(needs) if node[rank] == node[mesh.rank])
-        short = too_large(need, shared, host, self._wanted is True)
+        short = too_large("the state of this node's ranks", need, shared, host, self._wanted is True)
         if short is None:
             try:
-                who = state_file.Who(self._generation, mesh.rank, mesh.world, self._run)
                 self._file = state_file.create(self._folder, who, index, slot_bytes)
             except OSError as error:
                 short = (
-                    f"{self._folder} does not take {_gib(need)} ({error.strerror}), of which {_gib(shared)} are free"
+                    f"{self._folder} does not take {size(need)} ({error.strerror}), of which {size(shared)} are free"
                 )
         (made,) = mesh.min([float(self._file is not None)])
         if not made:
@@ -155,7 +232,7 @@ class Memory:
                     f"{KEY}=auto or false, or give this machine or container a larger /dev/shm"
                 )
         if self._kept is None or not made:
-            why = f"the two newest steps of this node's ranks take {_gib(need)} of {_gib(shared)} in shared memory"
+            why = f"the two newest steps of this node's ranks take {size(need)} of {size(shared)} in shared memory"
             reason = why if made else f"after a failure the run goes back to a checkpoint, since {short}"
             self._say(Kind.RESOLVED, {"key": KEY, "value": bool(made), "reason": reason})
         return bool(made)
@@ -187,57 +264,54 @@ class Memory:
             accelerator.wait_here(self._mesh.device)
         record = self._record(header["step"], outcome) if outcome is not None else None
         self.file.commit(slot, header["step"], json.dumps(header | {"record": record}).encode())
+        if self._replicates and self.replicas is not None:
+            self.replicas.committed(header["step"])
 
     def settle(self) -> None:
         if self._lane is not None:
             self._lane.drain()
         if self._settled != self._last:
             self._settled = self._last
-            self._acknowledged(self._last)
+            if self._replicates and self.replicas is not None:
+                self.replicas.acknowledged()
 
     def loaded(self, step: int, state: Slot) -> None:
         """The state is that of `step`; of the starting weights nothing is kept, since they can be made again."""
         self.file.void(1 - self.current)
         if not self.attached and step > 0:
             self._keep(self.current, self._header(step, self.tokens), state)
+        elif self._replicates and self.replicas is not None and step > 0:
+            self.replicas.committed(step)  # which the partner may have already
 
     def forget(self) -> None:
         """What is kept is not to be gone on from: another state is about to be loaded in its place. Collective."""
         self.settle()
         self.attached = False
         if self._file is not None:
-            self._file.void(0)
-            self._file.void(1)
+            self._file.forget()
+        if self._replicates and self.replicas is not None:
+            self.replicas.forget(self.file.facts.way)
         self._mesh.min([1.0])
 
     def forget_others(self) -> None:
         """All ranks have loaded what they go on from: remove what else lies in the folder. Collective."""
         self._mesh.min([1.0])
-        mine = None if self._file is None else self._file.facts.generation
-        for path in state_file.files_in(self._folder) if self._mesh.rank == 0 and mine is not None else ():
+        if self._file is None or not self._first_here:
+            return
+        mine = self._file.facts.generation
+        replicas = self._folder / state_file.REPLICAS
+        for path in (*state_file.files_in(self._folder), *state_file.files_in(replicas)):
             facts = state_file.facts_of(path)
-            if facts is None or facts.generation != mine:
+            of_others = path.parent == replicas and facts is not None and facts.rank not in self._wards
+            if facts is None or facts.generation != mine or of_others:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._lane is not None:
             self._lane.close()
+        if self.replicas is not None:
+            self.replicas.close()
         # What says that this process lives stays: buffers of its engine may still be there.
-
-
-def too_large(need: float, shared: float, host: float, asked: bool) -> str | None:
-    """Why state of `need` bytes does not fit into what is free of shared memory and of the host's; None: it does. What
-    nobody has `asked` for must leave more."""
-    of_shared, of_host = (1.0, 1.0) if asked else (OF_SHARED, OF_HOST)
-    if need > of_shared * shared:
-        return f"the state of this node's ranks takes {_gib(need)}, and shared memory has {_gib(shared)} free"
-    if need > of_host * host:
-        return f"the state of this node's ranks takes {_gib(need)}, and this machine has {_gib(host)} of memory free"
-    return None
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
 
 
 def _row(piece: Piece, places: Mapping[int, int]) -> dict[str, Any]:
@@ -257,86 +331,5 @@ def _views(file: StateFile, slot: int, index: Mapping[str, Any]) -> Slot:
     """The tensors of a slot."""
     views: Slot = {}
     for key, kind, dtype, shape, at in index["tensors"]:
-        views.setdefault(key, {})[kind] = _tensor(file, slot, at, dtype, shape)
+        views.setdefault(key, {})[kind] = tensor_of(file, slot, at, dtype, shape)
     return views
-
-
-def _tensor(file: StateFile, slot: int, at: int, dtype: str, shape: list[int]) -> Tensor:
-    count = torch.Size(shape).numel()
-    if not count:
-        return torch.empty(shape, dtype=DTYPES[dtype])
-    flat = torch.frombuffer(file.map, dtype=DTYPES[dtype], count=count, offset=file.at(slot) + at)
-    return flat.view(shape)
-
-
-class KeptState:
-    """A step in the state files of an attempt before, to be read by coordinates as a checkpoint is. `header` is what
-    was said of it by rank 0; `shapes` are those of whole parameters.
-
-    Raises CheckpointError where a file does not hold the step any more.
-    """
-
-    def __init__(self, kept: Kept, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._kept, self._shapes = kept, shapes
-        file, slot = self._open(kept.files[0].path)
-        self.header = file.header(slot)
-
-    def records(self) -> list[dict[str, Any]]:
-        """What each rank had measured of the step, in order of rank; empty where one has not."""
-        headers = (file.header(slot) for file, slot in (self._open(kept.path) for kept in self._kept.files))
-        found = [header.get("record") for header in headers]
-        return [record for record in found if isinstance(record, dict)] if all(found) else []
-
-    def _open(self, path: str) -> tuple[StateFile, int]:
-        """A file, and the slot of the step."""
-        file = StateFile(Path(path))
-        slot = file.facts.steps.get(self._kept.step)
-        if slot is None:
-            raise CheckpointError(f"the state file {path} does not hold step {self._kept.step} any more; start again")
-        return file, slot
-
-    @functools.cached_property
-    def _values(self) -> dict[str, tuple[StateFile, int, dict[str, Any]]]:
-        """Every piece by a name of its own: the file and slot that it lies in, and its row in the index."""
-        found = {}
-        for kept in self._kept.files:
-            file, slot = self._open(kept.path)
-            for number, row in enumerate(file.index()["pieces"]):
-                found[f"{kept.rank}:{number}"] = file, slot, row
-        return found
-
-    @functools.cached_property
-    def _pieces(self) -> dict[tuple[str, str], list[Where]]:
-        found: defaultdict[tuple[str, str], list[Where]] = defaultdict(list)
-        for named, (_, _, row) in self._values.items():
-            whole = all_columns(self._shapes.get(row["name"], ()))
-            first, last = row.get("window", whole)
-            found[row["name"], row["kind"]].append((row["start"], row["stop"], (first, last), named))
-        return found
-
-    def read(
-        self, name: str, kind: str, start: int, stop: int, out: Tensor, window: tuple[int, int] | None = None
-    ) -> None:
-        """As `Checkpoint.read`. Raises CheckpointError where no piece covers the range."""
-        pieces = self._pieces.get((name, kind), [])
-        asked = all_columns(self._shapes.get(name, ())) if window is None else window
-        if first_missing([(low, high, w) for low, high, w, _ in pieces], start, stop, asked) is not None:
-            raise CheckpointError(
-                f"the state files of step {self._kept.step} do not hold all of {kind} of parameter {name}, so they do "
-                "not fit this model; resume with the configuration that wrote them"
-            )
-        assemble(out, start, stop, asked, pieces, self._elements)
-
-    def _elements(self, piece: Where, first: int, last: int) -> Tensor:
-        return self._whole(piece[3])[first:last]
-
-    @functools.lru_cache(maxsize=2)  # noqa: B019
-    def _whole(self, named: str) -> Tensor:
-        """A piece, decoded where it is coded."""
-        file, slot, row = self._values[named]
-        count = row["stop"] - row["start"]
-        if "codes" not in row:
-            return _tensor(file, slot, row["at"], row["dtype"], [count])
-        codes = _tensor(file, slot, row["codes"], "U8", row["shape"])
-        scales = _tensor(file, slot, row["at"], row["dtype"], row["shape"][:2])
-        return Coded(codes, scales, count, row["signed"]).decoded()

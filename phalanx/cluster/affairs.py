@@ -7,6 +7,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from phalanx.kept import Choice, Held
+
 
 class Phase(enum.StrEnum):
     IDLE = "idle"  # nodes are missing, and it is waited for them
@@ -39,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Node:
-    """A living member: `ready` is the division that it has what it needs for; `held`: steps in memory by old rank."""
+    """A living member: `ready` is the division that it has what it needs for; `held`: state in its memory."""
 
     node: int
     host: str
@@ -47,7 +49,7 @@ class Node:
     model: str
     ready: int = 0
     drained: bool = False
-    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,15 @@ class Ready:
     now: float
     node: int
     division: int
-    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Holds:
+    """What a node has of the run's state in its memory, now that no rank runs there."""
+
+    now: float
+    node: int
+    held: tuple[Held, ...]
 
 
 @dataclass(frozen=True)
@@ -181,7 +191,7 @@ class Time:
     now: float
 
 
-Event = Ended | Lost | Joined | Ready | Unfit | Prepared | Refused | Progress | Asked | Drained | Time
+Event = Ended | Lost | Joined | Ready | Holds | Unfit | Prepared | Refused | Progress | Asked | Drained | Time
 
 
 # ---------------------------------------------------------------------------------------------------------- actions
@@ -213,14 +223,13 @@ class Offer:
 
 @dataclass(frozen=True)
 class Start:
-    """Start an attempt with these seats from a step: on the disk, or where `sources` says, by old rank, which node has
-    it in its memory."""
+    """Start an attempt with these seats from a step: on the disk, or in memory, where `kept` says."""
 
     attempt: int
     division: int
     seats: tuple[int, ...]
     step: int
-    sources: Mapping[int, int]
+    kept: Choice | None = None
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,8 @@ class Attempt:
                 attempt=self.number,
                 shared=None if self.job.shared is None else str(self.job.shared),
                 kept=kept,
+                nodes=self.part.nodes,
+                partner=self.part.partner,
             )
             self._fork(placement)
         pids = {process.rank: process.pid for process in self.processes}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.cluster.watchdog import Blame, Patience, Word
-from phalanx.kept import Kept
+from phalanx.kept import Address, Kept
 from phalanx.records import Placement, RunPaths, StoreAddress
 
 
@@ -46,6 +46,8 @@ class Part:
     first_rank: int
     world: int  # ranks of the whole job
     interface: str | None  # the network interface that leads to the other nodes, where it is known
+    nodes: int = 1  # that have ranks
+    partner: Address | None = None  # where the agent of the next one of them is
 
 
 def _nothing() -> None:

@@ -20,6 +20,7 @@ from phalanx.cluster.affairs import (
     Ended,
     Event,
     Finish,
+    Holds,
     Joined,
     Lost,
     Note,
@@ -47,6 +48,7 @@ from phalanx.cluster.succession import beginning_state, budget_of, node_of, succ
 from phalanx.cluster.supervisor import decide
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import PhalanxError
+from phalanx.kept import choice_to_message, held_of
 from phalanx.records import ExitCode, Kind
 
 PREPARE_S = 3600.0  # what resolving another division gets: token files may have to be made anew
@@ -144,11 +146,12 @@ class Leader:
     def hear(self, node: int, message: Message) -> None:
         """Take what a member says."""
         now = time.monotonic()
+        if "held" in message:
+            self.event(Holds(now, node, held_of(message["held"])))
         if "ended" in message:
             self._hear_end(node, message["ended"], now)
         elif "ready" in message:
-            held = {int(rank): tuple(steps) for rank, steps in message["held"].items()}
-            self.event(Ready(now, node, int(message["ready"]), held))
+            self.event(Ready(now, node, int(message["ready"])))
         elif "unfit" in message:
             self.event(Unfit(now, node, str(message["unfit"]), int(message["code"])))
         elif "pulses" in message:
@@ -179,6 +182,7 @@ class Leader:
 
     def _hear_vote(self, node: int, vote: Message) -> None:
         """Take what a voter said of its ranks; one that the last order to start has not reached has none."""
+        self.event(Holds(time.monotonic(), node, held_of(vote["held"])))
         last = vote["last"]
         if not last or int(last["attempt"]) != self.state.attempt:
             last = {"attempt": self.state.attempt, "code": 1, "ends": []}
@@ -327,7 +331,7 @@ class Leader:
         self._ends = {}
         order = {
             "attempt": action.attempt, "division": action.division, "seats": list(action.seats), "ranks": ranks,
-            "step": action.step, "sources": {str(rank): node for rank, node in action.sources.items()},
+            "step": action.step, "kept": None if action.kept is None else choice_to_message(action.kept),
             "budget": budget_of(self.state),
         }  # fmt: skip
         if self._incident is not None:

@@ -13,8 +13,10 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from phalanx import state_file
 from phalanx.cluster import hangs, rendezvous
 from phalanx.cluster.attempt import IDLE_S, Attempt
 from phalanx.cluster.beats import Beats
@@ -24,11 +26,13 @@ from phalanx.cluster.door import Address, Door
 from phalanx.cluster.herald import Herald
 from phalanx.cluster.job import Job, Part
 from phalanx.cluster.relay import CALL_S, Relay, beside_the_store, hand_over, to_node_0
+from phalanx.cluster.replica_keeper import ROLE, ReplicaKeeper
 from phalanx.cluster.roster import Member, Roster
 from phalanx.cluster.stopping import Signals
 from phalanx.cluster.watchdog import Blame, Word
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import PhalanxError
+from phalanx.kept import Kept, KeptFile, choice_of, held_to_message
 from phalanx.records import ExitCode, Kind, StoreAddress
 
 LEAVE_S = 5.0  # what the leader gets, after a second SIGINT on another node, to say how the job ended
@@ -90,6 +94,7 @@ class Peer:
         self._stops: list[str] = []
         self._hung: list[Blame] = []
         self._relay: tuple[Relay, Any] | None = None
+        self._keeper: ReplicaKeeper | None = None
         self._store_calls: list[tuple[Channel, Message, float]] = []
 
     def enter(
@@ -112,7 +117,7 @@ class Peer:
         if self._running:
             return None
         attempt = 0 if self.start is None else int(self.start["attempt"])
-        return {"ready": self._division, "attempt": attempt, "last": self._last, "held": {}}
+        return {"ready": self._division, "attempt": attempt, "last": self._last, "held": self._held()}
 
     def about(self, following: Roster) -> dict[str, Any]:
         """What an epoch's file says of the run: the oldest attempt whose ranks may still write."""
@@ -155,6 +160,7 @@ class Peer:
         """An attempt begins: with rank 0 here, whose store listens at a loopback port, or elsewhere."""
         assert self.start is not None
         self._running, self._ordered_to_end, self._hung = number, False, []
+        self._open_keeper()
         if port is not None:
             self._relay = beside_the_store(port)
             self._tend_store_calls()
@@ -175,6 +181,7 @@ class Peer:
     def end(self) -> None:
         """The attempt is over here: its ranks are dead."""
         self._running = 0
+        self._end_keeper()
         if self._relay is not None:
             (relay, ours), self._relay = self._relay, None
             if ours is not None:
@@ -223,8 +230,10 @@ class Peer:
             self.over = int(message["code"]), str(message["dropped"])
 
     def _greet(self, channel: Channel, hello: Message) -> None:
-        if hello.get("role") == "store" and type(hello.get("attempt")) is int:
+        if hello.get("role") in ("store", ROLE) and type(hello.get("attempt")) is int:
             self._store_calls.append((channel, hello, time.monotonic() + CALL_S))
+        elif hello.get("role") == ROLE:  # it only reads
+            self._give_to_keeper(channel, writes=False)
         elif hello.get("role") == "first":
             channel.farewell({"ok": True, "goes_on": True}, "it only asked whether there is a job")
         elif self._leading is not None:
@@ -236,8 +245,13 @@ class Peer:
         """Join ranks of other nodes to the store; who is early waits, who belongs to an older attempt is refused."""
         waiting, self._store_calls = self._store_calls, []
         for channel, hello, until in waiting:
-            here = self._running == hello["attempt"] and self._relay is not None and self._relay[1] is not None
-            if here:
+            keeps = hello["role"] == ROLE
+            here = self._running == hello["attempt"] and (
+                keeps or (self._relay is not None and self._relay[1] is not None)
+            )
+            if here and keeps:
+                self._give_to_keeper(channel, writes=True)
+            elif here:
                 assert self._relay is not None
                 channel.say({"ok": True})
                 with contextlib.suppress(OSError):  # the relay has died: the rank that waits for it fails
@@ -253,6 +267,53 @@ class Peer:
             else:
                 channel.close("it belongs to another attempt")
 
+    def _open_keeper(self) -> ReplicaKeeper | None:
+        """The process for state of other nodes, started again where it has died; None where nothing is kept."""
+        job = self._job
+        if self._keeper is not None and not self._keeper.alive:
+            self._keeper.stop()
+            self._keeper = None
+        if self._keeper is None and job is not None and job.shared is not None and job.paths is not None:
+            self._keeper = ReplicaKeeper(job.shared, state_file.run_of(job.paths.events), self.secret)
+        return self._keeper
+
+    def _give_to_keeper(self, channel: Channel, writes: bool) -> None:
+        keeper = self._open_keeper()
+        if keeper is not None:
+            channel.say({"ok": True})
+            with contextlib.suppress(OSError):  # it has died: the rank that waits for it fails
+                keeper.take(channel.socket, writes)
+        channel.close("the keeper has it")
+
+    def _end_keeper(self) -> None:
+        """Have nothing more written here, before it is told what there is."""
+        if self._keeper is not None:
+            self._keeper.stop()
+            self._keeper = None
+
+    def _held(self) -> list[dict[str, Any]]:
+        """What there is of the run's state in this node's memory, for the leader."""
+        job = self._job
+        if job is None or job.shared is None or job.paths is None:
+            return []
+        return held_to_message(state_file.held_in(job.shared, state_file.run_of(job.paths.events)))
+
+    def _kept(self, shared: Path) -> Kept | None:
+        """What an attempt begins with, as the order to start says; whatever else lies here is removed."""
+        assert self.start is not None
+        told = self.start["kept"]
+        files = []
+        for rank, (node, held) in sorted(choice_of(told).files.items() if told is not None else ()):
+            if node == self.circle.me.node:
+                files.append(KeptFile(rank, str(shared / state_file.file_of(held)), held.layout))
+            else:
+                member = self.circle.roster.member(node)
+                # Who is gone by now is called in vain, and the attempt ends as it must.
+                address = ("127.0.0.1", 1) if member is None else (member.address, member.port)
+                files.append(KeptFile(rank, state_file.file_of(held), held.layout, address))
+        state_file.remove_others(shared, {file.path for file in files if file.address is None})
+        return Kept(int(told["step"]), tuple(files)) if files else None
+
     def _seen(self) -> int:
         """The last attempt that has begun, or ended, here."""
         return max(self._running, int(self._last.get("attempt", 0)))
@@ -261,7 +322,7 @@ class Peer:
         """Tell the leader how an attempt ended here."""
         ended = [asdict(end) for end in ends]
         self._last = {"attempt": number, "code": int(code), "ends": ended, "lowered": lowered}
-        self.circle.tell(self.circle.roster.leader, {"ended": self._last})
+        self.circle.tell(self.circle.roster.leader, {"ended": self._last, "held": self._held()})
 
     # ------------------------------------------------------------------------------------------------------- the loop
 
@@ -289,7 +350,7 @@ class Peer:
             self.say_ready()
 
     def say_ready(self) -> None:
-        self.circle.tell(self.circle.roster.leader, {"ready": self._division, "held": {}})
+        self.circle.tell(self.circle.roster.leader, {"ready": self._division, "held": self._held()})
 
     def starting(self) -> tuple[int, Seat | None] | None:
         """The attempt that is to be started, and this node's seat in it; once."""
@@ -299,6 +360,8 @@ class Peer:
         assert self.start is not None
         seats, ranks = self.start["seats"], self.start["ranks"]
         if self.circle.me.node not in seats or int(self.start["division"]) != self._division:
+            if self._job is not None and self._job.shared is not None:
+                self._kept(self._job.shared)
             return int(self.start["attempt"]), None
         slot = seats.index(self.circle.me.node)
         return int(self.start["attempt"]), Seat(slot, sum(ranks[:slot]), ranks[slot])
@@ -306,13 +369,18 @@ class Peer:
     def job(self, seat: Seat) -> Job:
         """What this node runs in an attempt."""
         assert self._job is not None and self.start is not None
-        part = Part(seat.slot, seat.first_rank, sum(self.start["ranks"]), self._interface())
+        seats, shared = self.start["seats"], self._job.shared
+        next_one = self.circle.roster.member(int(seats[(seat.slot + 1) % len(seats)]))
+        partner = None if next_one is None or len(seats) == 1 else (next_one.address, next_one.port)
+        world = sum(self.start["ranks"])
+        part = Part(seat.slot, seat.first_rank, world, self._interface(), len(seats), partner)
         return dataclasses.replace(
             self._job,
             world=seat.ranks,
             devices=list(self._job.devices)[: seat.ranks],
             part=part,
             others=self,
+            kept=self._job.kept if shared is None else functools.partial(self._kept, shared),
             on_event=functools.partial(self._note, self._job.on_event),
         )
 

@@ -5,7 +5,7 @@ event says when it happened. A spare that takes the seat of a lost node leaves t
 with fewer or more nodes the ranks are divided anew, which is prepared and agreed on like a first start.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from phalanx.cluster.affairs import (
@@ -18,6 +18,7 @@ from phalanx.cluster.affairs import (
     Ended,
     Event,
     Finish,
+    Holds,
     Joined,
     Lost,
     Node,
@@ -35,6 +36,7 @@ from phalanx.cluster.affairs import (
     Time,
     Unfit,
 )
+from phalanx.kept import Choice, choose, missing
 from phalanx.records import ExitCode, Kind
 
 COLLECT_S = 15.0  # what a node gets to end its ranks; its agent kills them in less
@@ -60,6 +62,10 @@ def decide(state: State, event: Event) -> Decision:
             return state, offers
         case Ready():
             return _ready(state, event)
+        case Holds():
+            return replace(
+                state, nodes=tuple(replace(n, held=event.held) if n.node == event.node else n for n in state.nodes)
+            ), []
         case Unfit():
             return state, [Drop(event.node, event.why, event.code)]
         case Prepared():
@@ -118,7 +124,7 @@ def _ready(state: State, event: Ready) -> Decision:
     known = state.node(event.node)
     if known is None:
         return state, []
-    ready = replace(known, ready=event.division, held=dict(event.held))
+    ready = replace(known, ready=event.division)
     state = replace(state, nodes=tuple(ready if node is known else node for node in state.nodes))
     if state.phase == Phase.READYING:
         return _start_if_ready(state, event.now)
@@ -207,15 +213,15 @@ def _if_over(state: State, now: float) -> Decision:
 
 def _failed(state: State, first: Cause | None, now: float) -> Decision:
     """After a failure that is worth another attempt, while there is a budget for it."""
-    grown = state.committed > state.reached
+    kept = _kept(state)
+    safe = state.committed if kept is None else kept.step
+    grown = safe > state.reached
     failures = 1 if grown else state.failures + 1
     crash = ("", 0)
     if first is not None and not state.gone:
         crash = (first.what, state.crash[1] + 1 if first.what == state.crash[0] and not grown else 1)
     pause_s = PAUSE_S[min(failures, len(PAUSE_S)) - 1]
-    state = replace(
-        state, failures=failures, reached=max(state.reached, state.committed), crash=crash, start_at=now + pause_s
-    )
+    state = replace(state, failures=failures, reached=max(state.reached, safe), crash=crash, start_at=now + pause_s)
     code = int(ExitCode.FAILED if first is None else first.code)
     if crash[1] >= state.policy.same_crash and crash[0]:
         why = f"the same has happened {crash[1]} times in a row ({crash[0]}), so it would happen again"
@@ -302,26 +308,40 @@ def _start_if_ready(state: State, now: float) -> Decision:
     waiting = [node for node in state.nodes if node.node in state.seats and node.ready != state.division]
     if waiting or now < state.start_at or not state.seats:
         return state, []
-    step, sources = beginning(state)
+    kept = _kept(state)
     attempt = state.attempt + 1
     why = {} if state.again is None else {"reason": state.again}
     said: list[Action] = [Note(Kind.RESTARTED, {"attempt": attempt, **why})] if attempt > state.first else []
-    state = replace(state, phase=Phase.RUNNING, attempt=attempt, codes={}, causes=(), gone=(), again=None)
-    return state, [*said, Start(attempt, state.division, state.seats, step, sources)]
+    if kept is None and (lost := _lost_state(state)) is not None:
+        said.append(Note(Kind.WARNING, {"attempt": attempt, "message": lost}))
+    # All but what is gone on from is removed when the order arrives.
+    used = () if kept is None else [each for _, each in kept.files.values()]
+    nodes = tuple(replace(node, held=tuple(each for each in node.held if each in used)) for node in state.nodes)
+    state = replace(state, phase=Phase.RUNNING, attempt=attempt, codes={}, causes=(), gone=(), again=None, nodes=nodes)
+    step = state.committed if kept is None else kept.step
+    return state, [*said, Start(attempt, state.division, state.seats, step, kept)]
 
 
-def beginning(state: State) -> tuple[int, Mapping[int, int]]:
-    """The step to begin from: the newest that is held in memory for every old rank, with the node that holds each,
-    where that is newer than what is on the disk; otherwise that one, and no nodes."""
-    holders: dict[int, dict[int, int]] = {}  # by step, then by old rank
-    for node in state.nodes:
-        for rank, steps in node.held.items():
-            for step in steps:
-                holders.setdefault(step, {}).setdefault(rank, node.node)
-    world = sum(slot.ranks for slot in state.slots)
-    whole = [step for step, ranks in holders.items() if set(ranks) >= set(range(world))]
-    newest = max(whole, default=-1)
-    return (newest, holders[newest]) if newest > state.committed else (state.committed, {})
+def _kept(state: State) -> Choice | None:
+    """What is in memory and no older than what is on the disk: an attempt begins from that."""
+    choice = choose({node.node: node.held for node in state.nodes})
+    return choice if choice is not None and choice.step > 0 and choice.step >= state.committed else None
+
+
+def _lost_state(state: State) -> str | None:
+    """Why an attempt cannot begin from memory, where something is left there."""
+    held = {node.node: node.held for node in state.nodes}
+    if not any(held.values()):
+        return None
+    where = f"the newest checkpoint, of step {state.committed}" if state.committed else "the start"
+    ranks = missing(held)
+    if not ranks:
+        return f"no step is whole in the nodes' memories, so the run goes back to {where}"
+    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return (
+        f"the state of {which} was lost with its node and no other one holds a whole replica of it, so the run goes "
+        f"back to {where}"
+    )
 
 
 def _finish(state: State, code: int, why: str) -> Decision:

@@ -113,7 +113,7 @@ class Sharded:
         itself = same_type and self.sharding.slots == 1 and self._allocate is zeros and not self._released
         itself = itself and self._keeper is None
         make = functools.partial(self._shards.make, masters=not itself)
-        self._state = Slots(make, self._pieces, self._allocate, self.sharding.slots, self._keeper)
+        self._state = Slots(make, self._shards.pieces, self._allocate, self.sharding.slots, self._keeper)
         for bucket in self.buckets:  # one after the other: what is released between uses was never there all at once
             held = Held(bucket, self._rank, self.mesh.device, self._precision, self._lane, pool, self._released)
             held.take([parameters[member.parameter.name] for member in bucket.members], replaced)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx import state_file
-from phalanx.checkpoint.memory import KEY, KeptState, Memory
+from phalanx.checkpoint.kept_state import KeptState
+from phalanx.checkpoint.memory import KEY, Memory
 from phalanx.checkpoint.read import Checkpoint, find, newest_agreed
 from phalanx.comm.compressed import other_nodes
 from phalanx.comm.mesh import Mesh
@@ -16,6 +17,7 @@ from phalanx.comm.objects import JsonGroup
 from phalanx.errors import ConfigError, RunError
 from phalanx.parallel.materialize import frozen_only, materialise
 from phalanx.records import Kind, Placement, RunPaths, last_line, read_lines
+from phalanx.replicas import Replicas
 from phalanx.train.build import Parts
 from phalanx.train.sinks import Records
 
@@ -50,13 +52,16 @@ def memory_of(config: "Config", placement: Placement, mesh: Mesh, paths: RunPath
     why = None
     if placement.shared is None:
         why = "something else than Phalanx started the ranks and starts them again"
-    elif placement.world > placement.local_world:
-        why = "a run on several nodes goes on from its checkpoints"
     if placement.shared is None or why is not None:
         if wanted is True:
             raise ConfigError(f"{KEY} is true, but {why}; set {KEY}=auto or false")
         return None
-    on_host = mesh.device.type == "cpu"
+    on_host, replicas = mesh.device.type == "cpu", None
+    if placement.nodes > 1 or (placement.kept is not None and any(file.address for file in placement.kept.files)):
+        patience_s = config.comm.timeout_s
+        replicas = Replicas(
+            Path(placement.shared), placement.node, placement.nodes, placement.partner, placement.attempt, patience_s
+        )
     return Memory(
         Path(placement.shared),
         mesh,
@@ -67,6 +72,9 @@ def memory_of(config: "Config", placement: Placement, mesh: Mesh, paths: RunPath
         wanted=wanted,
         in_place=on_host and config.parallel.data == "sharded",
         background=not on_host,
+        replicas=replicas,
+        replicate=config.resilience.replicate,
+        first_here=placement.local_rank == 0,
     )
 
 
@@ -85,7 +93,8 @@ def restore(
     Raises RunError where there are checkpoints and none can be used.
     """
     group = JsonGroup(mesh.checkpoint)  # nothing is being saved yet, and it has patience with a store
-    source = _source(placement, mesh, group, parts, paths, records)
+    replicas = None if memory is None else memory.replicas
+    source = _source(placement, mesh, group, parts, paths, records, replicas)
     if memory is not None:
         memory.whole = parts.parted.whole
     fill = beating(parts.starting_weights)
@@ -127,11 +136,17 @@ def done_after(step: int, paths: RunPaths, group: JsonGroup) -> tuple[bool, bool
 
 
 def _source(
-    placement: Placement, mesh: Mesh, group: JsonGroup, parts: Parts, paths: RunPaths, records: Records
+    placement: Placement,
+    mesh: Mesh,
+    group: JsonGroup,
+    parts: Parts,
+    paths: RunPaths,
+    records: Records,
+    replicas: Replicas | None,
 ) -> KeptState | Checkpoint | None:
     """What the attempt goes on from; None: from nothing."""
     if placement.kept is not None:
-        return KeptState(placement.kept, parts.parted.shapes)
+        return KeptState(placement.kept, parts.parted.shapes, replicas)
     folder = paths.checkpoints
     checkpoint = newest_agreed(folder, mesh.rank, group, None, records.event)
     if checkpoint is None and group.broadcast_object(len(find(folder))):

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from phalanx import cli, recipe, shared_memory, state_file
-from phalanx.checkpoint.memory import KeptState, Memory, too_large
+from phalanx.checkpoint.kept_state import KeptState
+from phalanx.checkpoint.memory import Memory
 from phalanx.cluster.fork import die_with
 from phalanx.comm.mesh import Mesh, join
 from phalanx.errors import CheckpointError
@@ -25,6 +26,7 @@ from phalanx.optim.sharded import Sharded
 from phalanx.optim.single import Single
 from phalanx.kept import Kept, KeptFile
 from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps, write_event
+from phalanx.shared_memory import too_large
 from phalanx.state_file import StateFile
 from phalanx.train import trainer
 from tests.dist.command import write_place
@@ -264,7 +266,7 @@ def test_asked_for_and_no_room_is_refused_with_numbers(tokens: Path, tmp_path: P
 )
 def test_what_fits(need: int, shared_free: int, host_free: int, asked: bool, says: str | None) -> None:
     gib = 2**30
-    found = too_large(need * gib, shared_free * gib, host_free * gib, asked)
+    found = too_large("the state", need * gib, shared_free * gib, host_free * gib, asked)
     assert found is None if says is None else says in (found or "") and f"{need}.00 GiB" in (found or "")
 
 

@@ -20,6 +20,7 @@ from phalanx.data import prepare, reading
 from phalanx.errors import PhalanxError
 from phalanx.models.spec import PRESETS
 from phalanx.records import Kind, Placement, RunPaths, read_lines
+from tests.dist.test_replicas import replicates
 from tests.helpers import run_ranks
 from tests.unit.field_runs import (
     BASE,
@@ -567,6 +568,15 @@ def _growing(base: Seen, seen: Seen) -> None:
     assert [said.count("Prepare ") for said in found] == [1, 2]
 
 
+def _replicates(base: Seen, seen: Seen) -> None:
+    found = []
+    for wanted in ("auto", "every_step", "off"):
+        with tempfile.TemporaryDirectory() as folder:
+            config = configured({"resilience.replicate": wanted}, Path(folder))
+            found.append(replicates(Path(folder), config.resilience.replicate))
+    assert found == [[True, True], [True, True], [False, False]]
+
+
 def _heartbeat(base: Seen, seen: Seen) -> None:
     with tempfile.TemporaryDirectory() as folder:
         configs = [configured({"resilience.heartbeat_s": seconds}, Path(folder)) for seconds in (0.5, 60.0)]
@@ -900,6 +910,7 @@ CASES: dict[str, Case] = SLURM | {
     "resilience.max_restarts": Case({}, _max_restarts),
     "resilience.same_crash": Case({}, _same_crash),
     "resilience.memory": Case({}, _in_memory),
+    "resilience.replicate": Case({}, _replicates),
     "resilience.on_lost_node": Case(
         {}, _losses("resilience.on_lost_node", ([], ["shrink"]), (f"Finish {LOST}", "Prepare "))
     ),

@@ -311,6 +311,7 @@ FREE = {
     "checkpoint.keep": 1,
     "resilience.max_restarts": 0,
     "resilience.memory": False,
+    "resilience.replicate": "off",
     "resilience.same_crash": 1,
     "resilience.on_lost_node": [],
     "resilience.wait_for_node_s": 5.0,

@@ -22,7 +22,7 @@ INDEX = {"tensors": [["w", "param", "F32", [4], 0]], "pieces": []}
 
 
 def made(folder: Path, generation: int = 1, rank: int = 0, world: int = 1, run: bytes = RUN) -> StateFile:
-    return state_file.create(folder, Who(generation, rank, world, run), INDEX, 16)
+    return state_file.create(folder, Who(generation, rank, world, run, rank, world), INDEX, 16)
 
 
 def commit(file: StateFile, slot: int, step: int) -> None:
@@ -69,7 +69,7 @@ def test_what_is_no_whole_state_file_is_refused(tmp_path: Path, what: str) -> No
         case "torn":  # killed while it was made: the magic word is written last
             path.write_bytes(bytes(8) + raw[8:])
         case "version":
-            path.write_bytes(raw[:8] + b"\x02" + raw[9:])
+            path.write_bytes(raw[:8] + b"\x09" + raw[9:])
         case "shorter":
             path.write_bytes(raw[:-4096])
         case "open to others":
@@ -103,7 +103,7 @@ def test_where_there_is_no_room_nothing_is_left(tmp_path: Path, small_files: Non
 
 def facts(generation: int, rank: int, world: int, words: tuple[int, int]) -> Facts:
     path = Path(state_file.name_of(generation, rank))
-    return Facts(path, generation, rank, world, 0, 0, 0, b"", RUN, words)
+    return Facts(path, generation, rank, world, 0, 0, 0, b"", RUN, words, rank, world, 0)
 
 
 def test_the_newest_step_that_all_ranks_hold(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from phalanx.cluster.affairs import (
     Ended,
     Event,
     Finish,
+    Holds,
     Joined,
     Lost,
     Node,
@@ -35,7 +36,8 @@ from phalanx.cluster.affairs import (
     Time,
     Unfit,
 )
-from phalanx.cluster.supervisor import COLLECT_S, beginning, decide
+from phalanx.cluster.supervisor import COLLECT_S, decide
+from phalanx.kept import Held
 from phalanx.records import ExitCode, Kind
 
 KILLED = Cause(0, 1, "")
@@ -56,7 +58,7 @@ def begun(nodes: int = 2, spares: int = 0, ranks: int = 1, **policy: Any) -> Sta
         seats=tuple(range(nodes)),
     )
     state, actions = decide(state, Time(0.0))
-    assert actions == [Start(1, 1, tuple(range(nodes)), 0, {})]
+    assert actions == [Start(1, 1, tuple(range(nodes)), 0)]
     return state
 
 
@@ -84,19 +86,19 @@ def test_a_dead_rank_ends_the_attempt_everywhere_and_the_next_begins_when_all_ha
     assert done == [End(1)]
     state, done = walk(state, Ended(2, 0, 1, 1, LOST_PEER))
     assert kinds(done) == ["Note", "Start"]
-    assert done[1] == Start(2, 1, (0, 1), 0, {})
+    assert done[1] == Start(2, 1, (0, 1), 0)
 
 
 def test_a_spare_takes_the_seat_and_without_one_the_ranks_are_divided_anew() -> None:
     state, done = walk(begun(spares=1), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))
     assert kinds(done) == ["End", "Note", "Start"]
-    assert done[2] == Start(2, 1, (0, 2), 0, {})
+    assert done[2] == Start(2, 1, (0, 2), 0)
     state, done = walk(state, Lost(2, 2, "gone"), Ended(2, 0, 2, 1, LOST_PEER))
     assert done == [End(2), Prepare(2, ((0, 1),))]
     state, done = walk(state, Prepared(3, 2))
     assert done == [Offer(2)]
     state, done = walk(state, Ready(4, 0, 2), Time(9))
-    assert done[-1] == Start(3, 2, (0,), 0, {})
+    assert done[-1] == Start(3, 2, (0,), 0)
 
 
 def test_a_node_that_returns_is_taken_in_by_saving_first() -> None:
@@ -107,7 +109,7 @@ def test_a_node_that_returns_is_taken_in_by_saving_first() -> None:
     state, done = walk(state, Ended(3, 0, 1, ExitCode.STOPPED))
     assert done == [Prepare(2, ((0, 1), (1, 1)))]
     state, done = walk(state, Prepared(4, 2), Ready(5, 0, 2), Ready(5, 1, 2))
-    assert done[-1] == Start(2, 2, (0, 1), 0, {})
+    assert done[-1] == Start(2, 2, (0, 1), 0)
     assert state.failures == 0
 
 
@@ -123,7 +125,7 @@ def test_what_cannot_shrink_waits_and_then_stops() -> None:
     state, done = walk(state, Refused(2, 2, "too little memory"), Time(6.9))
     assert kinds(done) == ["Note", "Note"]
     _back, done = walk(state, Joined(6.9, node(1, ready=0)), Ready(6.95, 1, 1))
-    assert done[-1] == Start(2, 1, (0, 1), 0, {})
+    assert done[-1] == Start(2, 1, (0, 1), 0)
     _, done = walk(state, Time(7.1))
     assert kinds(done) == ["Finish"]
     assert done[0] == Finish(1, "nodes were lost, and those that are left cannot go on without them")
@@ -194,15 +196,50 @@ def test_a_drained_node_gives_its_seat_away_after_saving() -> None:
     state, done = walk(begun(spares=1), Drained(1, 0, True, "node 0 is drained"))
     assert done[-1] == End(1, saving=True)
     _, done = walk(state, Ended(2, 0, 1, ExitCode.STOPPED), Ended(2, 1, 1, ExitCode.STOPPED))
-    assert done[-1] == Start(2, 1, (2, 1), 0, {})
+    assert done[-1] == Start(2, 1, (2, 1), 0)
 
 
-def test_it_begins_from_memory_where_all_old_ranks_are_held_and_that_is_newer() -> None:
-    state = replace(begun(), committed=5)
-    held = (replace(node(0), held={0: (6, 7)}), replace(node(1), held={1: (6,)}))
-    assert beginning(replace(state, nodes=held)) == (6, {0: 0, 1: 1})
-    assert beginning(replace(state, nodes=held, committed=6)) == (6, {})
-    assert beginning(replace(state, nodes=held[:1])) == (5, {})
+def has(generation: int, rank: int, *steps: int, replica: bool = False) -> Held:
+    return Held(generation, 0, rank, 2, rank, 2, steps, f"layout {rank}", replica)
+
+
+def ended_with(held: dict[int, tuple[Held, ...]], committed: int = 5) -> tuple[State, list[Action]]:
+    """What follows an attempt that nodes report the end of, and what they hold."""
+    state = replace(begun(), committed=committed)
+    told = [Holds(1, number, files) for number, files in held.items()]
+    return walk(state, *told, Ended(2, 0, 1, 1, KILLED), Ended(2, 1, 1, 1))
+
+
+def test_it_begins_from_memory_where_all_ranks_are_held_and_that_is_no_older_than_the_disk() -> None:
+    state, done = ended_with({0: (has(1, 0, 6, 7),), 1: (has(1, 1, 6),)})
+    start = done[-1]
+    assert isinstance(start, Start) and start.kept is not None
+    assert (start.step, start.kept.step, {rank: node for rank, (node, _) in start.kept.files.items()}) == (
+        6,
+        6,
+        {0: 0, 1: 1},
+    )
+    assert (state.reached, state.failures) == (6, 1)  # what is safe in memory is progress
+    for committed in (6, 7):
+        _, done = ended_with({0: (has(1, 0, 6, 7),), 1: (has(1, 1, 6),)}, committed)
+        assert done[-1].kept == (start.kept if committed == 6 else None)  # type: ignore[union-attr]
+
+
+def test_where_a_rank_is_lost_with_its_node_it_says_so_and_goes_back_to_the_disk() -> None:
+    _, done = ended_with({0: (has(1, 0, 6, 7),), 1: ()})
+    assert done[-1] == Start(2, 1, (0, 1), 5)
+    said = done[-2]
+    assert isinstance(said, Note) and said.kind == Kind.WARNING
+    assert "the state of rank 1 was lost with its node" in str(said.details["message"])
+    assert "the newest checkpoint, of step 5" in str(said.details["message"])
+    _, done = ended_with({0: (has(1, 0, 6, 7), has(1, 1, 6, 7, replica=True)), 1: ()})
+    assert done[-1].kept is not None  # type: ignore[union-attr]
+
+
+def test_what_is_not_gone_on_from_is_not_counted_on_again() -> None:
+    old = {0: (has(1, 0, 6), has(2, 0, 8)), 1: (has(1, 1, 6), has(2, 1, 8))}
+    state, _ = ended_with(old)
+    assert {each.generation for member in state.nodes for each in member.held} == {2}
 
 
 # ----------------------------------------------------------------------------------------------- any sequence of events

@@ -1,0 +1,295 @@
+"""The process of a node that keeps replicas of other nodes' state, sends that of its own ranks, and lets others read.
+
+An agent forks it before there are ranks, gives it the connections of other nodes that have proved themselves at the
+agent's door, and ends it when an attempt is over: so nothing is written behind what the agents then agree on. Ranks
+reach it through a socket in their folder in shared memory. What it keeps are files there, so whoever comes after it
+finds them. Threads are fine here: it forks nothing.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from phalanx import state_file
+from phalanx.cluster.fork import fork, kill_group
+from phalanx.cluster.relay import CALL_S
+from phalanx.cluster.wire import call, watch
+from phalanx.errors import CheckpointError
+from phalanx.kept import Address
+from phalanx.replicas import SOCKET, Message, receive, receive_into, send
+from phalanx.shared_memory import too_large
+from phalanx.state_file import REPLICAS, StateFile, Who
+
+ROLE = "replicas"  # of a caller at an agent's door
+CHUNK_BYTES = 4 << 20
+WRITES, READS = b"w", b"r"  # how a connection is handed over
+
+
+class ReplicaKeeper:
+    """That process, as its agent sees it. `folder`: the run's in this node's shared memory; `run`: what the run is
+    known by; `secret`: that by which nodes of the job know each other."""
+
+    def __init__(self, folder: Path, run: bytes, secret: str) -> None:
+        self._ours, theirs = socket.socketpair()
+        path = folder / SOCKET
+        path.unlink(missing_ok=True)
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(path))
+            os.chmod(path, 0o600)
+            listener.listen(socket.SOMAXCONN)
+            keep = [theirs.fileno(), listener.fileno()]
+            self.pid, self._pidfd = fork(lambda: _live(theirs, listener, folder, run, secret), keep=keep)
+        self._ours.setblocking(False)
+
+    @property
+    def alive(self) -> bool:
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return not poll.poll(0)
+
+    def take(self, connection: socket.socket, writes: bool) -> None:
+        """Give it a connection to another node, which may have replicas written or only read. Raises OSError when it
+        has died."""
+        socket.send_fds(self._ours, [WRITES if writes else READS], [connection.fileno()])
+
+    def stop(self) -> None:
+        kill_group(self.pid)
+        os.waitpid(self.pid, 0)
+        os.close(self._pidfd)
+        self._ours.close()
+
+
+def _live(handed: socket.socket, listener: socket.socket, folder: Path, run: bytes, secret: str) -> int:
+    def let_in() -> None:
+        while True:
+            connection, _ = listener.accept()
+            _in_thread(_Rank(connection, folder, secret).serve)
+
+    _in_thread(let_in)
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(handed, 1, 1)
+        if not data:
+            return 0
+        connection = socket.socket(fileno=descriptors[0])
+        connection.setblocking(True)
+        watch(connection)
+        _in_thread(_Node(connection, folder, run, writes=data == WRITES).serve)
+
+
+def _in_thread(function: Callable[[], None]) -> None:
+    threading.Thread(target=function, daemon=True).start()
+
+
+# ------------------------------------------------------------------------------------------------------- for own ranks
+
+
+class _Rank:
+    """What a rank of this node asks for."""
+
+    def __init__(self, connection: socket.socket, folder: Path, secret: str) -> None:
+        self._connection, self._folder, self._secret = connection, folder, secret
+        self._file: StateFile | None = None
+        self._partner: socket.socket | None = None
+        self._there: set[int] = set()  # steps that the partner has had from before
+        self._readers: dict[Address, socket.socket] = {}
+
+    def serve(self) -> None:
+        with self._connection, contextlib.suppress(OSError):  # until the rank is gone
+            while True:
+                message = receive(self._connection)
+                try:
+                    self._do(message)
+                except (OSError, CheckpointError) as error:
+                    what = "read from" if "read" in message else "replicated to"
+                    text = f"state could not be {what} another node ({error}); it or its process for that was lost"
+                    send(self._connection, {"error": text})
+
+    def _do(self, message: Message) -> None:
+        if "read" in message:
+            self._pass_on(message)
+        elif "replicate" in message:
+            send(self._connection, self._begin(message))
+        elif "step" in message:
+            self._send_step(int(message["step"]))
+            send(self._connection, {"kept": message["step"]})
+        elif "forget" in message or "leave" in message:
+            self._there.clear()
+            send(self._connection, self._ask_partner(message))
+
+    def _pass_on(self, message: Message) -> None:
+        host, port = message["of"]
+        address = (str(host), int(port))
+        if address not in self._readers:
+            self._readers[address] = call(address, self._secret, {"role": ROLE}, CALL_S)
+        there = self._readers[address]
+        send(there, {name: message[name] for name in ("read", "at", "bytes")})
+        answer = receive(there)
+        send(self._connection, answer)
+        buffer, left = memoryview(bytearray(CHUNK_BYTES)), 0 if "error" in answer else int(message["bytes"])
+        while left:
+            part = receive_into(there, buffer[: min(left, CHUNK_BYTES)])
+            self._connection.sendall(part)
+            left -= len(part)
+
+    def _begin(self, message: Message) -> Message:
+        host, port = message["to"]
+        self._file = file = StateFile(self._folder / str(message["replicate"]))
+        facts = file.facts
+        hello = {"role": ROLE, "attempt": int(message["attempt"])}
+        self._partner = call((str(host), int(port)), self._secret, hello, CALL_S)
+        who = [facts.generation, facts.rank, facts.world, facts.part, facts.parts]
+        form = {
+            "who": who,
+            "way": facts.way,
+            "index": file.index(),
+            "slot_bytes": facts.slot_bytes,
+            "asked": bool(message["asked"]),
+        }
+        answer = self._ask_partner({"keep": form})
+        self._there = set(answer.get("steps", []))
+        return answer
+
+    def _ask_partner(self, message: Message) -> Message:
+        if self._partner is None:
+            raise ConnectionError("there is no partner")
+        send(self._partner, message)
+        answer = receive(self._partner)
+        if "error" in answer:
+            raise ConnectionError(str(answer["error"]))
+        return answer
+
+    def _send_step(self, step: int) -> None:
+        assert self._file is not None and self._partner is not None
+        if step in self._there:  # of processes before, in the same place
+            return
+        path = self._file.facts.path
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            # Not the private view, as what is read there may be older than what the rank has written since.
+            with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+                self._send_slot(step, view)
+        finally:
+            os.close(descriptor)
+
+    def _send_slot(self, step: int, view: memoryview) -> None:
+        assert self._file is not None and self._partner is not None
+        facts = state_file.facts_from(self._file.facts.path, bytes(view[: state_file.PAGE]))
+        slot = facts.steps.get(step)
+        if slot is None:
+            raise CheckpointError(f"{facts.path} does not hold step {step} any more")
+        header = state_file.raw_header(view[state_file.HEADERS[slot] :][: state_file.HEADER_BYTES])
+        send(self._partner, {"write": step, "header": header.decode()})
+        total, begin = 0, facts.at(slot)
+        for at in range(begin, begin + facts.slot_bytes, CHUNK_BYTES):
+            with view[at : min(at + CHUNK_BYTES, begin + facts.slot_bytes)] as part:
+                self._partner.sendall(part)
+                total = zlib.crc32(part, total)
+        answer = self._ask_partner({"sum": total})
+        if answer != {"kept": step}:
+            raise ConnectionError("it has not kept what it was sent")
+
+
+# ----------------------------------------------------------------------------------------------------- for other nodes
+
+
+class _Node:
+    """What another node asks for: to read, or to keep what its rank has."""
+
+    def __init__(self, connection: socket.socket, folder: Path, run: bytes, writes: bool) -> None:
+        self._connection, self._folder, self._run, self._writes = connection, folder, run, writes
+        self._replica: StateFile | None = None
+
+    def serve(self) -> None:
+        with self._connection, contextlib.suppress(OSError):  # until the other side is gone
+            while True:
+                message = receive(self._connection)
+                try:
+                    if "read" in message:
+                        self._read(str(message["read"]), int(message["at"]), int(message["bytes"]))
+                    elif self._writes:
+                        self._keep(message)
+                except (CheckpointError, KeyError, TypeError, ValueError, OSError) as error:
+                    send(self._connection, {"error": str(error)})
+                    return
+
+    def _read(self, name: str, at: int, count: int) -> None:
+        paths = [*state_file.files_in(self._folder), *state_file.files_in(self._folder / REPLICAS)]
+        found = [path for path in paths if str(path.relative_to(self._folder)) == name]
+        facts = state_file.facts_of(found[0]) if found else None
+        if facts is None or facts.run != self._run or not 0 <= at <= at + count <= facts.at(2):
+            raise CheckpointError(f"there is no state file {name} any more")
+        descriptor = os.open(facts.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            send(self._connection, {"bytes": count})
+            while count:
+                sent = os.sendfile(self._connection.fileno(), descriptor, at, count)
+                if not sent:
+                    raise ConnectionError("the file has become shorter")
+                at, count = at + sent, count - sent
+        finally:
+            os.close(descriptor)
+
+    def _keep(self, message: Message) -> None:
+        if "keep" in message:
+            send(self._connection, self._make(message["keep"]))
+        elif "forget" in message and self._replica is not None:
+            self._replica.forget(int(message["forget"]))
+            send(self._connection, {"forgotten": True})
+        elif "leave" in message and self._replica is not None:
+            self._replica.facts.path.unlink(missing_ok=True)
+            self._replica = None
+            send(self._connection, {"left": True})
+        elif "write" in message and self._replica is not None:
+            self._write(self._replica, int(message["write"]), str(message["header"]).encode())
+
+    def _make(self, form: Message) -> Message:
+        generation, rank, world, part, parts = (int(each) for each in form["who"])
+        who = Who(generation, rank, world, self._run, part, parts)
+        index, slot_bytes, folder = dict(form["index"]), int(form["slot_bytes"]), self._folder / REPLICAS
+        before = state_file.facts_of(folder / state_file.name_of(who.generation, who.rank))
+        if before is not None and before.layout == state_file.digest(index) and before.run == self._run:
+            self._replica = StateFile(before.path, writable=True)
+            if before.way != int(form["way"]):
+                self._replica.forget(int(form["way"]))
+                return {"steps": []}
+            return {"steps": sorted(before.steps)}
+        found, need = os.statvfs(self._folder), state_file.file_bytes(index, slot_bytes)
+        free = found.f_bavail * found.f_frsize
+        short = too_large(
+            "a replica of the state of another node's rank", need, free, _host_free(), form["asked"] is True
+        )
+        if short is None:
+            try:
+                self._replica = state_file.create(folder, who, index, slot_bytes)
+                self._replica.forget(int(form["way"]))
+            except OSError as error:
+                short = f"{folder} does not take {need} bytes for a replica ({error.strerror})"
+        return {"short": short} if short is not None else {"steps": []}
+
+    def _write(self, file: StateFile, step: int, header: bytes) -> None:
+        # The older of the two, or one that holds nothing.
+        slot = min((0, 1), key=file.word)
+        file.void(slot)
+        with file.read(file.at(slot), file.facts.slot_bytes) as data:
+            receive_into(self._connection, data)
+            told = receive(self._connection)["sum"]
+            file.commit(slot, step, header)
+            send(self._connection, {"kept": step})
+            # Behind the answer, since a rank waits for that.
+            if zlib.crc32(data) != told:
+                file.void(slot)
+                raise CheckpointError(f"the replica of step {step} was damaged on its way")
+
+
+def _host_free() -> int:
+    """Bytes of memory that this machine has free."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62

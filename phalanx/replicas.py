@@ -1,0 +1,171 @@
+"""A rank's way to copies of state on other nodes: it asks the process of its own node that keeps replicas, through a
+socket in their folder in shared memory, which is their user's alone. That one knows the job's secret, ranks do not.
+
+A frame is four bytes of length and JSON; some are followed by as many raw bytes as they say. No torch here.
+"""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+from phalanx import state_file
+from phalanx.errors import CheckpointError, CollectiveError
+from phalanx.kept import Address
+from phalanx.state_file import HEADER_BYTES, HEADERS, INDEX, PAGE
+
+SOCKET = "replicas.sock"
+FRAME_BYTES = 64 << 20  # the longest frame: an index has a line for each parameter
+PART_BYTES = 16 << 20  # that are asked for at a time
+
+Message = dict[str, Any]
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    """Send a frame. Raises OSError."""
+    raw = json.dumps(message).encode()
+    connection.sendall(len(raw).to_bytes(4, "little") + raw)
+
+
+def receive(connection: socket.socket) -> Message:
+    """Wait for a frame. Raises OSError where there is none any more, or no sense in it."""
+    length = int.from_bytes(receive_into(connection, memoryview(bytearray(4))), "little")
+    if length > FRAME_BYTES:
+        raise ConnectionError("it sent a frame that is too long")
+    try:
+        message = json.loads(receive_into(connection, memoryview(bytearray(length))).tobytes())
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise ConnectionError("it sent what is no frame")
+    return message
+
+
+def receive_into(connection: socket.socket, view: memoryview) -> memoryview:
+    """Fill a view with what comes. Raises OSError."""
+    got = 0
+    while got < len(view):
+        count = connection.recv_into(view[got:])
+        if not count:
+            raise ConnectionError("it closed the connection")
+        got += count
+    return view
+
+
+class Replicas:
+    """`node` is this one's number among `nodes` with ranks; `partner`: where the next one is, which holds replicas of
+    this one's state (None: there is no other); `timeout_s`: what any answer gets. Errors are CollectiveErrors: a node
+    is lost, or the process that keeps replicas on one."""
+
+    def __init__(
+        self, folder: Path, node: int, nodes: int, partner: Address | None, attempt: int, timeout_s: float
+    ) -> None:
+        self.node, self.before, self.partner = node, (node - 1) % nodes, partner
+        self._folder, self._attempt, self._timeout_s = folder, attempt, timeout_s
+        self._connection: socket.socket | None = None
+        self._awaited: list[int] = []  # steps that were sent and are not acknowledged
+
+    def begin(self, path: Path, asked: bool) -> str | None:
+        """Have the partner make room for a replica of this rank's state file, or find that which it has; why it has no
+        room, where it has none. What nobody has `asked` for must leave more room for others."""
+        assert self.partner is not None
+        answer = self._ask({"replicate": path.name, "to": list(self.partner), "attempt": self._attempt, "asked": asked})
+        return None if answer.get("short") is None else str(answer["short"])
+
+    def committed(self, step: int) -> None:
+        """A step is committed in this rank's file: its slot is on its way to the partner from now on."""
+        self._awaited.append(step)
+        self._send({"step": step})
+
+    def acknowledged(self) -> None:
+        """Wait until the partner has all that was sent."""
+        while self._awaited:
+            self._answer()
+            self._awaited.pop(0)
+
+    def forget(self, way: int) -> None:
+        """Have the partner make its replica void; what comes now is of another way."""
+        self.acknowledged()
+        self._ask({"forget": way})
+
+    def leave(self) -> None:
+        """Have the partner take the memory back that it has made room in."""
+        self.acknowledged()
+        self._ask({"leave": True})
+
+    def read(self, address: Address, name: str, at: int, count: int) -> bytearray:
+        """Bytes of a state file on another node."""
+        self.acknowledged()
+        found = bytearray(count)
+        view = memoryview(found)
+        for begin in range(0, count, PART_BYTES):
+            size = min(PART_BYTES, count - begin)
+            self._ask({"read": name, "of": list(address), "at": at + begin, "bytes": size})
+            assert self._connection is not None
+            try:
+                receive_into(self._connection, view[begin : begin + size])
+            except OSError as error:
+                raise self._lost(error) from None
+        return found
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def _ask(self, message: Message) -> Message:
+        self._send(message)
+        return self._answer()
+
+    def _send(self, message: Message) -> None:
+        try:
+            if self._connection is None:
+                self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._connection.settimeout(self._timeout_s)
+                self._connection.connect(str(self._folder / SOCKET))
+            send(self._connection, message)
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def _answer(self) -> Message:
+        assert self._connection is not None
+        try:
+            answer = receive(self._connection)
+        except OSError as error:
+            raise self._lost(error) from None
+        if "error" in answer:
+            raise CollectiveError(str(answer["error"]))
+        return answer
+
+    def _lost(self, error: OSError) -> CollectiveError:
+        why = f"has not answered for {self._timeout_s:g} s" if isinstance(error, TimeoutError) else "is gone"
+        return CollectiveError(
+            f"the process of this node that keeps replicas {why} ({error}), so no step is safe any more; look for what "
+            "has killed it (the kernel's log, where memory was short)"
+        )
+
+
+class FarFile:
+    """A state file on another node, to be read."""
+
+    def __init__(self, replicas: Replicas, address: Address, name: str) -> None:
+        """Raises CheckpointError where it is none, CollectiveError where it cannot be reached."""
+        self._read = lambda at, count: replicas.read(address, name, at, count)
+        self.facts = state_file.facts_from(Path(name), bytes(self._read(0, PAGE)))
+
+    def read(self, at: int, count: int) -> memoryview:
+        """So many bytes of the file, as they are."""
+        if not 0 <= at <= at + count <= self.facts.at(2):
+            raise CheckpointError(f"the state file {self.facts.path} on another node is shorter than its index says")
+        return memoryview(self._read(at, count))
+
+    def index(self) -> dict[str, Any]:
+        """What lies where in a slot."""
+        return state_file.index_from(self.facts, self.read(INDEX, self.facts.index_bytes))
+
+    def raw_header(self, slot: int) -> bytes:
+        """The header of a slot that holds a step, as it lies there."""
+        return state_file.raw_header(self.read(HEADERS[slot], HEADER_BYTES))
+
+    def header(self, slot: int) -> dict[str, Any]:
+        """The same, read."""
+        return state_file.header_from(self.facts.path, self.raw_header(slot))

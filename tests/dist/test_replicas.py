@@ -1,0 +1,318 @@
+"""Replicas of state on another node, without agents: two ranks stand for two nodes, each with its keeper and its door."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx import state_file
+from phalanx.checkpoint.kept_state import KeptState
+from phalanx.checkpoint.memory import Memory
+from phalanx.cluster.door import Door
+from phalanx.cluster.replica_keeper import ROLE, ReplicaKeeper
+from phalanx.cluster.wire import call
+from phalanx.comm.mesh import Mesh, join
+from phalanx.errors import PhalanxError
+from phalanx.kept import Address, Kept, KeptFile, choose
+from phalanx.records import Placement
+from phalanx.replicas import Replicas, receive, send
+from tests.dist.test_memory import made, step
+from tests.helpers import run_ranks, wait_until
+
+RUN, SECRET = b"r" * 32, "a secret"
+
+
+class Node:
+    """One of two nodes: a folder in shared memory, a keeper, and a door that lets those in who know the secret."""
+
+    def __init__(self, place: Path, number: int, secret: str = SECRET, room: int | None = None) -> None:
+        self.number, self.folder, self._place = number, place / f"node-{number}", place
+        self.folder.mkdir(mode=0o700)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if room is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        self.keeper = ReplicaKeeper(self.folder, RUN, secret)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+        self.refused: list[str] = []
+        self.door = Door(listener, secret, lambda host, why: self.refused.append(why))
+        (place / f"port-{number}").write_text(str(listener.getsockname()[1]))
+
+    def open(self) -> "Node":
+        """Let others in; nothing may be forked here any more."""
+        threading.Thread(target=self._let_in, daemon=True).start()
+        return self
+
+    def _let_in(self) -> None:
+        while True:
+            for channel, hello in self.door.tend():
+                assert hello["role"] == ROLE
+                channel.say({"ok": True})
+                self.keeper.take(channel.socket, writes="attempt" in hello)
+                channel.close("the keeper has it")
+            time.sleep(0.002)
+
+    def address(self, number: int) -> Address:
+        file = self._place / f"port-{number}"
+        wait_until(lambda: file.exists() and bool(file.read_text()))
+        return "127.0.0.1", int(file.read_text())
+
+    def replicas(self, attempt: int = 1) -> Replicas:
+        return Replicas(self.folder, self.number, 2, self.address(1 - self.number), attempt, 10.0)
+
+    def holds(self) -> list[list[Any]]:
+        """Rank, steps and whether it is a replica, of all that it has."""
+        (self.folder / state_file.RANKS).unlink(missing_ok=True)  # ranks live, and nothing is being written
+        return [[each.rank, list(each.steps), each.replica] for each in state_file.held_in(self.folder, RUN)]
+
+
+def memory_of(mesh: Mesh, node: Node, events: list[Any], kept: Kept | None = None, **options: Any) -> Memory:
+    return Memory(
+        node.folder, mesh, generation=options.pop("generation", 1), run=RUN, kept=kept, replicas=node.replicas(),
+        say=lambda kind, details: events.append(details), first_here=True, **options,
+    )  # fmt: skip
+
+
+def settle(made: Any, mesh: Mesh) -> None:
+    made.keeper_settles()
+    mesh.sum([0.0])
+
+
+# ------------------------------------------------------------------------------------------------------- step by step
+
+
+def walks(placement: Placement, folder: str, kind: str) -> dict[str, Any]:
+    """Five steps; the other node has each of them. Then node 0 is lost, and all is read from node 1."""
+    events: list[Any] = []
+    node = Node(Path(folder), placement.rank).open()
+    with join(placement, 30) as mesh:
+        memory = memory_of(mesh, node, events)
+        engine = made(mesh, kind, memory)
+        for number in range(1, 6):
+            step(engine, number, mesh)
+        settle(engine, mesh)
+        found = {"late": memory.late, "holds": node.holds(), "events": events}
+        mine = {(p.name, p.kind, p.start): p.tensor.clone() for p in engine.inner.pieces()}
+        mesh.sum([0.0])
+        theirs = Path(folder) / f"node-{1 - placement.rank}" / state_file.REPLICAS
+        [own], [replica] = state_file.files_in(node.folder), state_file.files_in(theirs)
+        one, other = state_file.StateFile(own), state_file.StateFile(replica)
+        slots = one.facts.steps[5], other.facts.steps[5]
+        size = one.facts.slot_bytes
+        found["same"] = one.read(one.at(slots[0]), size) == other.read(other.at(slots[1]), size)
+        found["same header"] = one.raw_header(slots[0]) == other.raw_header(slots[1])
+        mesh.sum([0.0])
+        (Path(folder) / "node-1" / state_file.RANKS).unlink(missing_ok=True)
+        mesh.sum([0.0])
+        choice = choose({1: state_file.held_in(Path(folder) / "node-1", RUN)})
+        assert choice is not None
+        files = tuple(
+            KeptFile(rank, state_file.file_of(held), held.layout, node.address(1))
+            if placement.rank == 0 or held.replica
+            else KeptFile(rank, str(node.folder / state_file.file_of(held)), held.layout)
+            for rank, (_, held) in sorted(choice.files.items())
+        )
+        kept = Kept(choice.step, files)
+        source = KeptState(kept, {n: tuple(p.shape) for n, p in engine.inner.model.named_parameters()}, memory.replicas)
+        far = True
+        for (name, what, start), tensor in mine.items():
+            out = torch.empty_like(tensor)
+            source.read(name, what, start, start + len(tensor), out)
+            far &= torch.equal(out, tensor)
+        found["by coordinates"] = far
+        # A spare: it takes up the file of rank 0 as it is, from where it is.
+        if placement.rank == 0:
+            own.unlink()
+        mesh.sum([0.0])
+        again = made(mesh, kind, memory_of(mesh, node, events, kept, generation=2))
+        same = {(p.name, p.kind, p.start): p.tensor.clone() for p in again.inner.pieces()}
+        found["attached"] = again.memory.attached
+        found["as it is"] = mine.keys() == same.keys() and all(torch.equal(mine[key], same[key]) for key in mine)
+        engine.inner.close()
+        again.inner.close()
+        return found
+
+
+@pytest.mark.parametrize("kind", ["zero 1", "zero 3"])
+def test_the_other_node_has_each_step_and_all_is_there_without_the_first(kind: str, tmp_path: Path) -> None:
+    found = run_ranks(walks, 2, folder=str(tmp_path), kind=kind)
+    for rank, each in enumerate(found):
+        assert each["late"]
+        assert each["holds"] == [[rank, [4, 5], False], [1 - rank, [4, 5], True]]
+        for what in ("same", "same header", "by coordinates", "attached", "as it is"):
+            assert each[what], (rank, what)
+        [decided] = [event for event in each["events"] if event["key"] == "resilience.replicate"]
+        assert decided["value"] == "every_step"
+        assert decided["reason"] == "the state of 2 of 2 ranks is kept on a second node, step by step"
+
+
+def goes_back(placement: Placement, folder: str) -> list[Any]:
+    """Two steps; then training goes back, and takes another way."""
+    node = Node(Path(folder), placement.rank).open()
+    with join(placement, 30) as mesh:
+        memory = memory_of(mesh, node, [])
+        engine = made(mesh, "zero 1", memory)
+        for number in (1, 2):
+            step(engine, number, mesh)
+        settle(engine, mesh)
+        memory.forget()
+        forgotten = node.holds()
+        mesh.sum([0.0])
+        engine.inner.begin_after(0)
+        for number in (1, 2, 3):
+            step(engine, number, mesh)
+        settle(engine, mesh)
+        ways = [each.way for each in state_file.held_in(node.folder, RUN)]
+        found = [forgotten, node.holds(), ways]
+        mesh.sum([0.0])
+        engine.inner.close()
+        return found
+
+
+def test_what_is_forgotten_is_forgotten_on_the_other_node_too(tmp_path: Path) -> None:
+    for rank, (forgotten, holds, ways) in enumerate(run_ranks(goes_back, 2, folder=str(tmp_path))):
+        assert forgotten == [[rank, [], False], [1 - rank, [], True]]
+        assert holds == [[rank, [2, 3], False], [1 - rank, [2, 3], True]]
+        assert ways == [] or ways == [1, 1]
+
+
+# ------------------------------------------------------------------------------------------------------ what goes wrong
+
+
+def decided(placement: Placement, folder: str, replicate: str, room: int | None) -> list[Any]:
+    """What came of an attempt to replicate; the second node has no more room than that."""
+    events: list[Any] = []
+    node = Node(Path(folder), placement.rank, room=room if placement.rank == 1 else None).open()
+    with join(placement, 30) as mesh:
+        memory = memory_of(mesh, node, events, replicate=replicate)
+        try:
+            engine = made(mesh, "zero 1", memory)
+        except PhalanxError as error:
+            return [type(error).__name__, str(error)]
+        step(engine, 1, mesh)
+        settle(engine, mesh)
+        said = [[event["value"], event["reason"]] for event in events if event["key"] == "resilience.replicate"]
+        found = [node.holds(), said, memory.late]
+        mesh.sum([0.0])
+        engine.inner.close()
+        return found
+
+
+def replicates(folder: Path, replicate: str) -> list[bool]:
+    """Whether nodes hold replicas of each other's ranks."""
+    found = run_ranks(decided, 2, folder=str(folder), replicate=replicate, room=None)
+    return [any(replica for _, _, replica in holds) for holds, _, _ in found]
+
+
+def test_where_there_is_no_room_the_run_does_without_or_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "auto").mkdir()
+    found = run_ranks(decided, 2, folder=str(tmp_path / "auto"), replicate="auto", room=50_000)
+    for rank, (holds, said, late) in enumerate(found):
+        assert holds == [[rank, [1], False]]  # and nothing is left of what one of them had made room for
+        assert not late
+        assert said[0][0] == "off"
+        assert said[0][1].startswith("a node that is lost takes the run back to a checkpoint, since ")
+    assert "does not take" in found[0][1][0][1]
+    (tmp_path / "asked").mkdir()
+    found = run_ranks(decided, 2, folder=str(tmp_path / "asked"), replicate="every_step", room=50_000)
+    assert [name for name, _ in found] == ["ConfigError"] * 2
+    assert "resilience.replicate is every_step, but" in found[0][1]
+    assert "bytes for a replica (File too large)" in found[0][1]
+
+
+def loses_its_keeper(placement: Placement, folder: str, whose: int) -> str:
+    """A keeper is killed between two steps."""
+    node = Node(Path(folder), placement.rank).open()
+    with join(placement, 10) as mesh:
+        memory = memory_of(mesh, node, [])
+        engine = made(mesh, "zero 1", memory)
+        step(engine, 1, mesh)
+        settle(engine, mesh)
+        if placement.rank == whose:
+            os.kill(node.keeper.pid, signal.SIGKILL)
+            os.waitpid(node.keeper.pid, 0)
+        mesh.sum([0.0])
+        try:
+            for number in (2, 3):
+                step(engine, number, mesh)
+            engine.keeper_settles()
+        except (PhalanxError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_a_keeper_that_dies_ends_the_attempt_with_a_reason(whose: int, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    found = run_ranks(loses_its_keeper, 2, folder=str(tmp_path), whose=whose)
+    assert time.monotonic() - begun < 40
+    assert "CollectiveError: the process of this node that keeps replicas is gone" in found[whose]
+    assert "nothing" not in found
+
+
+def knocks(placement: Placement, folder: str) -> list[Any]:
+    """One that does not know the secret, and one that does and asks for what is none of its business."""
+    node = Node(Path(folder), 0)
+    other = Path(folder) / "other"
+    other.mkdir()
+    stranger, friend = Node(other, 1, secret="another"), Node(other, 0)
+    node.open()
+    file = state_file.create(node.folder, state_file.Who(1, 0, 1, RUN, 0, 1), {"tensors": [], "pieces": []}, 16)
+    (node.folder / "private").write_text("private")
+    (node.folder / state_file.name_of(7, 0)).symlink_to("/etc/passwd")
+    found: list[Any] = []
+    for who, name, at, count in (
+        (stranger, file.facts.path.name, 0, 8), (friend, file.facts.path.name, 0, 8), (friend, "private", 0, 7),
+        (friend, "../other/port-0", 0, 1), (friend, "/etc/passwd", 0, 8), (friend, state_file.name_of(7, 0), 0, 8),
+        (friend, file.facts.path.name, 0, 1 << 40), (friend, file.facts.path.name, -8, 8),
+    ):  # fmt: skip
+        replicas = Replicas(who.folder, 0, 1, None, 1, 5.0)
+        try:
+            found.append(replicas.read(node.address(0), name, at, min(count, 1 << 20)).decode(errors="replace"))
+        except PhalanxError as error:
+            found.append(type(error).__name__)
+    return [found, node.refused]
+
+
+def test_only_state_files_are_read_and_by_those_alone_who_know_the_secret(tmp_path: Path) -> None:
+    [[found, refused]] = run_ranks(knocks, 1, folder=str(tmp_path))
+    assert found == ["CollectiveError", "phlxmem\0", *["CollectiveError"] * 6]
+    assert refused == ["it does not know the secret"]
+
+
+def breaks_off(placement: Placement, folder: str) -> list[Any]:
+    """A sender that dies in the middle of a step, or sends something else than it says."""
+    node = Node(Path(folder), 0).open()
+    index: dict[str, Any] = {"tensors": [], "pieces": []}
+    found = []
+    for damaged in (False, True):
+        connection = call(node.address(0), SECRET, {"role": ROLE, "attempt": 1}, 5.0)
+        form = {"who": [1, 0, 1, 0, 1], "way": 0, "index": index, "slot_bytes": 8192, "asked": True}
+        send(connection, {"keep": form})
+        found.append(receive(connection)["steps"])
+        for number, data in ((5, b"5" * 8192), (6, b"6" * 8192)):
+            send(connection, {"write": number, "header": json.dumps({"step": number})})
+            whole = number == 5 or damaged
+            connection.sendall(data if whole else data[:4096])
+            if whole:
+                send(connection, {"sum": zlib.crc32(data) + (number == 6)})
+                found.append(receive(connection))
+        connection.close()
+        wait_until(lambda: node.holds() == [[0, [5], True]], 5)
+    return found
+
+
+def test_what_is_torn_or_damaged_on_its_way_is_not_there(tmp_path: Path) -> None:
+    [found] = run_ranks(breaks_off, 1, folder=str(tmp_path))
+    assert found == [[], {"kept": 5}, [5], {"kept": 5}, {"kept": 6}]
