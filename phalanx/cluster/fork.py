@@ -41,10 +41,11 @@ def out_of_memory_kills() -> int:
     return 0
 
 
-def fork(child: Callable[[], int], keep: Collection[int] = ()) -> tuple[int, int]:
+def fork(child: Callable[[], int], keep: Collection[int] = (), session: bool = False) -> tuple[int, int]:
     """Fork a child that runs `child()` and exits with its return value; give back (pid, pidfd).
 
-    The child leads a process group of its own, dies with its parent, and holds of the parent's descriptors only
+    The child leads a process group of its own, with `session` a session, which Linux serves as it does all others,
+    however busy the parent's is (sched_autogroup). It dies with its parent, and holds of the parent's descriptors only
     output, error (standard input is empty) and those in `keep`. It never returns into the caller's frames.
 
     Raises:
@@ -64,12 +65,13 @@ def fork(child: Callable[[], int], keep: Collection[int] = ()) -> tuple[int, int
     try:
         pid = os.fork()
         if pid == 0:
-            _live(child, parent, keep, old_mask)
+            _live(child, parent, keep, old_mask, session)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     # Here as well as in the child: whoever comes first, kill_group works from now on. The child may have ended already.
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.setpgid(pid, pid)
+        if not session:  # who leads a group already can begin no session
+            os.setpgid(pid, pid)
     try:
         return pid, os.pidfd_open(pid)
     except OSError:  # no descriptor left: a child that cannot be watched must not live on
@@ -78,10 +80,12 @@ def fork(child: Callable[[], int], keep: Collection[int] = ()) -> tuple[int, int
         raise
 
 
-def _live(child: Callable[[], int], parent: int, keep: Collection[int], mask: Collection[int]) -> NoReturn:
+def _live(
+    child: Callable[[], int], parent: int, keep: Collection[int], mask: Collection[int], session: bool
+) -> NoReturn:
     code = int(ExitCode.FAILED)
     try:
-        _leave_parent(parent, keep, mask)
+        _leave_parent(parent, keep, mask, session)
         code = child()
     except BaseException:  # the last line of defence: nothing may unwind into the copied frames of the parent
         traceback.print_exc()
@@ -93,9 +97,12 @@ def _live(child: Callable[[], int], parent: int, keep: Collection[int], mask: Co
             os._exit(code)
 
 
-def _leave_parent(parent: int, keep: Collection[int], mask: Collection[int]) -> None:
+def _leave_parent(parent: int, keep: Collection[int], mask: Collection[int], session: bool) -> None:
     die_with(parent)
-    os.setpgid(0, 0)  # Ctrl-C at a terminal reaches the parent alone, which knows what to do about it
+    if session:
+        os.setsid()
+    else:
+        os.setpgid(0, 0)  # Ctrl-C at a terminal reaches the parent alone, which knows what to do about it
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, *heeded()):
         signal.signal(number, signal.SIG_DFL)

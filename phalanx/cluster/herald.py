@@ -85,7 +85,7 @@ class Herald:
         agent = os.getpid()
         try:
             keep = [theirs.fileno(), self._beats.fileno()]
-            self._child = fork(lambda: self._speak(theirs, agent), keep)
+            self._child = fork(lambda: self._speak(theirs, agent), keep, session=True)
         except OSError:  # no room for another process now
             self._again_at = time.monotonic() + AGAIN_S
             ours.close()
