@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Address = tuple[str, int]
+BARE = "bare"  # the layout of what is kept of a rank whose state others hold: what it said of each step, and no state
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Kept:
 class Held:
     """What a node says of a state file that it has: that of a `rank` of `world` in attempt `generation`, with these
     committed steps. `way`: how often training had gone back since; what was committed before belongs to no run any
-    more. `part` is the lowest rank that holds the same pieces, `parts` how many unlike ones there are;
-    `replica`: it was sent here by a rank of another node."""
+    more. `part` is the lowest rank that holds the same pieces, `parts` how many unlike ones there are; `layout`: as
+    above, or BARE; `replica`: it was sent here by a rank of another node."""
 
     generation: int
     way: int
@@ -61,7 +62,8 @@ class Choice:
 
 
 def choose(held: Mapping[int, Iterable[Held]]) -> Choice | None:
-    """The newest step that is whole in what nodes hold; of generations that hold the same, the newest.
+    """The newest step that is whole in what nodes hold; of generations that hold the same, the newest. With it comes
+    what ranks said of the step whose state is not there.
 
     A step is whole that all ranks of a generation hold, be it in their own memory or in a replica; or, where nothing is
     left of some ranks, that is held for every part.
@@ -78,6 +80,10 @@ def choose(held: Mapping[int, Iterable[Held]]) -> Choice | None:
 
 
 def _of(generation: int, way: int, by_rank: Mapping[int, list[tuple[int, Held]]]) -> Choice | None:
+    every = by_rank
+    by_rank = {
+        rank: full for rank, each in every.items() if (full := [copy for copy in each if copy[1].layout != BARE])
+    }
     copies = [copy for each in by_rank.values() for copy in each]
     forms = {(each.world, each.parts) for _, each in copies}
     if len(forms) != 1:
@@ -87,9 +93,12 @@ def _of(generation: int, way: int, by_rank: Mapping[int, list[tuple[int, Held]]]
     whole = [step for step in steps if len(_holders(step, by_rank)) == world]
     if not whole:
         whole = [step for step in steps if len({each.part for _, each in _holders(step, by_rank).values()}) == parts]
+        # Of these one of which all ranks have said what it came to: a step counts when they have.
+        whole = [step for step in whole if len(_holders(step, every)) == world] or whole
     if not whole:
         return None
-    return Choice(max(whole), generation, way, _holders(max(whole), by_rank))
+    files = _holders(max(whole), every) | _holders(max(whole), by_rank)
+    return Choice(max(whole), generation, way, dict(sorted(files.items())))
 
 
 def _holders(step: int, by_rank: Mapping[int, list[tuple[int, Held]]]) -> dict[int, tuple[int, Held]]:
@@ -104,7 +113,7 @@ def _holders(step: int, by_rank: Mapping[int, list[tuple[int, Held]]]) -> dict[i
 
 def missing(held: Mapping[int, Iterable[Held]]) -> list[int]:
     """The ranks of the newest generation of which no node holds anything; empty where nothing at all is held."""
-    every = [each for files in held.values() for each in files]
+    every = [each for files in held.values() for each in files if each.layout != BARE]
     newest = [each for each in every if each.generation == max(each.generation for each in every)]
     if not newest:
         return []

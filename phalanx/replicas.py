@@ -65,11 +65,14 @@ class Replicas:
         self._connection: socket.socket | None = None
         self._awaited: list[int] = []  # steps that were sent and are not acknowledged
 
-    def begin(self, path: Path, asked: bool) -> str | None:
+    def begin(self, path: Path, asked: bool, bare: bool) -> str | None:
         """Have the partner make room for a replica of this rank's state file, or find that which it has; why it has no
-        room, where it has none. What nobody has `asked` for must leave more room for others."""
+        room, where it has none. What nobody has `asked` for must leave more room for others. `bare`: without state,
+        as another node holds the same anyway."""
         assert self.partner is not None
-        answer = self._ask({"replicate": path.name, "to": list(self.partner), "attempt": self._attempt, "asked": asked})
+        answer = self._ask(
+            {"replicate": path.name, "to": list(self.partner), "attempt": self._attempt, "asked": asked, "bare": bare}
+        )
         return None if answer.get("short") is None else str(answer["short"])
 
     def committed(self, step: int) -> None:

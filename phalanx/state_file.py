@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import CheckpointError, RunError
-from phalanx.kept import Held, Kept, KeptFile, choose
+from phalanx.kept import BARE, Held, Kept, KeptFile, choose
 
 MAGIC, VERSION = b"phlxmem\0", 2
 PAGE = 4096
@@ -39,6 +39,7 @@ ALIGNED = 64  # bytes, of everything in a slot
 REPLICAS = "replicas"  # a folder beside the files of this node's ranks, for those of another node's
 # Magic, version, generation, rank, world, index bytes, data at, slot bytes, layout, run, part, parts.
 _FIXED = struct.Struct("<8sIIIIQQQ32s32sII")
+NOTHING: dict[str, Any] = {"tensors": [], "pieces": [], "bare": True}  # the index of a file without state
 _NAME = re.compile(r"state-(\d{6,})-(\d{5,})")
 
 
@@ -277,8 +278,9 @@ def newest(found: Iterable[Facts]) -> Kept | None:
 def held(facts: Facts, replica: bool = False) -> Held:
     """What other nodes are told of a file."""
     steps = tuple(sorted(facts.steps))
+    layout = BARE if facts.layout == digest(NOTHING) else facts.layout.hex()
     return Held(
-        facts.generation, facts.way, facts.rank, facts.world, facts.part, facts.parts, steps, facts.layout.hex(),
+        facts.generation, facts.way, facts.rank, facts.world, facts.part, facts.parts, steps, layout,
         replica,
     )  # fmt: skip
 

@@ -155,9 +155,9 @@ class Memory:
             return
         nodes = mesh.gather(float(replicas.node))
         elsewhere = {nodes[rank] for rank in range(mesh.world) if parts[rank] == parts[mesh.rank]}
-        needed = self._replicate != "off" and replicas.partner is not None and len(elsewhere) == 1
-        short = replicas.begin(self.file.facts.path, self._replicate == "every_step") if needed else None
-        lacking, made = mesh.sum([float(short is not None), float(needed and short is None)])
+        needed, bare = self._replicate != "off" and replicas.partner is not None, len(elsewhere) > 1
+        short = replicas.begin(self.file.facts.path, self._replicate == "every_step", bare) if needed else None
+        lacking, made = mesh.sum([float(short is not None), float(needed and short is None and not bare)])
         if lacking and self._replicate == "every_step":
             raise ConfigError(
                 f"{REPLICATE} is every_step, but "

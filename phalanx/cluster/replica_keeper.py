@@ -95,6 +95,7 @@ class _Rank:
     def __init__(self, connection: socket.socket, folder: Path, secret: str) -> None:
         self._connection, self._folder, self._secret = connection, folder, secret
         self._file: StateFile | None = None
+        self._bytes = 0  # that are sent of a slot
         self._partner: socket.socket | None = None
         self._there: set[int] = set()  # steps that the partner has had from before
         self._readers: dict[Address, socket.socket] = {}
@@ -144,13 +145,12 @@ class _Rank:
         hello = {"role": ROLE, "attempt": int(message["attempt"])}
         self._partner = call((str(host), int(port)), self._secret, hello, CALL_S)
         who = [facts.generation, facts.rank, facts.world, facts.part, facts.parts]
+        bare = message["bare"] is True
+        self._bytes = 0 if bare else facts.slot_bytes
         form = {
-            "who": who,
-            "way": facts.way,
-            "index": file.index(),
-            "slot_bytes": facts.slot_bytes,
-            "asked": bool(message["asked"]),
-        }
+            "who": who, "way": facts.way, "index": state_file.NOTHING if bare else file.index(),
+            "slot_bytes": self._bytes, "asked": message["asked"] is True,
+        }  # fmt: skip
         answer = self._ask_partner({"keep": form})
         self._there = set(answer.get("steps", []))
         return answer
@@ -186,8 +186,8 @@ class _Rank:
         header = state_file.raw_header(view[state_file.HEADERS[slot] :][: state_file.HEADER_BYTES])
         send(self._partner, {"write": step, "header": header.decode()})
         total, begin = 0, facts.at(slot)
-        for at in range(begin, begin + facts.slot_bytes, CHUNK_BYTES):
-            with view[at : min(at + CHUNK_BYTES, begin + facts.slot_bytes)] as part:
+        for at in range(begin, begin + self._bytes, CHUNK_BYTES):
+            with view[at : min(at + CHUNK_BYTES, begin + self._bytes)] as part:
                 self._partner.sendall(part)
                 total = zlib.crc32(part, total)
         answer = self._ask_partner({"sum": total})

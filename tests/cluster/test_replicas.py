@@ -72,7 +72,56 @@ def test_without_replicas_a_lost_node_takes_the_run_back_and_it_is_said(place: P
 
 
 def test_a_run_shrinks_onto_what_is_left_from_the_last_step(place: Path) -> None:
-    """Three ranks of uneven shards become two, which read by coordinates, from replicas too."""
-    shares = ["balance.state=[3,2,1]"]
-    ended = train(place, "three", [[life()], [life()], [life(end=20)]], 3, *shares, "resilience.on_lost_node=[shrink]")
-    print(ended)
+    """Two ranks read by coordinates what three have left, here, on the other node, and in replicas."""
+    ended = train(place, "shrunk", [[life()], [life(end=20)], [life()]], 3, "resilience.on_lost_node=[shrink]")
+    assert [each[-1][0] for each in ended] == [0, -9, 0], ended
+    [(step, memory)] = resumed(place / "shrunk")
+    assert memory and step >= 19, (step, warnings(place / "shrunk"))
+    assert curve(place / "shrunk") == pytest.approx(curve(place / "calm"), rel=1e-9)
+
+
+UNEVEN = ["balance.state=[3,2,1]", "checkpoint.every=6"]
+
+
+@pytest.fixture(scope="module")
+def uneven(place: Path) -> Path:
+    """The run of three nodes with uneven shards that nothing happens to."""
+    ended = train(place, "uneven", [[life()] for _ in range(3)], 3, *UNEVEN, "resilience.memory=false")
+    assert [lives[-1][0] for lives in ended] == [0, 0, 0], ended
+    return place / "uneven"
+
+
+@pytest.mark.parametrize("lost", [[1], [1, 2]])
+def test_two_nodes_that_are_lost_at_once_take_the_run_back_to_the_disk_and_one_does_not(
+    place: Path, uneven: Path, lost: list[int]
+) -> None:
+    """Node 2 holds the replica of node 1."""
+    run = f"uneven-{len(lost)}"
+    lives = [[life(end=20) if node in lost else life()] for node in range(3 + len(lost))]
+    ended = train(place, run, lives, 3, *UNEVEN)
+    assert [each[-1][0] for each in ended] == [-9 if node in lost else 0 for node in range(3 + len(lost))], ended
+    found = resumed(place / run)
+    said = [text for text in warnings(place / run) if "lost with its node" in text]
+    if lost == [1]:
+        [(step, memory)] = found
+        assert memory and step >= 19 and not said
+    else:
+        step, memory = found[0]
+        assert not memory and step >= 6
+        assert "the state of rank 1 was lost" in said[0] or "the state of ranks 1, 2 was lost" in said[0]
+    assert state(place / run) == state(uneven)
+    assert curve(place / run) == curve(uneven)
+
+
+def test_what_two_nodes_have_anyway_is_not_sent(place: Path) -> None:
+    """Each node has a whole copy of the state, over its two ranks; a spare takes it up from the other one."""
+    options = ["parallel.shard_degree=2"]
+    ended = train(place, "copies", [[life()], [life(end=20)], [life()]], 2, *options, ranks=(2, 2, 2))
+    assert [each[-1][0] for each in ended] == [0, -9, 0], ended
+    decided = [event for event in events(place / "copies", Kind.RESOLVED) if event["key"] == "resilience.replicate"]
+    assert [(event["value"], event["reason"]) for event in decided] == [
+        ("off", "every part of the state is on two nodes anyway")
+    ]
+    [(step, memory)] = resumed(place / "copies")
+    assert memory and step >= 19, (step, warnings(place / "copies"))
+    assert curve(place / "copies") == pytest.approx(curve(place / "calm"), rel=1e-9)

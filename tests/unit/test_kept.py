@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.kept import Held, choice_of, choice_to_message, choose, held_of, held_to_message, missing
+from phalanx.kept import BARE, Held, choice_of, choice_to_message, choose, held_of, held_to_message, missing
 
 
 def own(rank: int, *steps: int, world: int = 2, generation: int = 1, way: int = 0) -> Held:
@@ -50,6 +50,20 @@ def test_of_ranks_that_hold_the_same_one_is_enough() -> None:
     choice = choose({0: [ahead, also], 1: files[2:]})
     assert choice is not None
     assert (choice.step, len(choice.files)) == (7, 4)
+
+
+def test_of_whom_others_hold_the_state_what_it_said_is_kept() -> None:
+    files = [Held(1, 0, rank, 2, 0, 1, (6, 7), "alike") for rank in (0, 1)]
+    said = Held(1, 0, 1, 2, 0, 1, (6, 7), BARE, replica=True)
+    choice = choose({0: [files[0], said]})
+    assert choice is not None
+    assert (choice.step, choice.files) == (7, {0: (0, files[0]), 1: (0, said)})
+    ahead = Held(1, 0, 0, 2, 0, 1, (7, 8), "alike")
+    assert choose({0: [ahead, said]}).step == 7  # type: ignore[union-attr]
+    assert choose({0: [ahead]}).step == 8  # type: ignore[union-attr]
+    assert choose({0: [said]}) is None
+    assert choose({0: [files[0], said], 1: [files[1]]}).files[1] == (1, files[1])  # type: ignore[union-attr]
+    assert missing({0: [said]}) == []
 
 
 def test_what_was_made_void_on_one_rank_is_void_on_all() -> None:
