@@ -136,6 +136,8 @@ def _draw_injected(plan: Plan, draw: random.Random, count: int) -> None:
     for _ in range(count):
         kind = draw.choice(DEADLY if draw.random() < 0.7 else HARMLESS)
         rank = draw.randrange(2)
+        if kind == "oom" and any((strike.kind, strike.victim) == (kind, rank) for strike, _ in plan.injected):
+            kind = "kill"  # below one sequence there is no smaller micro-batch, and a run rightly ends
         strike = Strike(kind, rank, attempt=attempt)
         text = f"{kind}:rank={rank},attempt={attempt}"
         if kind in HARMLESS:
@@ -570,14 +572,14 @@ def checks_of(outcomes: Sequence[Outcome]) -> list[Check]:
 
 def main() -> None:
     parser = options("Runs that faults happen to, again and again; what becomes of them, and what they say of it.")
-    parser.add_argument("--faults", type=int, help="how many in all (default 200; 20 with --quick)")
+    parser.add_argument("--faults", type=int, help="how many in all (default 200; 10 with --quick)")
     parser.add_argument("--seed", type=int, default=1, help="what is drawn (default 1)")
     parser.add_argument("--minutes", type=float, default=60.0, help="no run is begun after so many (default 60)")
-    parser.add_argument("--clean", type=int, help="undisturbed runs, for false alarms (default 10; 1 with --quick)")
+    parser.add_argument("--clean", type=int, help="undisturbed runs, for false alarms (default 10; none with --quick)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new folder, in which all runs stay")
     given = parser.parse_args()
-    faults = given.faults or (20 if given.quick else 200)
-    clean = given.clean if given.clean is not None else (1 if given.quick else 10)
+    faults = given.faults or (10 if given.quick else 200)
+    clean = given.clean if given.clean is not None else (0 if given.quick else 10)
     draw, until = random.Random(given.seed), time.monotonic() + 60 * given.minutes
     with tempfile.TemporaryDirectory(prefix="phalanx-faults-") as name:
         if given.keep is not None:
