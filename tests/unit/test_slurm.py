@@ -1,7 +1,9 @@
 """What is asked of Slurm and what it answers, as text; no Slurm is needed."""
 
+import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx import nodes
 from phalanx.cluster import slurm, slurm_script
 from phalanx.cluster.slurm_script import Asked
-from phalanx.cluster.slurm_step import Step, step_of
+from phalanx.cluster.slurm_step import AUTO_RESUME, Step, step_of
+from phalanx.compat import run as script_run
 from phalanx.errors import ConfigError, RunError
 from phalanx.records import RunPaths
 from phalanx.slurm_config import SlurmSection
+from tests.helpers import ROOT
 
 # As sinfo and scontrol of Slurm 22.05 print it, with details left out that nobody reads.
 SINFO = "main*|up|2|1-00:00:00\nmain*|up|1|1-00:00:00\none|up|1|1:00:00\nshut|down|3|infinite\nnonsense\n"
@@ -192,3 +197,57 @@ def test_a_step_is_read() -> None:
         step_of(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
     with pytest.raises(ConfigError, match="SLURM_PROCID is 'x', not a number"):
         step_of(STEP | {"SLURM_PROCID": "x"})
+
+
+def test_with_auto_resume_the_nodes_of_a_step_meet_in_the_run_folder_and_some_may_wait(tmp_path: Path) -> None:
+    paths, step = RunPaths(tmp_path), STEP | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "3"}
+    resumed = step | {AUTO_RESUME: "1"}
+    for environment in ({}, step, step | {AUTO_RESUME: "0"}, {AUTO_RESUME: "1"}):
+        assert nodes.meeting_of_slurm(paths, environment) is None
+    meeting = nodes.meeting_of_slurm(paths, resumed)
+    assert meeting is not None
+    assert (meeting.nodes, meeting.spares, meeting.node, meeting.total) == (3, 0, 1, 3)
+    assert nodes.meeting(None, None, None, None, resumed, 1) is None  # --spares needs no --nodes here
+    meeting = nodes.meeting_of_slurm(paths, resumed, 1)
+    assert meeting is not None
+    assert (meeting.nodes, meeting.spares, meeting.node, meeting.total) == (2, 1, 1, 3)
+    with pytest.raises(ConfigError, match="--spares 3 of the 3 nodes of this Slurm step leaves none that trains"):
+        nodes.meeting_of_slurm(paths, resumed, 3)
+    with pytest.raises(ConfigError, match="--spares belongs to a run on several nodes"):
+        nodes.meeting(None, None, None, None, step, 1)
+
+
+FAILS_TWICE = """
+import os, sys
+name = sys.argv[1] + str(sum(os.path.exists(sys.argv[1] + str(i)) for i in range(9)))
+open(name, "w").close()
+raise SystemExit(name[-1] < "2")
+"""
+
+
+@pytest.mark.parametrize(("asked", "code", "times"), [("1", 0, 3), ("0", 1, 1)])
+def test_a_script_on_one_node_is_started_again_where_that_was_asked_for(
+    tmp_path: Path, asked: str, code: int, times: int
+) -> None:
+    (tmp_path / "script.py").write_text(FAILS_TWICE)
+    words = [sys.executable, "-m", "phalanx", "run", "--nproc", "1", str(tmp_path / "script.py"), str(tmp_path / "try")]
+    environment = os.environ | {AUTO_RESUME: asked}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert len(list(tmp_path.glob("try*"))) == times
+    assert done.stderr.count("all ranks are started again (--auto-resume=1)") == times - 1
+
+
+def test_a_script_on_several_nodes_is_not_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").touch()
+    monkeypatch.setattr(script_run.agent, "preload", lambda modules: None)
+    monkeypatch.setattr(script_run, "fork_call", lambda function, timeout_s: [])
+    monkeypatch.setattr(script_run, "become", lambda *given: 0)
+    more = {"SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "a,b"}
+    step = STEP | more | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", AUTO_RESUME: "1"}
+    for rank in ("0", "1"):
+        step |= {"SLURM_PROCID": rank, "SLURM_NODEID": rank}
+        assert script_run.run(str(tmp_path / "script.py"), [], step) == 0
+    assert capsys.readouterr().err.count("--auto-resume=1 starts nothing again here") == 1
