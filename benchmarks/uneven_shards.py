@@ -58,6 +58,7 @@ class Training:
     ratio: float = 0.6
     turns: int = 3
     steps: int = 3  # that count in a turn, behind one that does not
+    peak_side: int = 768  # of the blocks whose most memory is looked at
 
 
 QUICK = Size(rates=((200, 4), (1000, 16)), turns=3, training=Training(turns=1))
@@ -154,7 +155,7 @@ def train(placement: Placement, case: dict[str, Any], splits: Sequence[Sequence[
         ways = released_ways()
         for make in ways.values():  # what is taken at a first use stays
             peak_bytes(mesh, make, side=64)
-        beside = {name: peak_bytes(mesh, make) for name, make in ways.items()}
+        beside = {name: peak_bytes(mesh, make, of.peak_side) for name, make in ways.items()}
     return {"seconds": taken, "held": held, "beside FSDP2": beside}
 
 
@@ -167,7 +168,7 @@ def released_ways() -> dict[str, Any]:
     return {RELEASED: ours, "FSDP2": Fsdp2(False), "FSDP2, gathering ahead": Fsdp2(True)}
 
 
-def peak_bytes(mesh: Any, make: Any, side: int = 768) -> int:
+def peak_bytes(mesh: Any, make: Any, side: int) -> int:
     """The most memory that this rank's process is seen to take in steps of a way, beyond what it takes before."""
     from benchmarks.sharded_peers import Phalanx, Stacked
 

@@ -23,7 +23,7 @@ START_S = 120  # what the zygote gets to import torch on a busy machine
 def run_ranks(
     function: Callable[..., Any] | str,
     world: int,
-    timeout_s: float = 60,
+    timeout_s: float = 120,
     restarts: int = 0,
     shared: Path | None = None,
     **kwargs: Any,

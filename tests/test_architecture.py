@@ -283,7 +283,7 @@ def test_imports_as_they_happen() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=True,
     )
     assert json.loads(done.stdout) == {}

@@ -7,12 +7,9 @@ Every fenced bash block is run as it stands, but smaller, unless a line `<!-- no
 
 import dataclasses
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +22,8 @@ from phalanx import cli, explain, faults, recipe
 from phalanx.config import Config, leaves
 from phalanx.models.spec import PRESETS
 from phalanx.records import ExitCode, Kind, RunPaths, StepRecord, read_lines, read_steps
+from tests.helpers import run_ranks
+from tests.warm_shell import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -298,24 +297,11 @@ def smaller(line: str) -> str:
 
 def run_page(page: Path, folder: Path) -> None:
     """Run all commands of a page in order, in one folder."""
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "HOME": str(folder),  # the cache of token files
-        "OMP_NUM_THREADS": "1",
-    }
+    settings = {"HOME": str(folder), "OMP_NUM_THREADS": "1"}  # HOME has the cache of token files
     for text in runnable(page):
         script = "\n".join(smaller(line) for line in command_lines(text))
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", script],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, f"{NAMES[page]}: exit code {done.returncode} of\n{script}\n{done.stdout}"
+        code, printed = run_ranks(run_script, 1, timeout_s=240, script=script, folder=str(folder), settings=settings)[0]
+        assert code == 0, f"{NAMES[page]}: exit code {code} of\n{script}\n{printed}"
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ comm: {timeout_s: 60}
 resilience: {heartbeat_s: 3}
 report: {tensorboard: false}
 """
-PATIENCE_S = 90.0
+PATIENCE_S = 200.0
 
 # What happens to a node, one life after the other: `begin` and `end` are steps of the run at which it is started and
 # gets `signal` (0 and None: at once, and not at all); `thaw_s`: a stopped one goes on after so many seconds. Instead of
@@ -52,7 +52,7 @@ def train(
          f"file://{place}/meet-{run}", "--rendezvous-timeout", "60"]
         for node in range(total)
     ]  # fmt: skip
-    return run_ranks(_node, total, timeout_s=150, folder=str(place), run=run, commands=commands, lives=lives)
+    return run_ranks(_node, total, timeout_s=280, folder=str(place), run=run, commands=commands, lives=lives)
 
 
 def _node(placement: Placement, folder: str, run: str, commands: list[list[str]], lives: list[list[Life]]) -> Any:

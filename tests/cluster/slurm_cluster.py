@@ -101,7 +101,7 @@ class SlurmCluster:
         """Process 1 of a node, as it is known outside."""
         holder = self.holders[node].pid
         children = Path(f"/proc/{holder}/task/{holder}/children")
-        wait_until(lambda: bool(children.read_text().split()), timeout_s=60)
+        wait_until(lambda: bool(children.read_text().split()), timeout_s=180)
         return int(children.read_text().split()[0])
 
     def run(
@@ -181,7 +181,7 @@ class SlurmCluster:
                 start_new_session=True,
                 preexec_fn=functools.partial(die_with, os.getpid()),
             )
-        wait_until(ready.exists, timeout_s=60)
+        wait_until(ready.exists, timeout_s=180)
 
     def daemon(self, name: str | None, *command: str) -> None:
         with open(self.place / "log" / f"{command[0]}-{name}.out", "wb") as log:
@@ -224,7 +224,7 @@ def running(nodes: int, plugstack: str = "") -> Iterator[SlurmCluster]:
     try:
         _write(cluster, plugstack)
         _begin(cluster)
-        wait_until(lambda: cluster.idle() == nodes, timeout_s=60)
+        wait_until(lambda: cluster.idle() == nodes, timeout_s=180)
         yield cluster
     except AssertionError as error:
         raise AssertionError(f"{error}\n{cluster.words()}") from error
@@ -280,7 +280,7 @@ mount --bind {place}/etc /etc/slurm
     cluster.hold("sw", "--net", prepare="ip link set lo up; ip link add br0 type bridge; ip link set br0 up")
     cluster.hold("ctl", "--net", "--uts", "--mount", prepare=f"{mounts}\nhostname ctl")
     cluster.plug("ctl", f"{NET}.100")
-    wait_until((place / "munge" / "socket").exists, timeout_s=60)
+    wait_until((place / "munge" / "socket").exists, timeout_s=180)
     cluster.daemon("ctl", "slurmctld", "-D", "-f", f"{place}/etc/slurm.conf")
     for number, node in enumerate(cluster.nodes):
         own = f"{mounts}\nhostname {node}\nmount -t proc proc /proc\nmount -t tmpfs tmpfs /dev/shm\n"

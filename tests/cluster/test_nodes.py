@@ -49,7 +49,7 @@ class Started:
 
     def finish(self) -> tuple[int, str, list[dict[str, Any]]]:
         """Exit code and last words of the job there, and the events."""
-        out, err = self.process.communicate(timeout=90)
+        out, err = self.process.communicate(timeout=180)
         lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         assert lines, err
         assert "code" in lines[-1], err
@@ -76,7 +76,7 @@ class Cluster:
 
     def noted(self, name: str, attempt: int, rank: int) -> Any:
         path = self.folder / f"{name}-{attempt}-{rank}.json"
-        wait_until(path.exists, timeout_s=90)
+        wait_until(path.exists, timeout_s=180)
         return json.loads(path.read_text())
 
 
@@ -204,7 +204,7 @@ def test_node_0_comes_back_to_a_run_that_another_node_leads(cluster: Cluster) ->
 def _published(cluster: Cluster) -> str:
     """Where the new leader can be found: its epoch's file says so, and a test has no member to put it in the folder."""
     file = cluster.folder / "run" / "epochs" / "000002.json"
-    wait_until(lambda: file.exists() and file.read_text().endswith("}"), timeout_s=90)
+    wait_until(lambda: file.exists() and file.read_text().endswith("}"), timeout_s=180)
     host, port = json.loads(file.read_text())["address"]
     there = json.loads((cluster.folder / "meet" / "phalanx-node-0.json").read_text())
     text = json.dumps(there | {"hosts": [host], "port": port})
@@ -249,7 +249,7 @@ def test_a_node_that_does_not_come_back_ends_the_job(cluster: Cluster) -> None:
 
 def test_a_second_job_in_the_folder_is_refused(cluster: Cluster) -> None:
     first = cluster.start("fine", 0)
-    wait_until((cluster.folder / "meet" / "phalanx-node-0.json").exists, timeout_s=90)
+    wait_until((cluster.folder / "meet" / "phalanx-node-0.json").exists, timeout_s=180)
     assert (cluster.folder / "meet" / "phalanx-node-0.json").stat().st_mode & 0o777 == 0o600
     code, text, _ = cluster.start("fine", 0).finish()
     assert code == ExitCode.CONFIG
@@ -262,7 +262,7 @@ def test_a_node_0_whose_file_was_replaced_leaves(cluster: Cluster) -> None:
     """Two that start at the same moment do not see each other at first."""
     first = cluster.start("fine", 0)
     file = cluster.folder / "meet" / "phalanx-node-0.json"
-    wait_until(file.exists, timeout_s=90)
+    wait_until(file.exists, timeout_s=180)
     tree = json.loads(file.read_text())
     file.write_text(json.dumps(tree | {"process": "7 on elsewhere"}))
     code, text, _ = first.finish()
@@ -393,7 +393,7 @@ STRANGE = (
 def test_strangers_do_not_disturb(cluster: Cluster) -> None:
     first = cluster.start("second_time", 0, max_restarts=1)
     file = cluster.folder / "meet" / "phalanx-node-0.json"
-    wait_until(file.exists, timeout_s=90)
+    wait_until(file.exists, timeout_s=180)
     address = ("127.0.0.1", json.loads(file.read_text())["port"])
     with contextlib.ExitStack() as held:
         for number in range(100):  # more than node 0 listens to at a time

@@ -247,5 +247,5 @@ print(rank.recv(100))
 relay.stop()
 print(rank.recv(100), there.recv(100))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "b'question'\nb'answer'\nb'' b''\n", done.stderr

@@ -60,9 +60,9 @@ def test_a_step_of_one_task_a_node_survives_the_death_of_a_rank(cluster: SlurmCl
     step = cluster.start("srun", "-N2", "--auto-resume=1", sys.executable, *words, folder=place)
     paths = RunPaths(place / "run")
     try:
-        wait_until(lambda: (last_line(paths.metrics) or {"step": 0})["step"] > 4, timeout_s=90)
+        wait_until(lambda: (last_line(paths.metrics) or {"step": 0})["step"] > 4, timeout_s=180)
         os.kill(rank_of(place, 1), signal.SIGKILL)
-        out, _ = step.communicate(timeout=120)
+        out, _ = step.communicate(timeout=240)
     finally:
         step.kill()
     assert step.returncode == 0, out

@@ -1,6 +1,5 @@
 """`phalanx train` on two "machines" with networks of their own: the curve of one machine, whatever happens."""
 
-import contextlib
 import json
 import os
 import signal
@@ -54,31 +53,28 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def machine(
-    placement: Placement, names: list[str], folder: str, commands: list[list[str]], kill: dict[str, Any] | None
+    placement: Placement, names: list[str], folder: str, commands: list[list[str]], stopped: int | None = None
 ) -> Any:
-    """One rank of the harness is one machine. `kill` is a rank that gets a SIGKILL there after a step; without a rank,
-    the command itself gets a SIGTERM there once the two have met."""
+    """One rank of the harness is one machine. On the `stopped` one the command gets a SIGTERM once the two have met."""
     enter(names[placement.rank])
     os.environ["PHALANX_SECRET"] = SECRET
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # this process is a rank of the harness
         os.environ.pop(name, None)
-    killer = 0
-    if kill is not None and kill["machine"] == placement.rank:
-        killer = os.fork()
-        if killer == 0 and "rank" not in kill:
+    sender = 0
+    if stopped == placement.rank:
+        sender = os.fork()
+        if sender == 0:
             _stop(os.getppid())
-        elif killer == 0:
-            _kill(RunPaths(Path(folder) / kill["run"]), kill["rank"], kill["step"])
     result = command.call(placement, folder, [commands[placement.rank]])[0]
-    if killer:
-        assert os.waitpid(killer, 0)[1] == 0, "there was nobody to kill"
+    if sender:
+        assert os.waitpid(sender, 0)[1] == 0, "there was nobody to stop"
     return result
 
 
 def _stop(pid: int) -> None:
     """A connection between the machines is in state 01, as the kernel counts."""
     try:
-        wait_until(lambda: " 01 " in Path("/proc/net/tcp").read_text(), timeout_s=60)
+        wait_until(lambda: " 01 " in Path("/proc/net/tcp").read_text(), timeout_s=180)
         time.sleep(0.5)  # for the greeting
         os.kill(pid, signal.SIGTERM)
         os._exit(0)
@@ -86,37 +82,18 @@ def _stop(pid: int) -> None:
         os._exit(1)
 
 
-def _kill(paths: RunPaths, rank: int, step: int) -> None:
-    try:
-        wait_until(lambda: any(record["step"] >= step for record in read_steps(paths.metrics)), timeout_s=60)
-        log = str(paths.log(1, rank).resolve())
-        for name in filter(str.isdecimal, os.listdir("/proc")):
-            with contextlib.suppress(OSError):  # it is over already
-                if os.readlink(f"/proc/{name}/fd/1") == log:
-                    os.kill(int(name), signal.SIGKILL)
-                    os._exit(0)
-    finally:
-        os._exit(1)
-
-
-def train(
-    wired: Networks, place: Path, run: str, meet: str, ranks: tuple[int, int], kill: dict[str, Any] | None = None
-) -> list[Any]:
+def train(wired: Networks, place: Path, run: str, meet: str, ranks: tuple[int, int], *more: str) -> list[Any]:
     """[exit code, output, errors] of each machine."""
-    return both(wired, place, ["train", "recipe.yaml", "--run-dir", run], meet, ranks, kill)
+    return both(wired, place, ["train", "recipe.yaml", "--run-dir", run, *more], meet, ranks)
 
 
-def both(
-    wired: Networks, place: Path, command: list[str], meet: str, ranks: tuple[int, int], kill: Any = None
-) -> list[Any]:
+def both(wired: Networks, place: Path, command: list[str], meet: str, ranks: tuple[int, int]) -> list[Any]:
     commands = [
         [*command, "--ranks", str(ranks[node]), "--nodes", "2", "--node-rank", str(node), "--rendezvous", meet,
          "--rendezvous-timeout", "60"]
         for node in range(2)
     ]  # fmt: skip
-    return run_ranks(
-        machine, 2, timeout_s=120, names=list(wired.names), folder=str(place), commands=commands, kill=kill
-    )
+    return run_ranks(machine, 2, timeout_s=240, names=list(wired.names), folder=str(place), commands=commands)
 
 
 def curve(run: Path) -> list[float]:
@@ -167,9 +144,7 @@ def test_nodes_of_unlike_commands_do_not_fit(wired: Networks, place: Path) -> No
          f"file://{place}/meet", "--rendezvous-timeout", "3"]
         for node, name in enumerate((["hardware"], ["train", "--run-dir", "unlike"]))
     ]  # fmt: skip
-    ended = run_ranks(
-        machine, 2, timeout_s=90, names=list(wired.names), folder=str(place), commands=commands, kill=None
-    )
+    ended = run_ranks(machine, 2, timeout_s=180, names=list(wired.names), folder=str(place), commands=commands)
     assert "the command is 'phalanx train' on node 1" in ended[1][2]
     assert "node 1 of 2 did not arrive within 3 s" in ended[0][2]
     assert [code for code, _, _ in ended] == [ExitCode.FAILED, ExitCode.CONFIG]
@@ -177,7 +152,7 @@ def test_nodes_of_unlike_commands_do_not_fit(wired: Networks, place: Path) -> No
 
 def test_a_rank_killed_on_the_other_machine_changes_nothing(wired: Networks, place: Path) -> None:
     meet = f"tcp://{wired.addresses[0]}:29511"
-    ended = train(wired, place, "killed", meet, (1, 2), {"machine": 1, "run": "killed", "rank": 2, "step": 8})
+    ended = train(wired, place, "killed", meet, (1, 2), "--inject", "kill:rank=2,step=11")
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert curve(place / "killed") == pytest.approx(curve(place / "one"), rel=1e-12)
     (died,) = events(place / "killed", Kind.WORKER_DIED)
@@ -251,9 +226,7 @@ def test_what_is_wrong_is_said_on_both_machines(
          "2", "--node-rank", str(node), "--rendezvous", meet.format(place=place), "--rendezvous-timeout", "60"]
         for node in range(2)
     ]  # fmt: skip
-    ended = run_ranks(
-        machine, 2, timeout_s=90, names=list(wired.names), folder=str(place), commands=commands, kill=None
-    )
+    ended = run_ranks(machine, 2, timeout_s=180, names=list(wired.names), folder=str(place), commands=commands)
     code = 0 if "complete" in expected else 2
     assert [code for code, _, _ in ended] == [code, code], ended
     assert expected in " ".join((ended[1][1] + ended[1][2]).split())
@@ -268,7 +241,7 @@ def test_a_stop_before_all_have_met_stops_who_is_there(wired: Networks, place: P
         for node in range(2)
     ]  # fmt: skip
     ended = run_ranks(
-        machine, 2, timeout_s=90, names=list(wired.names), folder=str(place), commands=commands, kill={"machine": asked}
+        machine, 2, timeout_s=180, names=list(wired.names), folder=str(place), commands=commands, stopped=asked
     )
     assert [code for code, _, _ in ended] == [10, 10], ended
     assert all("stopped by SIGTERM before " in out for _, out, _ in ended), ended
@@ -280,7 +253,7 @@ def test_of_a_network_that_falls_apart_one_half_goes_on(wired: Networks, tmp_pat
     """The one that creates the epoch's file; when the network heals, nobody comes back to life."""
     options = {"nodes": 2, "meet": f"file://{tmp_path}/meet"}
     started = [InNetwork(wired.names[node], tmp_path, node=node, **options) for node in range(2)]
-    wait_until(lambda: len(list(tmp_path.glob("ready-1-*.json"))) == 2, timeout_s=60)
+    wait_until(lambda: len(list(tmp_path.glob("ready-1-*.json"))) == 2, timeout_s=180)
     wired.cut()
     begun = time.monotonic()
     try:

@@ -320,7 +320,7 @@ def test_a_script_of_anyone(tmp_path: Path) -> None:
         for rank in range(2)
     ]  # fmt: skip
     for rank in ranks:
-        said, errors = rank.communicate(timeout=120)
+        said, errors = rank.communicate(timeout=240)
         assert (rank.returncode, said) == (0, "1.0 cpu:phalanx\n"), errors
 
 

@@ -104,7 +104,7 @@ def bad_data(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         ["train", "recipe.yaml", "--run-dir", f"run-{number}", "--ranks", "1", override]
         for number, (override, _) in enumerate(BAD_DATA)
     ]
-    results = run_ranks(call, 1, timeout_s=120, folder=str(folder), commands=commands)[0]
+    results = run_ranks(call, 1, timeout_s=240, folder=str(folder), commands=commands)[0]
     left = [sorted(contents(folder / f"run-{number}")) for number in range(len(BAD_DATA))]
     return {override: (*result, files) for (override, _), result, files in zip(BAD_DATA, results, left, strict=True)}
 
@@ -191,7 +191,7 @@ def bad_folders(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     commands = [
         ["train", "recipe.yaml", "--run-dir", f"run-{name}", f"model.from_hf={name}"] for name, _ in BAD_FOLDERS
     ]
-    results = run_ranks(call, 1, timeout_s=120, folder=str(folder), commands=commands)[0]
+    results = run_ranks(call, 1, timeout_s=240, folder=str(folder), commands=commands)[0]
     left = [sorted(contents(folder / f"run-{name}")) for name, _ in BAD_FOLDERS]
     return {name: (*result, files) for (name, _), result, files in zip(BAD_FOLDERS, results, left, strict=True)}
 
@@ -349,7 +349,7 @@ def test_what_a_run_was_tuned_with_stays_with_it(place: Path, tmp_path: Path) ->
     spoken = ["--chat", "--prompt", "some words", "--max-tokens", "3"]
     commands = [["export", "tuned", "adapter"], ["export", "tuned", "merged", "--merge"]]
     commands += [["generate", model, *spoken] for model in ("tuned", "adapter", "merged")]
-    adapter, merged, *answers = run_ranks(call, 1, timeout_s=120, folder=str(tmp_path), commands=commands)[0]
+    adapter, merged, *answers = run_ranks(call, 1, timeout_s=240, folder=str(tmp_path), commands=commands)[0]
     assert adapter[1].endswith("step 0 of tuned is now the PEFT adapter folder adapter\n")
     assert merged[1].endswith("step 0 of tuned is now the Hugging Face folder merged\n")
     assert answers[0][0] == 0
@@ -376,7 +376,7 @@ def test_generate(kept: Path, tmp_path: Path) -> None:
     commands = [["generate", name] for name in wrong]
     commands += [["generate", str(kept / "exported"), "--prompt", ""]]
     commands += [["generate", str(kept / "done"), "--prompt", "hello", "--max-tokens", "3", "--seed", "4"]] * 2
-    results = run_ranks(call, 1, timeout_s=120, folder=str(tmp_path), commands=commands)[0]
+    results = run_ranks(call, 1, timeout_s=240, folder=str(tmp_path), commands=commands)[0]
     said = [sentence(code, err) for code, _, err in results[:6]]
     for name, found in zip(wrong[:3], said, strict=False):
         assert found == (

@@ -143,7 +143,7 @@ def test_shards_are_trained_on_as_they_are(folder: Path, tmp_path: Path) -> None
     content = MASKED.replace("source: text", f"source: shards, format: masked, tokenizer: {folder / 'pretrained'}")
     (tmp_path / "shards.yaml").write_text(content)
     commands = [["train", "shards.yaml", "--run-dir", "run", "--ranks", "2"], ["train", "shards.yaml", "--shrink"]]
-    (trained, small) = run_ranks(call, 1, timeout_s=100, folder=str(tmp_path), commands=commands)[0]
+    (trained, small) = run_ranks(call, 1, timeout_s=180, folder=str(tmp_path), commands=commands)[0]
     assert trained[0] == 0, trained
     assert small[0] == 0, small
     (event,) = events(tmp_path / "run", Kind.EVALUATED)

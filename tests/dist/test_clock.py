@@ -60,7 +60,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_waiting_for_a_slow_rank_is_no_work(tokens: Path, tmp_path: Path) -> None:
-    quick, slow = run_ranks(clocked, 2, timeout_s=60, run=str(tmp_path), data=str(tokens))
+    quick, slow = run_ranks(clocked, 2, timeout_s=180, run=str(tmp_path), data=str(tokens))
     print(quick, slow)
     asleep = 4 * PAUSE_S
     for step in (1, 2):  # the first step also makes connections

@@ -128,7 +128,7 @@ def test_no_rank_outlives_pytest(tmp_path: Path) -> None:
     environment = os.environ | {"PHALANX_TESTS_COLD": "1", "TMPDIR": str(tmp_path / "tmp")}
     caller = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment)
     try:
-        wait_until(lambda: sum(path.stat().st_size > 0 for path in (tmp_path / "ranks").iterdir()) == 2, timeout_s=60)
+        wait_until(lambda: sum(path.stat().st_size > 0 for path in (tmp_path / "ranks").iterdir()) == 2, timeout_s=180)
     finally:
         caller.kill()
         caller.wait()

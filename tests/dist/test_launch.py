@@ -21,7 +21,7 @@ ENVIRONMENT |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 def phalanx(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "phalanx", *words], cwd=place, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "phalanx", *words], cwd=place, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
     )
 
 
@@ -38,7 +38,7 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
     held = keeper.holder(paths.keeper)
     assert held is not None and f"process {held[0]};" in started.stdout
     try:
-        wait_until(lambda: _step(paths) > 4, timeout_s=90)
+        wait_until(lambda: _step(paths) > 4, timeout_s=180)
         refused = command.refused(place, *words)
         assert refused == (
             f"the run run is going on already, as process {held[0]} on {held[1]}; `phalanx cancel run` ends that one"
@@ -46,17 +46,17 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
         trains = keeper.holder(paths.lock)
         assert trains is not None and trains[0] != held[0]
         os.kill(trains[0], signal.SIGKILL)  # the agent, and with it its ranks
-        wait_until(lambda: _count(paths, Kind.RESUMED) == 1, timeout_s=90)
+        wait_until(lambda: _count(paths, Kind.RESUMED) == 1, timeout_s=180)
         log = paths.node_log(0).read_text()
         assert "--- phalanx train was killed here by SIGKILL; starting it again" in log
         reached = _step(paths)
-        wait_until(lambda: _step(paths) > reached, timeout_s=60)
+        wait_until(lambda: _step(paths) > reached, timeout_s=180)
         code, out, _ = command.phalanx(place, "status", "run", "--json")
         found = json.loads(out)
         assert (code, found["state"], found["scheduler"]["by"]) == (0, "running", "process")
         code, out, _ = command.phalanx(place, "cancel", "run")
         assert (code, out) == (0, f"process {held[0]} was asked to stop: it finishes the step, saves and leaves\n")
-        wait_until(lambda: not is_alive(held[0]), timeout_s=60)
+        wait_until(lambda: not is_alive(held[0]), timeout_s=180)
     finally:
         if is_alive(held[0]):
             os.kill(held[0], signal.SIGKILL)

@@ -100,7 +100,7 @@ def killed(ranks: int, run: Path, data: Path, shared: Path, deaths: Sequence[Any
     """A run whose ranks die as `deaths` say, and are started again each time."""
     begin(run)
     arguments = {"run": str(run), "data": str(data), "changes": SHORT | changes, "deaths": list(deaths)}
-    codes = run_ranks(train_and_die, ranks, timeout_s=120, restarts=len(deaths), shared=shared, **arguments)
+    codes = run_ranks(train_and_die, ranks, timeout_s=240, restarts=len(deaths), shared=shared, **arguments)
     assert codes == [0] * ranks
     return runs.outcome(run)
 

@@ -222,7 +222,7 @@ class Found:
 
 
 def run(world: int, steps: int, spec: dict[str, Any] | None = None, **how: Any) -> Found:
-    return Found(run_ranks(walk, world, timeout_s=100, steps=steps, spec=spec or {}, **how))
+    return Found(run_ranks(walk, world, timeout_s=180, steps=steps, spec=spec or {}, **how))
 
 
 @cache

@@ -500,6 +500,6 @@ def test_nothing_of_the_groups_outlives_the_model(zero: int) -> None:
     """Threads of a group that is still held when the interpreter ends abort the process, now and then."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", ENDS.format(zero=zero)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "gloo" not in done.stdout and "lane" not in done.stdout

@@ -154,7 +154,7 @@ def odd_parameters(placement: Placement) -> dict[str, float]:
 
 
 def test_parameters_that_are_shared_or_frozen_or_seldom_used() -> None:
-    for found in run_ranks(odd_parameters, 3, timeout_s=60):
+    for found in run_ranks(odd_parameters, 3, timeout_s=180):
         assert max(found.values()) < 1e-9, found
 
 
@@ -220,7 +220,7 @@ def watch(engine: Any, name: str, done: list[str]) -> None:
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("bad", [1.0, float("nan")])
 def test_what_was_updated_early_is_put_back_when_it_is_clipped_or_skipped(zero: int, bad: float) -> None:
-    for (one, two), same, moved in run_ranks(clipped, 2, timeout_s=60, zero=zero, bad=str(bad)):
+    for (one, two), same, moved in run_ranks(clipped, 2, timeout_s=180, zero=zero, bad=str(bad)):
         units = 4
         assert one == [units * 6, 0]
         assert same == [True] * 6

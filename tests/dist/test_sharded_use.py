@@ -420,7 +420,7 @@ MISTAKEN["held up"] = lambda: Net([Mix([[3, 4]]), HeldUp([[2]]), Mix([[3, 4]])])
     ],
 )
 def test_the_others_end_when_a_rank_does(mistake: str, zero: int, said: str) -> None:
-    found = run_ranks(lost, 4, timeout_s=60, mistake=mistake, zero=zero)
+    found = run_ranks(lost, 4, timeout_s=180, mistake=mistake, zero=zero)
     for ended, threads in found:
         assert ended != "walked on"
         assert threads == ["MainThread"], "nothing keeps the process alive"

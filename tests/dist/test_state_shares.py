@@ -88,7 +88,7 @@ def test_ranks_with_little_memory_hold_less_of_the_state(tokens: Path) -> None:
 def test_a_run_cuts_its_state_so_and_walks_the_same_curve(tokens: Path, tmp_path: Path) -> None:
     whole, state = bytes_of(tokens, 2)
     tight = int((whole + state / 10) / FOR_STATE) + 20_000
-    held = run_ranks(train, 2, run=str(tmp_path / "tight"), data=str(tokens), free=[ROOMY, tight], timeout_s=120)
+    held = run_ranks(train, 2, run=str(tmp_path / "tight"), data=str(tokens), free=[ROOMY, tight], timeout_s=240)
     assert 4 * held[1][0] < held[0][0]
     (said,) = [each for each in runs.events(tmp_path / "tight", Kind.RESOLVED) if each["key"] == "balance.state"]
     assert said["value"][1] < 0.2
@@ -141,7 +141,7 @@ def unlike(placement: Placement, run: str, data: str, zeros: list[int]) -> int:
 
 def test_ranks_that_were_resolved_apart_do_what_shards_most(tokens: Path, tmp_path: Path) -> None:
     arguments = {"run": str(tmp_path / "unlike"), "data": str(tokens), "zeros": [1, 3]}
-    assert run_ranks(unlike, 2, timeout_s=120, **arguments) == [0, 0]
+    assert run_ranks(unlike, 2, timeout_s=240, **arguments) == [0, 0]
     three = walk(2, tmp_path / "three", tokens, parallel__zero=3)
     assert outcome(tmp_path / "unlike").losses == three.losses
 

@@ -57,11 +57,11 @@ def test_a_run_that_goes_back_walks_as_one_that_never_saw_the_data(
     """Step 14 goes wrong: back to the checkpoint of step 8, steps 9 to 11 as before, past the data of 12 to 14."""
     steps = {"train.steps": 18}
     kwargs = {"data": str(tokens), "changes": steps | changes | {"resilience.on_nan": "rollback"}}
-    done = run_ranks(train, ranks, timeout_s=90, run=str(tmp_path / "back"), planned=["nan:step=14"], **kwargs)
+    done = run_ranks(train, ranks, timeout_s=180, run=str(tmp_path / "back"), planned=["nan:step=14"], **kwargs)
     assert done == ["0"] * ranks
     [back] = runs.events(tmp_path / "back", Kind.ROLLED_BACK)
     assert (back["step"], back["from_step"], back["first"], back["last"]) == (8, 14, 12, 14)
-    walked = run_ranks(train_past, ranks, timeout_s=90, run=str(tmp_path / "past"), skips=[[11, 14]], **kwargs)
+    walked = run_ranks(train_past, ranks, timeout_s=180, run=str(tmp_path / "past"), skips=[[11, 14]], **kwargs)
     assert walked == [0] * ranks
     expected, found = runs.outcome(tmp_path / "past"), runs.outcome(tmp_path / "back")
     assert found.losses == expected.losses
@@ -77,7 +77,7 @@ def test_whoever_goes_on_with_a_run_that_went_back_goes_on_with_that(tokens: Pat
     assert walk(tmp_path / "one", tokens, "nan:step=14", **once) == ["0", "0"]
     # The first attempt ends at step 10, when it has come there for the second time.
     stop = {"run": str(tmp_path / "two"), "data": str(tokens), "changes": keys, "planned": ["nan:step=14"]}
-    run_ranks(train_and_die, 2, timeout_s=90, restarts=1, **stop)
+    run_ranks(train_and_die, 2, timeout_s=180, restarts=1, **stop)
     assert [event["step"] for event in runs.events(tmp_path / "two", Kind.RESUMED)] == [8]
     one, two = runs.outcome(tmp_path / "one"), runs.outcome(tmp_path / "two")
     assert one.losses == two.losses
@@ -149,13 +149,13 @@ def test_a_bit_that_flips_is_found_and_repaired(changes: dict[str, Any], tokens:
     keys = {"train.steps": 8, "resilience.checksum_every": 2} | changes
     kwargs = {"data": str(tokens), "changes": keys}
     planned = ["bit-flip:rank=2,step=4,parameter=embed.weight,element=5,bit=13"]
-    assert run_ranks(train, 3, timeout_s=90, run=str(tmp_path / "flip"), planned=planned, **kwargs) == ["0"] * 3
+    assert run_ranks(train, 3, timeout_s=180, run=str(tmp_path / "flip"), planned=planned, **kwargs) == ["0"] * 3
     [found] = runs.events(tmp_path / "flip", Kind.CORRUPTED)
     assert (found["step"], found["repaired"], found["parameters"]) == (4, True, "embed.weight")
     assert [(row["rank"], row["certain"], row["device"]) for row in found["devices"]] == [(2, True, "cpu")]
     [marked] = read_lines(RunPaths(tmp_path / "flip").suspects)
     assert (marked["rank"], marked["step"]) == (2, 4)
-    assert run_ranks(train, 3, timeout_s=90, run=str(tmp_path / "well"), planned=[], **kwargs) == ["0"] * 3
+    assert run_ranks(train, 3, timeout_s=180, run=str(tmp_path / "well"), planned=[], **kwargs) == ["0"] * 3
     assert not runs.events(tmp_path / "well", Kind.CORRUPTED)
     assert not RunPaths(tmp_path / "well").suspects.exists()
     assert runs.outcome(tmp_path / "flip").losses == runs.outcome(tmp_path / "well").losses

@@ -59,7 +59,7 @@ def observed(placement: Placement, mode: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, dict[str, Any]]:
-    return {mode: run_ranks(observed, 1, timeout_s=120, mode=mode)[0] for mode in ("none", "full", "offload")}
+    return {mode: run_ranks(observed, 1, timeout_s=240, mode=mode)[0] for mode in ("none", "full", "offload")}
 
 
 def test_gradients_are_the_same_bit_for_bit(seen: dict[str, dict[str, Any]]) -> None:

@@ -151,7 +151,7 @@ def walk(
     """Train on `ranks` ranks and return what came of it. Keys of `changes` are written with __ for the dot."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     codes = run_ranks(
-        train, ranks, timeout_s=120, run=str(run), data=str(data), changes=dotted, shares=shares, masked=masked
+        train, ranks, timeout_s=240, run=str(run), data=str(data), changes=dotted, shares=shares, masked=masked
     )
     assert codes == [0] * ranks
     return outcome(run)

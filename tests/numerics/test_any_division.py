@@ -77,8 +77,8 @@ def test_gradients_of_any_division(world: int, tokens: Path, tmp_path: Path) -> 
     cases = [drawn(world, number) for number in range(CASES)]
     assert any(0 in case["shares"] for case in cases)
     narrow = [case | {"changes": case["changes"] | {"train.dtype": "fp32"}} for case in cases]
-    run_ranks(one_step, 1, timeout_s=120, folder=str(tmp_path / "one"), data=str(tokens), cases=cases)
-    run_ranks(one_step, world, timeout_s=120, folder=str(tmp_path / "many"), data=str(tokens), cases=cases + narrow)
+    run_ranks(one_step, 1, timeout_s=240, folder=str(tmp_path / "one"), data=str(tokens), cases=cases)
+    run_ranks(one_step, world, timeout_s=240, folder=str(tmp_path / "many"), data=str(tokens), cases=cases + narrow)
     for number, case in enumerate(cases):
         exact = state(tmp_path / "one" / str(number))
         # After one step the first moment is the mean gradient, clipped, times 1 - beta1.

@@ -70,7 +70,7 @@ def test_interrupted_it_goes_on_bit_by_bit(
     for name, stops in (("whole", [30]), ("in two", [13, 30])):
         for steps in stops:
             arguments = {"run": str(tmp_path / name), "data": str(tokens), "changes": changes | {"train.steps": steps}}
-            assert run_ranks(on_two_nodes, ranks, timeout_s=120, **arguments) == [0] * ranks
+            assert run_ranks(on_two_nodes, ranks, timeout_s=240, **arguments) == [0] * ranks
     assert [event["step"] for event in runs.events(tmp_path / "in two", Kind.RESUMED)] == [13]
     assert not runs.events(tmp_path / "whole", Kind.WARNING)
     whole, in_two = runs.outcome(tmp_path / "whole"), runs.outcome(tmp_path / "in two")
@@ -85,7 +85,7 @@ def test_going_on_where_ranks_share_nodes_otherwise_is_told(tokens: Path, tmp_pa
     for way, steps in ((on_two_nodes, 1), (on_two_nodes, 2), (runs.train, 3)):
         changes = {"comm.compress": "bf16", "train.steps": steps}
         arguments = {"run": str(tmp_path / "run"), "data": str(tokens), "changes": changes}
-        run_ranks(way, 2, timeout_s=120, **arguments)
+        run_ranks(way, 2, timeout_s=240, **arguments)
         told = [event["message"] for event in runs.events(tmp_path / "run", Kind.WARNING)]
         assert any("the ranks share nodes otherwise" in message for message in told) == (steps == 3), told
 

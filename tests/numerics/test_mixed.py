@@ -55,7 +55,7 @@ def train(placement: Placement, run: str, data: str, types: list[str], changes: 
 def mixed(folder: Path, tokens: Path, types: list[str], **changes: Any) -> tuple[runs.Outcome, list[Any]]:
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     arguments = {"run": str(folder), "data": str(tokens), "types": types, "changes": dotted}
-    found = run_ranks(train, len(types), timeout_s=120, **arguments)
+    found = run_ranks(train, len(types), timeout_s=240, **arguments)
     return runs.outcome(folder), found
 
 

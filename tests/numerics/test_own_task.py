@@ -87,7 +87,7 @@ def walk(
 ) -> runs.Outcome:
     run.mkdir()
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    codes = run_ranks(train, ranks, 120, restarts, run=str(run), images=str(images), changes=dotted, dies_in=dies_in)
+    codes = run_ranks(train, ranks, 240, restarts, run=str(run), images=str(images), changes=dotted, dies_in=dies_in)
     assert codes == [0] * ranks
     return runs.outcome(run)
 

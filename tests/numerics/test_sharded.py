@@ -15,14 +15,15 @@ from tests.numerics.runs import Outcome, walk
 from tests.numerics.test_ranks import assert_same
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize(("ranks", "zero"), [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (5, 1), (5, 3)])
 def test_even_shards_in_float64(ranks: int, zero: int, alone: Outcome, tokens: Path, tmp_path: Path) -> None:
     assert_same(walk(ranks, tmp_path, tokens, parallel__data="sharded", parallel__zero=zero), alone)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("state", [[4, 2, 1], [1, 0, 2], [0, 0, 1]])
+@pytest.mark.parametrize(
+    ("state", "zero"),
+    [([4, 2, 1], 1), ([4, 2, 1], 3), ([1, 0, 2], 1), ([1, 0, 2], 2), ([1, 0, 2], 3), ([0, 0, 1], 1), ([0, 0, 1], 3)],
+)
 def test_uneven_shards(state: list[int], zero: int, alone: Outcome, tokens: Path, tmp_path: Path) -> None:
     assert_same(walk(3, tmp_path, tokens, balance__state=state, parallel__zero=zero), alone)
 
@@ -34,8 +35,7 @@ def test_micro_batches(zero: int, reduce: str, alone: Outcome, tokens: Path, tmp
     assert_same(walk(2, tmp_path, tokens, **changes, train__micro_batch=1), alone)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("clip", [None, 0.9, 100.0])
+@pytest.mark.parametrize(("clip", "zero"), [(None, 1), (0.9, 1), (0.9, 2), (100.0, 2)])
 def test_two_slots(zero: int, clip: float | None, tokens: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"optim__clip_norm": clip, "train__steps": 15}
     one = walk(1, tmp_path / "one", tokens, **changes)
@@ -43,8 +43,10 @@ def test_two_slots(zero: int, clip: float | None, tokens: Path, tmp_path: Path) 
     assert_same(two, one)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize(("ranks", "state"), [(4, "auto"), (4, [3, 1]), (6, [2, 1])])
+@pytest.mark.parametrize(
+    ("ranks", "state", "zero"),
+    [(4, "auto", 1), (4, "auto", 3), (4, [3, 1], 1), (4, [3, 1], 2), (6, [2, 1], 2), (6, [2, 1], 3)],
+)
 def test_copies_of_the_state(
     ranks: int, state: list[int] | str, zero: int, alone: Outcome, tokens: Path, tmp_path: Path
 ) -> None:
@@ -72,6 +74,6 @@ def test_a_lane_that_lags_behind_takes_the_same_way(tokens: Path, tmp_path: Path
     # Whether a step may be updated early depends on the norm of the one before, which the lanes write.
     changes = {"optim.slots": 2, "optim.clip_norm": 100.0, "train.steps": 6}
     arguments = {"run": str(tmp_path / "two"), "data": str(tokens), "changes": changes}
-    assert run_ranks(with_a_slow_lane, 2, timeout_s=120, **arguments) == [0, 0]
+    assert run_ranks(with_a_slow_lane, 2, timeout_s=240, **arguments) == [0, 0]
     one = walk(1, tmp_path / "one", tokens, optim__clip_norm=100.0, train__steps=6)
     assert_same(runs.outcome(tmp_path / "two"), one)

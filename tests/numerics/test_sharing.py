@@ -52,7 +52,7 @@ def changing(placement: Placement, run: str, data: str, shares: list[list[int]])
 
 def test_shares_that_change_at_every_step(alone: Outcome, tokens: Path, tmp_path: Path) -> None:
     turns = [[8, 0, 0], [0, 7, 1], [3, 3, 2], [0, 0, 8], [1, 2, 5], [4, 4, 0], [0, 8, 0]]
-    assert run_ranks(changing, 3, timeout_s=120, run=str(tmp_path), data=str(tokens), shares=turns) == [0] * 3
+    assert run_ranks(changing, 3, timeout_s=240, run=str(tmp_path), data=str(tokens), shares=turns) == [0] * 3
     assert_same(outcome(tmp_path), alone)
     walked = [record["shares"] for record in read_steps(RunPaths(tmp_path).metrics)]
     assert walked == [[3, 3, 2], *itertools.islice(itertools.cycle(turns), 29)]
@@ -104,7 +104,7 @@ def paced(placement: Placement, run: str, data: str, pauses: list[list[float]], 
 
 def walk_paced(ranks: int, run: Path, data: Path, pauses: list[list[float]], **changes: Any) -> Outcome:
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    done = run_ranks(paced, ranks, timeout_s=120, run=str(run), data=str(data), pauses=pauses, changes=dotted)
+    done = run_ranks(paced, ranks, timeout_s=240, run=str(run), data=str(data), pauses=pauses, changes=dotted)
     assert [code for code, _ in done] == [0] * ranks
     return outcome(run)
 

@@ -26,7 +26,7 @@ def start(worker: str, world: int, folder: Path, **options: Any) -> subprocess.P
 
 
 def finish(agent: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]]]:
-    out, err = agent.communicate(timeout=60)
+    out, err = agent.communicate(timeout=120)
     lines = [json.loads(line) for line in out.splitlines()]
     assert lines, err
     assert "code" in lines[-1], err
@@ -268,7 +268,7 @@ def in_own_process(text: str, **options: Any) -> subprocess.CompletedProcess[str
         "from phalanx.records import RunPaths\n"
     )
     return subprocess.run(
-        [sys.executable, "-c", prelude + text], cwd=ROOT, capture_output=True, text=True, timeout=60, **options
+        [sys.executable, "-c", prelude + text], cwd=ROOT, capture_output=True, text=True, timeout=120, **options
     )
 
 

@@ -27,7 +27,7 @@ def miniature(placement: Placement) -> list[Any]:
 
 
 def test_compares_and_writes_the_agreed_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ((kind, outcome),) = run_ranks(miniature, 1, timeout_s=120)
+    ((kind, outcome),) = run_ranks(miniature, 1, timeout_s=240)
     assert kind in ("control groups v1", "control groups v2", "stop and go")
     harness.report(outcome, tmp_path / "result.json")
     written = json.loads((tmp_path / "result.json").read_text())

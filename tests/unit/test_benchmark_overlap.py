@@ -22,7 +22,7 @@ def miniature(placement: Placement) -> dict[str, object]:
 
 
 def test_compares_and_writes_the_agreed_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_ranks(miniature, 2, timeout_s=120)
+    found = run_ranks(miniature, 2, timeout_s=240)
     rows, checks = overlap.table(TINY, found[0])
     harness.report(harness.result("overlap", {}, rows, checks), tmp_path / "result.json")
     written = json.loads((tmp_path / "result.json").read_text())

@@ -15,7 +15,7 @@ from benchmarks.uneven_shards import GLOO, SPLITS, Training
 from phalanx.records import Placement
 from tests.helpers import run_ranks
 
-TINY = Training(mbit=20.0, blocks=2, side=64, turns=1, steps=2)
+TINY = Training(mbit=20.0, blocks=2, side=64, turns=1, steps=2, peak_side=128)
 
 
 def exchange(placement: Placement) -> list[Any]:
@@ -28,7 +28,7 @@ def train(placement: Placement) -> dict[str, Any]:
 
 def test_compares_and_writes_the_agreed_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, checks = uneven_shards.compare(run_ranks(exchange, 4), 200.0, 0.25, SPLITS)
-    trained = run_ranks(train, 4, timeout_s=120)
+    trained = run_ranks(train, 4, timeout_s=240)
     more_rows, more_checks = uneven_shards.compare_training(trained, TINY)
     harness.report(harness.result("uneven_shards", {}, rows + more_rows, checks + more_checks), tmp_path / "out.json")
     written = json.loads((tmp_path / "out.json").read_text())
@@ -111,7 +111,7 @@ def measured(placement: Placement) -> dict[str, Any]:
 
 
 def test_nodes_have_links_of_their_rate(wired: None) -> None:
-    (found,) = run_ranks(measured, 1, timeout_s=100)
+    (found,) = run_ranks(measured, 1, timeout_s=180)
     (node_0, local_0, _, sent), (node_1, local_1, across, _), (node_2, local_2, within, _) = found["ranks"]
     assert [node_0, local_0, node_1, local_1, node_2, local_2] == [0, 0, 1, 0, 1, 1]
     least = bounds.seconds(2**20, 40)

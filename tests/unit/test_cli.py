@@ -16,6 +16,7 @@ from phalanx import __version__, recipe
 from phalanx.config import Config, leaves
 from phalanx.models.spec import PRESETS
 from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps
+from tests.dist.command import phalanx as forked
 from tests.helpers import ROOT, wait_until
 
 COMMANDS = [
@@ -68,7 +69,7 @@ def phalanx(
         env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"} | (environment or {}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 
@@ -79,7 +80,7 @@ def in_one_process(commands: list[list[str]], folder: Path = ROOT) -> list[Any]:
         env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=True,
     )
     found: list[Any] = json.loads(done.stdout)
@@ -127,7 +128,7 @@ def test_the_installed_script_is_the_same_command() -> None:
     script = Path(sys.executable).with_name("phalanx")
     if not script.exists():
         pytest.skip("the package is not installed, only on the path")
-    done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == phalanx("--version").stdout == f"phalanx {__version__}\n"
 
 
@@ -224,28 +225,33 @@ def test_a_mistake_is_a_sentence_and_costs_no_torch(number: int, wrong: list[Any
     assert heavy == []
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["trian", "recipe.yaml"],
-        ["train"],
-        ["train", "recipe.yaml", "--ranks", "0"],
-        ["train", "recipe.yaml", "--ranks", "two"],
-        ["train", "recipe.yaml", "--optim.lr=3"],
-        ["generate", "x", "--seed", "-1"],
-        ["generate", "x", "--seed", str(2**32)],
-        ["generate", "x", "--temperature", "-1"],
-        ["data", "prepare"],
-        ["data", "inspect"],
-        ["data", "inspect", "x", "--samples", "-1"],
-        ["data", "megatron", "x"],
-        ["data", "prepare", "x", "--workers", "0"],
-        ["data", "prepare", "x", "--vocab", "5"],
-        ["data", "prepare", "x", "--vocab", str(10**12)],
-    ],
-)
-def test_a_wrong_command_line_is_explained(arguments: list[str]) -> None:
-    ((code, out, heavy),) = in_one_process([arguments])
+WRONG_LINES = [
+    ["trian", "recipe.yaml"],
+    ["train"],
+    ["train", "recipe.yaml", "--ranks", "0"],
+    ["train", "recipe.yaml", "--ranks", "two"],
+    ["train", "recipe.yaml", "--optim.lr=3"],
+    ["generate", "x", "--seed", "-1"],
+    ["generate", "x", "--seed", str(2**32)],
+    ["generate", "x", "--temperature", "-1"],
+    ["data", "prepare"],
+    ["data", "inspect"],
+    ["data", "inspect", "x", "--samples", "-1"],
+    ["data", "megatron", "x"],
+    ["data", "prepare", "x", "--workers", "0"],
+    ["data", "prepare", "x", "--vocab", "5"],
+    ["data", "prepare", "x", "--vocab", str(10**12)],
+]
+
+
+@pytest.fixture(scope="module")
+def explained() -> list[Any]:
+    return in_one_process(WRONG_LINES)
+
+
+@pytest.mark.parametrize("number", range(len(WRONG_LINES)), ids=[" ".join(words) for words in WRONG_LINES])
+def test_a_wrong_command_line_is_explained(number: int, explained: list[Any]) -> None:
+    code, out, heavy = explained[number]
     assert code == 2
     assert "Usage: phalanx" in out
     assert "Traceback" not in out
@@ -274,7 +280,7 @@ def test_an_interrupted_preparation_says_that_it_can_go_on(tmp_path: Path) -> No
     lines = [json.dumps({"text": f"{number} words " * 2000}) for number in range(200)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", INTERRUPTED], cwd=tmp_path, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 130, done.stderr
     assert done.stderr.splitlines()[-1].startswith(
@@ -318,7 +324,7 @@ def test_two_ranks_of_torchrun_and_on_with_one(here: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr
     paths = RunPaths(here / "run")
@@ -328,14 +334,15 @@ def test_two_ranks_of_torchrun_and_on_with_one(here: Path) -> None:
     assert [event["step"] for event in events if event["kind"] == Kind.FINISHED] == [3]
     assert paths.report.exists()
 
-    alone = phalanx("train", "recipe.yaml", "--run-dir", "run", "--ranks", "1", "train.steps=5", folder=here)
-    assert alone.returncode == 0, alone.stderr
+    code, _, err = forked(here, "train", "recipe.yaml", "--run-dir", "run", "--ranks", "1", "train.steps=5")
+    assert code == 0, err
     steps = read_steps(paths.metrics)
     assert [(step["step"], step["attempt"]) for step in steps] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
     assert [event["step"] for event in read_lines(paths.events) if event["kind"] == Kind.RESUMED] == [3]
 
-    whole = phalanx("train", "recipe.yaml", "--run-dir", "whole", "train.steps=5", "optim.decay_steps=3", folder=here)
-    assert whole.returncode == 0, whole.stderr
+    whole = ["train", "recipe.yaml", "--run-dir", "whole", "train.steps=5", "optim.decay_steps=3"]
+    code, _, err = forked(here, *whole)
+    assert code == 0, err
     undisturbed = [step["loss"] for step in read_steps(RunPaths(here / "whole").metrics)]
     assert [step["loss"] for step in steps] == pytest.approx(undisturbed, rel=1e-9)
 
@@ -352,7 +359,7 @@ def test_a_second_start_in_a_folder_in_use_is_refused_and_disturbs_nothing(here:
     )
     paths = RunPaths(here / "run")
     try:
-        wait_until(lambda: len(read_steps(paths.metrics)) > 2, timeout_s=60)
+        wait_until(lambda: len(read_steps(paths.metrics)) > 2, timeout_s=180)
         second = phalanx(*command, folder=here)
         assert second.returncode == 2
         assert re.fullmatch(
@@ -362,7 +369,7 @@ def test_a_second_start_in_a_folder_in_use_is_refused_and_disturbs_nothing(here:
         )
         assert first.poll() is None
         first.terminate()
-        out, _ = first.communicate(timeout=60)
+        out, _ = first.communicate(timeout=120)
     finally:
         first.kill()
         first.wait()

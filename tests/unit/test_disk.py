@@ -390,7 +390,9 @@ for attempt in range(1, rounds + 1):
 
 
 def test_killed_writers_leave_only_whole_checkpoints(tmp_path: Path) -> None:
-    run = subprocess.run([sys.executable, "-c", KILLER, str(tmp_path), "6"], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", KILLER, str(tmp_path), "6"], capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr
     assert re.search(r" 1$", run.stdout, re.MULTILINE), "no writer was killed in the middle of a save"
     steps = find(tmp_path)

@@ -184,7 +184,7 @@ def _timeout(base: Seen, seen: Seen) -> None:
     """A rank that never comes is waited for as long as that, and named."""
     waits = {}
     for seconds in (0.3, 3.0):
-        reason = run_ranks(wait_for_a_missing_rank, 2, timeout_s=60, timeout=seconds)[0]
+        reason = run_ranks(wait_for_a_missing_rank, 2, timeout_s=180, timeout=seconds)[0]
         waits[seconds] = reason["seconds"]
         assert "rank 1 of 2 did not arrive" in reason["message"]
     assert 0.3 <= waits[0.3] < 3.0 <= waits[3.0]
@@ -210,7 +210,7 @@ def wait_for_a_missing_rank(placement: Placement, timeout: float) -> dict[str, A
 
 def _work(base: Seen, seen: Seen) -> None:
     """A rank three times as fast as the other, which the steps then show to be as slow as that."""
-    assert run_ranks(divided, 2, timeout_s=60)[0] == {
+    assert run_ranks(divided, 2, timeout_s=180)[0] == {
         "auto": [[3, 1], [2, 2]],
         "measured-once": [[3, 1], [3, 1]],
         "even": [[2, 2], [2, 2]],
@@ -293,7 +293,7 @@ def sharded_as(key: str, value: Any) -> list[Seen]:
 
 @functools.cache
 def _sharded_runs() -> list[dict[str, Seen]]:
-    return run_ranks(sharded, 2, timeout_s=60)
+    return run_ranks(sharded, 2, timeout_s=180)
 
 
 def sharded(placement: Placement) -> dict[str, Seen]:
@@ -392,7 +392,7 @@ def layout(name: str) -> Seen:
 
 @functools.cache
 def _layouts() -> list[dict[str, Seen]]:
-    return run_ranks(held, 2, timeout_s=60)
+    return run_ranks(held, 2, timeout_s=180)
 
 
 def held(placement: Placement) -> dict[str, Seen]:
@@ -428,7 +428,7 @@ def held(placement: Placement) -> dict[str, Seen]:
 
 def _hardware(base: Seen, seen: Seen) -> None:
     """What the file says holds, and nothing is measured."""
-    assert run_ranks(speeds_of_file, 2, timeout_s=60) == [[1.0, 3.0]] * 2
+    assert run_ranks(speeds_of_file, 2, timeout_s=180) == [[1.0, 3.0]] * 2
 
 
 def speeds_of_file(placement: Placement) -> list[float]:
@@ -452,26 +452,26 @@ def speeds_of_file(placement: Placement) -> list[float]:
 def _max_restarts(base: Seen, seen: Seen) -> None:
     """A run that fails at each attempt, since a file lies where TensorBoard wants its folder."""
     changes = [{"resilience.max_restarts": restarts} for restarts in (0, 2)]
-    assert [len(attempts) for attempts in run_ranks(fail_again, 1, timeout_s=60, changes=changes)[0]] == [1, 3]
+    assert [len(attempts) for attempts in run_ranks(fail_again, 1, timeout_s=180, changes=changes)[0]] == [1, 3]
 
 
 def _same_crash(base: Seen, seen: Seen) -> None:
     """Every attempt fails at the same line."""
     changes = [{"resilience.max_restarts": 9, "resilience.same_crash": times} for times in (1, 2)]
-    assert [len(attempts) for attempts in run_ranks(fail_again, 1, timeout_s=60, changes=changes)[0]] == [1, 2]
+    assert [len(attempts) for attempts in run_ranks(fail_again, 1, timeout_s=180, changes=changes)[0]] == [1, 2]
 
 
 def _in_memory(base: Seen, seen: Seen) -> None:
-    assert run_ranks(keep_in_memory, 1, timeout_s=60)[0] == [[True], [True], []]
+    assert run_ranks(keep_in_memory, 1, timeout_s=180)[0] == [[True], [True], []]
 
 
 def _storage_timeout(base: Seen, seen: Seen) -> None:
-    said = run_ranks(away, 1, timeout_s=60)[0]
+    said = run_ranks(away, 1, timeout_s=180)[0]
     assert ["could not be read for 0.2 s" in said[0], "could not be read for 0.4 s" in said[1]] == [True, True], said
 
 
 def _health(base: Seen, seen: Seen) -> None:
-    refused, code = run_ranks(with_few_files, 1, timeout_s=60)[0]
+    refused, code = run_ranks(with_few_files, 1, timeout_s=180)[0]
     assert "may open 200 files" in refused
     assert code == 0
 

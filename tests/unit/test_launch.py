@@ -56,7 +56,7 @@ def kinds(paths: RunPaths) -> list[str]:
 )
 def test_a_run_goes_on_without_its_output(here: Path, redirection: str) -> None:
     with start(here, f"{TRAIN} {redirection}") as run:
-        assert run.wait(timeout=100) == ExitCode.DONE
+        assert run.wait(timeout=200) == ExitCode.DONE
     paths = RunPaths(here / "run")
     assert [step["step"] for step in read_steps(paths.metrics)] == [1, 2, 3]
     assert Kind.FINISHED in kinds(paths)
@@ -67,11 +67,11 @@ def test_a_run_goes_on_without_its_output(here: Path, redirection: str) -> None:
 def test_a_hang_up_saves_and_stops(here: Path) -> None:
     paths = RunPaths(here / "run")
     with start(here, f"{TRAIN} train.steps=1000000", stdout=subprocess.PIPE) as run:
-        wait_until(lambda: len(read_steps(paths.metrics)) > 2, timeout_s=100)
+        wait_until(lambda: len(read_steps(paths.metrics)) > 2, timeout_s=180)
         assert run.stdout is not None
         run.stdout.close()  # the terminal takes nothing any more
         run.send_signal(signal.SIGHUP)
-        assert run.wait(timeout=60) == ExitCode.STOPPED
+        assert run.wait(timeout=120) == ExitCode.STOPPED
     (stopped,) = [event["step"] for event in read_lines(paths.events) if event["kind"] == Kind.STOPPED]
     assert (paths.checkpoints / f"step-{stopped:08d}").is_dir()
 
@@ -82,10 +82,10 @@ def test_a_stop_while_data_is_prepared_leaves_only_its_parts(here: Path, number:
     with open(here / "text.jsonl", "w") as file:
         file.writelines(line.replace("number", str(i)) for i in range(8000))
     with start(here, TRAIN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
-        wait_until(lambda: any((here / "cache").glob("*.partial")), timeout_s=100)
+        wait_until(lambda: any((here / "cache").glob("*.partial")), timeout_s=180)
         assert (here / "run").is_dir()
         run.send_signal(number)
-        out, _ = run.communicate(timeout=60)
+        out, _ = run.communicate(timeout=120)
     assert run.returncode == ExitCode.STOPPED, out
     assert f"stopped by {number.name} before any step was done" in out
     assert "Traceback" not in out
@@ -98,7 +98,7 @@ def test_a_stop_while_data_is_prepared_leaves_only_its_parts(here: Path, number:
 )
 def test_a_run_dir_that_cannot_be_is_refused(here: Path, place: str, expected: str) -> None:
     with start(here, f"{TRAIN} --run-dir {place}", stderr=subprocess.PIPE) as run:
-        _, err = run.communicate(timeout=60)
+        _, err = run.communicate(timeout=120)
     assert run.returncode == ExitCode.CONFIG
     assert err.startswith(expected)
     assert "secret" not in err

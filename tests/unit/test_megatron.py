@@ -99,7 +99,7 @@ def test_megatron_itself_reads_and_writes_the_same_bytes(tmp_path: Path) -> None
     write_pair(small_set(tmp_path / "set", 300, bodies), tmp_path / "ours")
     command = [sys.executable, "-c", THEIRS, str(tmp_path / "theirs"), json.dumps(documents), "300",
                str(tmp_path / "ours")]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == documents
     for ending in (".bin", ".idx"):

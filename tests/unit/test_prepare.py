@@ -203,7 +203,7 @@ def test_a_killed_preparation_goes_on_where_it_was(
     undisturbed = run([source], tmp_path / "whole")
     for phase, done in (("tokens", 6000), ("files", 2)):
         process = start(source, tmp_path / "c", phase, done)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
         assert process.returncode == -9
         assert not (tmp_path / "c" / folder_of(undisturbed).name).exists()
     seen: list[tuple[str, int]] = []
@@ -217,7 +217,7 @@ def test_a_killed_preparation_goes_on_where_it_was(
 def test_two_processes_at_once_do_no_harm(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [text(i, 50) for i in range(60)])
     processes = [start(source, tmp_path / "c") for _ in range(3)]
-    outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+    outputs = [process.communicate(timeout=120)[0].splitlines() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len({lines[-1] for lines in outputs}) == 1
     for phase in ("tokenizer", "tokens", "files"):  # one of them did it, which need not be the same each time
@@ -428,4 +428,4 @@ def test_importing_data_starts_nothing_and_imports_no_torch() -> None:
         "assert threading.active_count() == 1\n"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=120)

@@ -173,7 +173,7 @@ def test_an_interrupt_or_a_kill_leaves_no_process(tmp_path: Path) -> None:
         assert process.stdout.readline() == "working\n"
         group = os.getpgid(process.pid)
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=120)
         assert process.returncode == (-number if number == signal.SIGKILL else 1) or process.returncode == -number
         assert said.count("Traceback") <= 1  # the parent's own
         deadline = time.monotonic() + 60

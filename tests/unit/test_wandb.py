@@ -91,7 +91,7 @@ def test_nobody_logged_in_is_said_before_anything_starts(tmp_path: Path) -> None
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}  # nobody's home
     command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", "--run-dir", "run", "--ranks", "1"]
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=240)
     assert done.returncode == ExitCode.CONFIG
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "report.wandb a-project cannot be used" in line

@@ -263,7 +263,7 @@ def test_an_agent_that_has_overslept_judges_nobody(tmp_path: Path) -> None:
 
 def run_job(worker: str, world: int, folder: Path) -> tuple[int, list[dict[str, Any]]]:
     command = [sys.executable, "-m", "tests.unit.watched_jobs", worker, str(world), str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert lines and "code" in lines[-1], done.stderr
     return lines[-1]["code"], lines[:-1]
