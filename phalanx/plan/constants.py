@@ -1,0 +1,62 @@
+"""The few numbers that say how much of what is promised a training step reaches: one set for all devices and files.
+
+Each has a unit, a range within which it is physically plausible, and a default; `fit` moves them within their ranges
+to what was measured. What differs between kinds of devices is on their data-sheets, not here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Shares are of a data-sheet's figure; seconds are of the host or a link; see RANGES for what is plausible."""
+
+    matmul_share: float = 0.92  # of `sustained` that large products of a model's own shapes reach
+    matmul_tail: float = 0.5  # waves of tiles that a product is longer by: the last one is half empty on average
+    matmul_depth: float = 96.0  # elements of the inner dimension that filling and draining a tile takes
+    attention_share: float = 0.55  # of `sustained` that products inside attention reach
+    memory_share: float = 0.80  # of the memory's bandwidth that a kernel reaches which only moves data
+    traffic: float = 1.1  # times the counted passes over activations that element-wise kernels really make
+    launch_s: float = 12e-6  # of the host for a kernel, forward or backward
+    collective_s: float = 25e-6  # of the host for a collective, and of its start
+    near_share: float = 0.75  # of the bandwidth between devices of a node that a large collective reaches
+    far_share: float = 0.80  # of the bandwidth between nodes
+    near_half_bytes: float = 4e6  # a collective in a node of so many bytes reaches half of that share
+    hop_share: float = 1.0  # times a link's latency that a step of a ring takes
+    interference: float = 0.15  # of the time of a hidden collective, by which computation is longer
+    step_s: float = 2e-3  # of the host, once a step
+    jitter: float = 0.01  # of a step, for each doubling of the nodes: the slowest of many is waited for
+    slack: float = 0.06  # of a device's memory that fragmentation and workspaces take
+
+
+# What a constant may be at all: (least, most). Beyond these it is no physics but a mistake elsewhere.
+RANGES: dict[str, tuple[float, float]] = {
+    "matmul_share": (0.7, 1.0),
+    "matmul_tail": (0.0, 1.0),
+    "matmul_depth": (0.0, 512.0),
+    "attention_share": (0.2, 0.9),
+    "memory_share": (0.5, 0.95),
+    "traffic": (0.7, 2.0),
+    "launch_s": (2e-6, 60e-6),
+    "collective_s": (5e-6, 300e-6),
+    "near_share": (0.3, 0.95),
+    "far_share": (0.3, 0.95),
+    "near_half_bytes": (1e5, 6.4e7),
+    "hop_share": (0.2, 5.0),
+    "interference": (0.0, 0.6),
+    "step_s": (1e-4, 5e-2),
+    "jitter": (0.0, 0.05),
+    "slack": (0.02, 0.15),
+}
+UNITS: dict[str, str] = {
+    "matmul_tail": "waves of tiles",
+    "matmul_depth": "elements",
+    "launch_s": "seconds",
+    "collective_s": "seconds",
+    "near_half_bytes": "bytes",
+    "step_s": "seconds",
+}  # the others are ratios
+DEFAULT = Constants()
+
+Predict = Callable[[Constants], float]  # seconds of one measured step, as predicted
