@@ -15,6 +15,7 @@ TILE_ROWS, TILE_COLUMNS = 128, 128  # of a matrix product that one multiprocesso
 # Kernels that are called for a block, by hand of an eager profile of a pre-norm decoder: forward, backward.
 KERNELS = (28, 52)
 PLAIN_KERNELS = (6, 9)  # more of them where attention writes its scores
+COLLECTIVE_CALLS = 4  # a collective takes the host as long as so many kernels
 CALLS_OF_EDGE = (12, 20)  # of last norm, head and loss
 LOGITS_MOVED = (20.0, 16.0)
 
@@ -29,6 +30,17 @@ class Pass:
     host_backward_s: float
 
 
+def longer(device_s: float, host_s: float, constants: Constants) -> float:
+    """Seconds of a pass that the device needs `device_s` for and the host `host_s` to call: at least the longer one,
+    and more where they are alike, since the queue between them runs dry in the stretches of short kernels."""
+    if host_s <= 0.0:
+        return device_s
+    ratio = device_s / host_s
+    if ratio > 1.0:
+        return device_s * (1.0 + ratio**-constants.queueing) ** (1.0 / constants.queueing)
+    return host_s * (1.0 + ratio**constants.queueing) ** (1.0 / constants.queueing)
+
+
 def matmul_s(rows: float, columns: float, depth: float, kind: Kind, dtype: str, constants: Constants) -> float:
     """Seconds of a product (rows x depth) (depth x columns).
 
@@ -39,6 +51,8 @@ def matmul_s(rows: float, columns: float, depth: float, kind: Kind, dtype: str, 
     rate = kind.peak(dtype) * kind.sustained * constants.matmul_share
     waves = rows * columns / (TILE_ROWS * TILE_COLUMNS * kind.cores)
     longer = (1.0 + constants.matmul_tail / waves) * (1.0 + constants.matmul_depth / depth)
+    if columns % 8 or depth % 8:  # of two bytes each: NVIDIA's guide, tensor core requirements
+        rate *= constants.unaligned_share
     moved = (rows * depth + depth * columns + rows * columns) * (4 if dtype == "fp32" else 2)
     return max(2.0 * rows * columns * depth * longer / rate, moved / (kind.memory_bytes_per_s * constants.memory_share))
 

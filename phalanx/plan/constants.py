@@ -15,15 +15,15 @@ class Constants:
     matmul_share: float = 0.92  # of `sustained` that large products of a model's own shapes reach
     matmul_tail: float = 0.5  # waves of tiles that a product is longer by: the last one is half empty on average
     matmul_depth: float = 96.0  # elements of the inner dimension that filling and draining a tile takes
+    unaligned_share: float = 0.35  # of its speed that a product keeps whose rows do not begin at 16 bytes
     attention_share: float = 0.55  # of `sustained` that products inside attention reach
     memory_share: float = 0.80  # of the memory's bandwidth that a kernel reaches which only moves data
     traffic: float = 1.1  # times the counted passes over activations that element-wise kernels really make
     launch_s: float = 12e-6  # of the host for a kernel, forward or backward
-    collective_s: float = 25e-6  # of the host for a collective, and of its start
+    queueing: float = 2.5  # how sharply a pass takes the longer of the host's and the device's time, as a p-norm
+    skew_s: float = 1e-4  # that a collective waits for the last of its ranks, for each doubling of them
     near_share: float = 0.75  # of the bandwidth between devices of a node that a large collective reaches
     far_share: float = 0.80  # of the bandwidth between nodes
-    near_half_bytes: float = 4e6  # a collective in a node of so many bytes reaches half of that share
-    hop_share: float = 1.0  # times a link's latency that a step of a ring takes
     interference: float = 0.15  # of the time of a hidden collective, by which computation is longer
     step_s: float = 2e-3  # of the host, once a step
     jitter: float = 0.01  # of a step, for each doubling of the nodes: the slowest of many is waited for
@@ -35,15 +35,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "matmul_share": (0.7, 1.0),
     "matmul_tail": (0.0, 1.0),
     "matmul_depth": (0.0, 512.0),
+    "unaligned_share": (0.2, 1.0),
     "attention_share": (0.2, 0.9),
     "memory_share": (0.5, 0.95),
     "traffic": (0.7, 2.0),
     "launch_s": (2e-6, 60e-6),
-    "collective_s": (5e-6, 300e-6),
+    "queueing": (1.5, 8.0),
+    "skew_s": (0.0, 1e-3),
     "near_share": (0.3, 0.95),
     "far_share": (0.3, 0.95),
-    "near_half_bytes": (1e5, 6.4e7),
-    "hop_share": (0.2, 5.0),
     "interference": (0.0, 0.6),
     "step_s": (1e-4, 5e-2),
     "jitter": (0.0, 0.05),
@@ -53,8 +53,7 @@ UNITS: dict[str, str] = {
     "matmul_tail": "waves of tiles",
     "matmul_depth": "elements",
     "launch_s": "seconds",
-    "collective_s": "seconds",
-    "near_half_bytes": "bytes",
+    "skew_s": "seconds",
     "step_s": "seconds",
 }  # the others are ratios
 DEFAULT = Constants()

@@ -204,13 +204,14 @@ class Model:
         exchange_s = calls_s = 0.0
         if choice.tensor > 1:
             ring = links.ring_of(first, choice.tensor, 1, cluster)
-            exchange_s = 2.0 * links.all_reduce_s(moved, ring, cluster, constants)
-            calls_s = 2.0 * constants.collective_s
+            exchange_s = 2.0 * (links.all_reduce_s(moved, ring, cluster, constants) + links.skew_s(ring, constants))
+            calls_s = 2.0 * compute.COLLECTIVE_CALLS * constants.launch_s
         again = 1.0 if choice.recompute == "full" else 0.0
-        alone = max(block.forward_s, block.host_forward_s) + max(block.backward_s, block.host_backward_s)
-        block_forward = max(block.forward_s + exchange_s, block.host_forward_s + calls_s)
-        block_backward = max(
-            block.backward_s + (1.0 + again) * exchange_s, block.host_backward_s + (1.0 + again) * calls_s
+        alone = compute.longer(block.forward_s, block.host_forward_s, constants)
+        alone += compute.longer(block.backward_s, block.host_backward_s, constants)
+        block_forward = compute.longer(block.forward_s + exchange_s, block.host_forward_s + calls_s, constants)
+        block_backward = compute.longer(
+            block.backward_s + (1.0 + again) * exchange_s, block.host_backward_s + (1.0 + again) * calls_s, constants
         )
         waits += layers[number] * max(0.0, block_forward + block_backward - alone)
         if choice.offload:
@@ -222,15 +223,16 @@ class Model:
         backward += layers[number] * block_backward
         for wanted, edge in ((number == 0, embedding), (number == choice.pipeline - 1, head)):
             if wanted:
-                forward += max(edge.forward_s, edge.host_forward_s)
-                backward += max(edge.backward_s, edge.host_backward_s)
+                forward += compute.longer(edge.forward_s + 0.5 * exchange_s, edge.host_forward_s, constants)
+                backward += compute.longer(edge.backward_s, edge.host_backward_s, constants)
+                waits += 0.5 * exchange_s
         if choice.pipeline > 1:
             beside = min(copies * choice.tensor, cluster.group_of(first).per_node)
             width = copies * choice.tensor
             for other in (number - 1, number + 1):
                 if 0 <= other < choice.pipeline:
                     near = self._is_near(first, first + (other - number) * width)
-                    sent = links.send_s(moved, near, kind, cluster, beside, constants) + constants.collective_s
+                    sent = links.send_s(moved, near, kind, cluster, beside, constants) + constants.skew_s
                     waits += choice.virtual * sent
                     if other < number:
                         forward += choice.virtual * sent

@@ -77,7 +77,7 @@ def travel(
 
 
 def _start(ring: Ring, constants: Constants) -> float:
-    return constants.collective_s if ring.ranks > 1 else 0.0
+    return links.skew_s(ring, constants)
 
 
 def _fetched(

@@ -48,16 +48,13 @@ def shard_s(moved_bytes: float, ring: Ring, cluster: Cluster, constants: Constan
     seconds = hops = 0.0
     if local > 1.0:
         passed = moved_bytes * (1.0 - 1.0 / local) if nodes > 1 else moved_bytes * (1.0 - 1.0 / ring.ranks)
-        # Short transfers are never at full speed (Hockney 1994: half of it at `near_half_bytes`).
-        seconds = (passed + constants.near_half_bytes * (1.0 - 1.0 / local)) / (
-            kind.link_bytes_per_s * constants.near_share
-        )
+        seconds = passed / (kind.link_bytes_per_s * constants.near_share)
         hops = (ring.ranks - nodes) * kind.link_latency_s
     if nodes > 1:
         passed = moved_bytes * (1.0 - 1.0 / nodes) * ring.beside * 8.0
         seconds = max(seconds, passed / (cluster.between_bits_per_s * constants.far_share))
         hops += (nodes - 1) * cluster.between_latency_s
-    return seconds + constants.hop_share * hops
+    return seconds + hops
 
 
 def all_reduce_s(moved_bytes: float, ring: Ring, cluster: Cluster, constants: Constants) -> float:
@@ -65,12 +62,18 @@ def all_reduce_s(moved_bytes: float, ring: Ring, cluster: Cluster, constants: Co
     return 2.0 * shard_s(moved_bytes, ring, cluster, constants)
 
 
+def skew_s(ring: Ring, constants: Constants) -> float:
+    """Seconds that a collective which is waited for waits itself, until the last of its ranks has come: the expected
+    maximum of n like delays grows about as the logarithm of n (David and Nagaraja 2003, extremes)."""
+    return constants.skew_s * doublings(ring.ranks)
+
+
 def send_s(moved_bytes: float, near: bool, kind: Kind, cluster: Cluster, beside: int, constants: Constants) -> float:
     """Seconds of handing `moved_bytes` to one other rank: of the next stage, on the same node or on another."""
     if near:
-        return moved_bytes / (kind.link_bytes_per_s * constants.near_share) + constants.hop_share * kind.link_latency_s
+        return moved_bytes / (kind.link_bytes_per_s * constants.near_share) + kind.link_latency_s
     rate = cluster.between_bits_per_s * constants.far_share / 8.0
-    return moved_bytes * beside / rate + constants.hop_share * cluster.between_latency_s
+    return moved_bytes * beside / rate + cluster.between_latency_s
 
 
 def doublings(ranks: int) -> float:
