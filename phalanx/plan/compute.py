@@ -91,7 +91,7 @@ def block(work: Work, kind: Kind, choice: Choice, sequences: float, constants: C
     inside = tokens * (2.0 * (queries + 2 * keys) + 2.0 * queries + (3.0 if work.gated else 2.0) * ffn)
     passes_forward, passes_backward = outside + inside, 1.6 * (outside + inside)
     dtype_attention = "bf16" if kept == "fp8" else kept
-    rate = kind.peak(dtype_attention) * kind.sustained * constants.attention_share
+    rate = kind.peak(dtype_attention) * kind.sustained * kind.attention * constants.attention_share
     pairs = 4.0 * sequences * work.seq_len * work.seq_len * queries
     kernels_forward, kernels_backward = KERNELS
     if choice.attention == "flash":

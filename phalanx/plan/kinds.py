@@ -30,6 +30,7 @@ class Kind:
     cores: int  # streaming multiprocessors, over which tiles of a matrix product are spread
     source: str
     sustained: float = UNMEASURED
+    attention: float = 1.0  # of matrix products that attention's kernels reach, if written for the generation before
     host_bytes_per_s: float = 12e9  # between device and host
     reserved_bytes: int = GIB  # that the driver's context and the collectives' buffers take of its memory
     on_host: bool = False  # a CPU: nothing to launch, and its memory is the host's
@@ -63,6 +64,9 @@ def _kind(
     return Kind(name, flops, memory * GIB, bandwidth * GB, link * GB, latency, cores, source, **more)
 
 
+# Warp-level matrix instructions, which FlashAttention 2 and Triton of 2023 use: Luo et al., Benchmarking and Dissecting
+# the Nvidia Hopper GPU Architecture, 2024. Of Blackwell nobody has published it.
+_HOPPER = 0.63
 _PCIE3, _PCIE4, _PCIE5 = 16.0, 32.0, 64.0  # GB/s of 16 lanes, in one direction
 
 # fp32 is what PyTorch computes by default, without TF32. Memory is what the devices report, in GiB.
@@ -94,15 +98,15 @@ KINDS: dict[str, Kind] = {
         ),
         _kind(
             "H100-80GB", 67, 989.4, 989.4, 79, 3350, 450, 132, f"NVIDIA H100 SXM data-sheet, 2023; {_MAMF}", fp8=1978.9,
-            sustained=0.803, host_bytes_per_s=50e9,
+            sustained=0.803, attention=_HOPPER, host_bytes_per_s=50e9,
         ),
         _kind(
             "H200", 67, 989.4, 989.4, 139, 4800, 450, 132, f"NVIDIA H200 SXM data-sheet, 2024; {_MAMF}, of the H100",
-            fp8=1978.9, sustained=0.803, host_bytes_per_s=50e9,
+            fp8=1978.9, sustained=0.803, attention=_HOPPER, host_bytes_per_s=50e9,
         ),
         _kind(
             "B200", 75, 2250, 2250, 178, 7700, 900, 148, f"NVIDIA DGX B200 data-sheet, 2024; {_MAMF}", fp8=4500,
-            sustained=0.776, host_bytes_per_s=50e9,
+            sustained=0.776, attention=_HOPPER, host_bytes_per_s=50e9,
         ),
         _kind("RTX-3090", 35.6, 71, 71, 24, 936, _PCIE4 / 2, 82, "NVIDIA GA102 whitepaper, 2020", link_latency_s=8e-6),
         _kind("RTX-4090", 82.6, 165.2, 165.2, 24, 1008, _PCIE4 / 2, 128, "NVIDIA Ada whitepaper, 2022", fp8=330.3,
