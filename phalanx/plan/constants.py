@@ -14,7 +14,6 @@ class Constants:
 
     matmul_share: float = 0.92  # of `sustained` that large products of a model's own shapes reach
     matmul_tail: float = 0.5  # waves of tiles that a product is longer by: the last one is half empty on average
-    matmul_depth: float = 96.0  # elements of the inner dimension that filling and draining a tile takes
     unaligned_share: float = 0.35  # of its speed that a product keeps whose rows do not begin at 16 bytes
     attention_share: float = 0.55  # of `sustained` that products inside attention reach
     memory_share: float = 0.80  # of the memory's bandwidth that a kernel reaches which only moves data
@@ -34,7 +33,6 @@ class Constants:
 RANGES: dict[str, tuple[float, float]] = {
     "matmul_share": (0.7, 1.0),
     "matmul_tail": (0.0, 1.0),
-    "matmul_depth": (0.0, 512.0),
     "unaligned_share": (0.2, 1.0),
     "attention_share": (0.2, 0.9),
     "memory_share": (0.5, 0.95),
@@ -51,7 +49,6 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 UNITS: dict[str, str] = {
     "matmul_tail": "waves of tiles",
-    "matmul_depth": "elements",
     "launch_s": "seconds",
     "skew_s": "seconds",
     "step_s": "seconds",
