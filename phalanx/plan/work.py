@@ -94,7 +94,7 @@ class Work:
 
     def flops_per_token(self) -> float:
         """Forward and backward, without recomputing: 6 for each multiplying parameter (of frozen ones 4, and 6 for
-        those trained beside them), and 12 channels seq_len a layer for attention, all of it counted (Chowdhery et al. 2022,
+        those trained beside them), and 12 channels seq_len a layer for attention, all counted (Chowdhery et al. 2022,
         appendix B). This is what MFU is measured by."""
         multiplying = self.layers * self.matrices + self.vocabulary * self.hidden
         each = 6.0 if self.trained >= 1.0 else 4.0 + 6.0 * self.trained
