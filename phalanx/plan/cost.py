@@ -249,7 +249,7 @@ class Model:
         width = copies * choice.tensor
         for number, stage in enumerate(stages):
             ends = number == 0, number == choice.pipeline - 1
-            parameters, _ = parameters_of(work, choice.tensor, layers[number], *ends)
+            parameters, *_ = parameters_of(work, choice.tensor, layers[number], *ends)
             kind = run.kinds[number]
             first = number * width
             degree = choice.shard_degree or copies
