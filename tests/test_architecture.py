@@ -70,6 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shrink": {"config", "errors", "model_config", "models.spec", "recipe"},
     # level 1 without torch
     "cluster": PLAIN,
+    "plan": PLAIN,
     "report": PLAIN,
     # level 1 with torch
     "accelerator": set(),
@@ -154,7 +155,7 @@ MAY_USE: dict[str, set[str]] = {
     "job_commands": {"typer"},
     "cli": {"typer"},
 }
-TORCH_FREE = (*PLAIN, "cluster", "report")
+TORCH_FREE = (*PLAIN, "cluster", "plan", "report")
 # Modules above that level which a command line still has to import without torch.
 ALSO_TORCH_FREE = (
     "phalanx.cli",

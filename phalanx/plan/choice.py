@@ -1,0 +1,38 @@
+"""One way of laying a training step out over a cluster: what a search enumerates and a cost is of."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Engine = Literal["sharded", "fsdp", "ddp", "megatron"]
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`tensor` ranks share each layer, `pipeline` stages follow one another, and the rest of `devices` are copies.
+
+    `stages` are layers of each stage and `shares` sequences of each copy in a step; () divides evenly. `micro_batch` is
+    in sequences. `zero` and `shard_degree` (0: over all copies) say what of the state is kept by whom, `slots` how many
+    times. `virtual` chunks of each stage are interleaved. `engine`: "sharded" is this project's own, which moves
+    parameters and gradients in a planned order; the others are its peers: "fsdp" fetches one layer ahead, "ddp" hides
+    all-reduces behind the last backward pass, "megatron" sends everything after it. `devices` are the first ones of the
+    cluster; 0 takes all. `attention` is "plain" where scores are written to memory.
+    """
+
+    zero: int = 1
+    shard_degree: int = 0
+    tensor: int = 1
+    sequence: bool = False  # tensor ranks also divide what lies between matrices, along the sequence
+    pipeline: int = 1
+    stages: tuple[int, ...] = ()
+    virtual: int = 1
+    micro_batch: int = 1
+    shares: tuple[int, ...] = ()
+    reduce: Literal["per_step", "per_micro_batch"] = "per_step"
+    recompute: Recompute = "none"
+    offload: bool = False  # blocks' inputs wait in the host's memory; with recompute "full"
+    slots: int = 1
+    engine: Engine = "sharded"
+    devices: int = 0
+    attention: Literal["flash", "plain"] = "flash"
+    state: tuple[float, ...] = ()  # how much of the state each rank owns of those that share a copy; () evenly

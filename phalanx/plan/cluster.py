@@ -1,0 +1,77 @@
+"""Which devices there are and what joins them, as plain numbers."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from phalanx.errors import ConfigError
+from phalanx.plan.kinds import Kind
+
+
+@dataclass(frozen=True)
+class Group:
+    """`nodes` nodes alike, with `per_node` devices of one kind each."""
+
+    nodes: int
+    per_node: int
+    kind: Kind
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Groups of nodes on one network. A node sends `between_bits_per_s` at most, whatever number of devices it has, and
+    as many come in at the same time. Devices are numbered by group, node and place on the node, as ranks are.
+
+    Raises ConfigError for a cluster without a device, or with a network that carries nothing.
+    """
+
+    groups: tuple[Group, ...]
+    between_bits_per_s: float = 100e9
+    between_latency_s: float = 5e-6
+
+    def __post_init__(self) -> None:
+        if not self.groups or any(group.nodes < 1 or group.per_node < 1 for group in self.groups):
+            raise ConfigError("a cluster needs one device at least in every group; give each group nodes and devices")
+        if not self.between_bits_per_s > 0 or self.between_latency_s < 0:
+            raise ConfigError(
+                f"a network of {self.between_bits_per_s} bits per second and a latency of {self.between_latency_s} "
+                "seconds carries nothing; give it a positive speed and a latency of zero or more"
+            )
+
+    @cached_property
+    def devices(self) -> int:
+        return sum(group.devices for group in self.groups)
+
+    @cached_property
+    def nodes(self) -> int:
+        return sum(group.nodes for group in self.groups)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int, Group], ...]:
+        """(first device, one behind the last, group) in order."""
+        spans, first = [], 0
+        for group in self.groups:
+            spans.append((first, first + group.devices, group))
+            first += group.devices
+        return tuple(spans)
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Each kind once, in order of appearance."""
+        found: list[Kind] = []
+        for group in self.groups:
+            if group.kind not in found:
+                found.append(group.kind)
+        return tuple(found)
+
+    def group_of(self, device: int) -> Group:
+        for first, behind, group in self.spans:
+            if first <= device < behind:
+                return group
+        raise IndexError(f"there is no device {device} among {self.devices}")
+
+    def kind_of(self, device: int) -> Kind:
+        return self.group_of(device).kind

@@ -1,0 +1,297 @@
+"""What a layout costs: seconds of a step by where they go, and bytes of each device. Pure floats, no search.
+
+A step of the slowest copy of the model: every stage computes its micro-batches one after the other, the first one waits
+for the stages before it, gradients and parameters travel as the engine has it, and the state is updated.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from phalanx.errors import ConfigError
+from phalanx.plan import compute, exchange, links
+from phalanx.plan.choice import Choice
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.compute import Pass
+from phalanx.plan.constants import DEFAULT, Constants
+from phalanx.plan.exchange import Travel
+from phalanx.plan.kinds import Kind
+from phalanx.plan.memory import Held, held, parameters_of
+from phalanx.plan.work import Work
+
+TERMS = ("compute", "communication", "bubble", "imbalance", "optimizer", "offload", "other")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step, in seconds by where they go (`terms` add up to `step_s`), and what devices hold, the fullest first."""
+
+    step_s: float
+    terms: dict[str, float]
+    memory: tuple[Held, ...]
+    tokens_per_s: float
+    mfu: float  # of the data-sheets' peak of all devices that are used
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has room for what it holds."""
+        return all(each.left >= 0 for each in self.memory)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring copies whose devices are alike stage by stage, and that have as many sequences each."""
+
+    first: int  # copy
+    copies: int
+    kinds: tuple[Kind, ...]  # by stage; of a tensor group of several kinds the slowest
+    share: int  # sequences of a step, of each of these copies
+    owns: float  # of what is sharded, each of them
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Seconds of one micro-batch on one stage of one copy."""
+
+    forward_s: float
+    backward_s: float
+    waits_s: float  # of both: for tensor-parallel exchanges and the neighbouring stages
+    offload_s: float  # of both: for the host's memory
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+class Model:
+    """A work on a cluster, with what many layouts have in common computed once: for a search."""
+
+    def __init__(self, work: Work, cluster: Cluster, constants: Constants = DEFAULT) -> None:
+        self.work, self.cluster, self.constants = work, cluster, constants
+        self._passes: dict[tuple[object, ...], tuple[Pass, Pass, Pass]] = {}
+
+    def predict(self, choice: Choice) -> Estimate:
+        """Seconds and bytes of a layout. Raises ConfigError for one whose numbers do not come out even."""
+        work, constants = self.work, self.constants
+        devices, copies, layers, shares = self._numbers(choice)
+        micro_batches = max(1, max(-(-share // choice.micro_batch) for share in shares))
+        runs = list(self._runs(choice, copies, shares))
+        slowest, slowest_s, mean_s = None, -1.0, 0.0
+        for run in runs:
+            sequences = run.share / micro_batches
+            stages = [self._stage(choice, run, number, layers, copies, sequences) for number in range(choice.pipeline)]
+            longest = max(stage.total_s for stage in stages)
+            fill = (sum(stage.total_s for stage in stages) - longest) / choice.virtual
+            took = micro_batches * longest + fill
+            mean_s += sum(stage.total_s for stage in stages) / choice.pipeline * run.copies / copies
+            if took > slowest_s:
+                slowest, slowest_s = (run, stages, longest, fill), took
+        assert slowest is not None
+        run, stages, longest, fill = slowest
+        travel = self._travel(choice, run, stages, layers, copies, micro_batches)
+        average = min(mean_s, longest)  # what a micro-batch would take if all were equally busy
+        part = micro_batches * average / max(longest, 1e-30)
+        critical = max(stages, key=lambda stage: stage.total_s)
+        terms = {
+            "compute": part * (longest - critical.waits_s - critical.offload_s),
+            "communication": part * critical.waits_s + travel.exposed_s + constants.interference * travel.hidden_s,
+            "bubble": fill,
+            "imbalance": micro_batches * (longest - average),
+            "optimizer": travel.update_s,
+            "offload": part * critical.offload_s,
+        }
+        busy = sum(terms.values())
+        waits = constants.jitter * links.doublings(copies) * busy
+        terms["other"] = constants.step_s + waits
+        step_s = busy + terms["other"]
+        peak = sum(
+            max(0, min(behind, devices) - begin) * group.kind.peak(_counted(work, group.kind))
+            for begin, behind, group in self.cluster.spans
+        )
+        tokens_per_s = work.tokens / step_s
+        found = self._memory(choice, runs, layers, copies, micro_batches)
+        return Estimate(step_s, terms, found, tokens_per_s, tokens_per_s * work.flops_per_token() / peak)
+
+    # ------------------------------------------------------------------------------------------------------- who is who
+
+    def _numbers(self, choice: Choice) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+        work, cluster = self.work, self.cluster
+        devices = choice.devices or cluster.devices
+        copies, rest = divmod(devices, choice.tensor * choice.pipeline)
+        if rest or not copies or devices > cluster.devices:
+            raise ConfigError(
+                f"{devices} of {cluster.devices} devices cannot hold copies of a model on {choice.tensor} x "
+                f"{choice.pipeline} each; choose degrees whose product divides their number"
+            )
+        if choice.shard_degree and copies % choice.shard_degree:
+            raise ConfigError(
+                f"a copy of the state cannot be sharded over {choice.shard_degree} of {copies} copies of the model; "
+                "choose a shard_degree that divides their number"
+            )
+        layers = choice.stages or even(work.layers, choice.pipeline)
+        shares = choice.shares or even(work.global_batch, copies)
+        if len(layers) != choice.pipeline or sum(layers) != work.layers or min(layers) < 1:
+            raise ConfigError(
+                f"stages of {list(layers)} layers are not for {work.layers} layers on {choice.pipeline} stages; give "
+                "each stage one layer at least, and all of them together"
+            )
+        if len(shares) != copies or sum(shares) != work.global_batch:
+            raise ConfigError(
+                f"shares of {len(shares)} copies and {sum(shares)} sequences are not for {work.global_batch} sequences "
+                f"on {copies} copies; give each copy its sequences"
+            )
+        return devices, copies, layers, shares
+
+    def _runs(self, choice: Choice, copies: int, shares: tuple[int, ...]) -> Iterator[Run]:
+        """All copies, those alike once; of even shares only the largest, since nothing waits for a smaller one."""
+        tensor, width = choice.tensor, copies * choice.tensor
+        cuts = {0, copies}
+        for begin, _, _ in self.cluster.spans[1:]:
+            for stage in range(choice.pipeline):
+                inside = begin - stage * width
+                if 0 < inside < width:
+                    cuts |= {inside // tensor, -(-inside // tensor)}
+        degree = choice.shard_degree or copies
+        weights, total = choice.state, sum(choice.state)
+        ordered = sorted(cuts)
+        for begin, behind in pairwise(ordered):
+            kinds = tuple(self._slowest(stage * width + begin * tensor, tensor) for stage in range(choice.pipeline))
+            if not choice.shares and not weights:
+                yield Run(begin, behind - begin, kinds, max(shares[begin:behind]), 1.0 / degree)
+                continue
+            seen: dict[tuple[int, float], list[int]] = {}
+            for copy_ in range(begin, behind):
+                owns = weights[copy_ % degree] / total if weights else 1.0 / degree
+                seen.setdefault((shares[copy_], owns), []).append(copy_)
+            for (share, owns), alike in seen.items():
+                yield Run(alike[0], len(alike), kinds, share, owns)
+
+    def _slowest(self, first: int, tensor: int) -> Kind:
+        kinds = [group.kind for begin, behind, group in self.cluster.spans if begin < first + tensor and first < behind]
+        return min(kinds, key=lambda kind: kind.peak(_counted(self.work, kind)) * kind.sustained)
+
+    def _nodes(self, devices: int) -> int:
+        nodes = 0
+        for begin, behind, group in self.cluster.spans:
+            if begin < devices:
+                nodes += -(-(min(behind, devices) - begin) // group.per_node)
+        return nodes
+
+    def _is_near(self, one: int, other: int) -> bool:
+        """Whether two devices are on the same node."""
+        for begin, behind, group in self.cluster.spans:
+            if begin <= one < behind:
+                return begin <= other < behind and (one - begin) // group.per_node == (other - begin) // group.per_node
+        return False
+
+    # ---------------------------------------------------------------------------------------------------------- seconds
+
+    def _blocks(self, choice: Choice, kind: Kind, sequences: float) -> tuple[Pass, Pass, Pass]:
+        """Passes of a block, of the embedding, and of the head and its loss."""
+        key = (kind.name, choice.tensor, choice.sequence, choice.recompute, choice.attention, choice.engine, sequences)
+        if key not in self._passes:
+            at = (self.work, kind, choice, sequences, self.constants)
+            self._passes[key] = (compute.block(*at), compute.embedding(*at), compute.head(*at))
+        return self._passes[key]
+
+    def _stage(
+        self, choice: Choice, run: Run, number: int, layers: tuple[int, ...], copies: int, sequences: float
+    ) -> Stage:
+        work, cluster, constants, kind = self.work, self.cluster, self.constants, run.kinds[number]
+        block, embedding, head = self._blocks(choice, kind, sequences)
+        first = (number * copies + run.first) * choice.tensor
+        moved = sequences * work.seq_len * work.hidden * work.width
+        forward = backward = waits = offload = 0.0
+        exchange_s = calls_s = 0.0
+        if choice.tensor > 1:
+            ring = links.ring_of(first, choice.tensor, 1, cluster)
+            exchange_s = 2.0 * (links.all_reduce_s(moved, ring, cluster, constants) + links.skew_s(ring, constants))
+            calls_s = 2.0 * compute.COLLECTIVE_CALLS * constants.launch_s
+        again = 1.0 if choice.recompute == "full" else 0.0
+        alone = compute.longer(block.forward_s, block.host_forward_s, constants)
+        alone += compute.longer(block.backward_s, block.host_backward_s, constants)
+        block_forward = compute.longer(block.forward_s + exchange_s, block.host_forward_s + calls_s, constants)
+        block_backward = compute.longer(
+            block.backward_s + (1.0 + again) * exchange_s, block.host_backward_s + (1.0 + again) * calls_s, constants
+        )
+        waits += layers[number] * max(0.0, block_forward + block_backward - alone)
+        if choice.offload:
+            copy_s = moved / kind.host_bytes_per_s
+            late_f, late_b = max(0.0, copy_s - block_forward), max(0.0, copy_s - block_backward)
+            offload = layers[number] * (late_f + late_b)
+            forward, backward = layers[number] * late_f, layers[number] * late_b
+        forward += layers[number] * block_forward
+        backward += layers[number] * block_backward
+        for wanted, edge in ((number == 0, embedding), (number == choice.pipeline - 1, head)):
+            if wanted:
+                forward += compute.longer(edge.forward_s + 0.5 * exchange_s, edge.host_forward_s, constants)
+                backward += compute.longer(edge.backward_s, edge.host_backward_s, constants)
+                waits += 0.5 * exchange_s
+        if choice.pipeline > 1:
+            beside = min(copies * choice.tensor, cluster.group_of(first).per_node)
+            width = copies * choice.tensor
+            for other in (number - 1, number + 1):
+                if 0 <= other < choice.pipeline:
+                    near = self._is_near(first, first + (other - number) * width)
+                    sent = links.send_s(moved, near, kind, cluster, beside, constants) + constants.skew_s
+                    waits += choice.virtual * sent
+                    if other < number:
+                        forward += choice.virtual * sent
+                    else:
+                        backward += choice.virtual * sent
+        return Stage(forward, backward, waits, offload)
+
+    def _travel(
+        self, choice: Choice, run: Run, stages: list[Stage], layers: tuple[int, ...], copies: int, micro_batches: int
+    ) -> Travel:
+        """Of the stage whose parameters take longest."""
+        work, worst = self.work, Travel(0.0, 0.0, 0.0)
+        width = copies * choice.tensor
+        for number, stage in enumerate(stages):
+            ends = number == 0, number == choice.pipeline - 1
+            parameters, *_ = parameters_of(work, choice.tensor, layers[number], *ends)
+            kind = run.kinds[number]
+            first = number * width
+            degree = choice.shard_degree or copies
+            shard = links.ring_of(first, degree, choice.tensor, self.cluster)
+            spread = links.ring_of(first, copies // degree, choice.tensor * degree, self.cluster)
+            least = min(choice.state) / sum(choice.state) if choice.state else 1.0 / degree
+            found = exchange.travel(
+                work, choice, kind, parameters, layers[number], (shard, spread, least), run.owns,
+                (stage.forward_s, stage.backward_s), micro_batches, self.cluster, self.constants,
+            )  # fmt: skip
+            if found.total_s > worst.total_s:
+                worst = found
+        return worst
+
+    # ----------------------------------------------------------------------------------------------------------- memory
+
+    def _memory(
+        self, choice: Choice, runs: list[Run], layers: tuple[int, ...], copies: int, micro_batches: int
+    ) -> tuple[Held, ...]:
+        found = [
+            held(
+                self.work, kind, choice, copies, number, layers[number], run.share / micro_batches, micro_batches,
+                run.owns, self.constants, run.copies * choice.tensor,
+            )
+            for run in runs
+            for number, kind in enumerate(run.kinds)
+        ]  # fmt: skip
+        return tuple(sorted(found, key=lambda each: each.left))
+
+
+def predict(work: Work, cluster: Cluster, choice: Choice, constants: Constants = DEFAULT) -> Estimate:
+    """What a step of `work` costs on `cluster`, laid out as `choice`. Raises ConfigError for numbers that do not come
+    out even; who asks for many layouts keeps a `Model`."""
+    return Model(work, cluster, constants).predict(choice)
+
+
+def even(total: int, parts: int) -> tuple[int, ...]:
+    """`total` in parts that differ by one at most, the larger ones first; as `balance.even`, but a tuple."""
+    each, rest = divmod(total, parts)
+    return (each + 1,) * rest + (each,) * (parts - rest)
+
+
+def _counted(work: Work, kind: Kind) -> str:
+    """The type whose peak counts: what is multiplied in, of a device that has it."""
+    return work.precision if work.precision in kind.flop_per_s else "bf16" if "bf16" in kind.flop_per_s else "fp16"

@@ -1,0 +1,120 @@
+"""What parameters, gradients and state cost in a step: how long they travel, how much of it is hidden, and the update.
+
+Pure floats. For this project's own engine these are the closed forms of `optim.overlap` for equal buckets: a test holds
+them against its bound and its plan.
+"""
+
+from dataclasses import dataclass
+
+from phalanx.plan import links
+from phalanx.plan.choice import Choice
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.constants import Constants
+from phalanx.plan.kinds import Kind
+from phalanx.plan.links import Ring
+from phalanx.plan.work import Work
+
+
+@dataclass(frozen=True)
+class Travel:
+    """Seconds of a step: of communication that computation waits for, of that which it does not, and of updates."""
+
+    exposed_s: float
+    hidden_s: float
+    update_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.exposed_s + self.hidden_s + self.update_s
+
+
+def update_s(work: Work, kind: Kind, own: float, constants: Constants) -> float:
+    """Seconds of AdamW on `own` parameters: it only moves data. Gradient, master weight and moments are read, the
+    latter two written, the weight to compute with written; and the gradient is read for its norm and cleared."""
+    moved = 3.0 * work.reduce_bytes + 2.0 * (work.master_bytes + work.state_bytes) + work.gather_bytes
+    return work.trained * own * moved / (kind.memory_bytes_per_s * constants.memory_share)
+
+
+def travel(
+    work: Work, choice: Choice, kind: Kind, parameters: float, layers: int, rings: tuple[Ring, Ring, float],
+    owns: float, passes_s: tuple[float, float], micro_batches: int, cluster: Cluster, constants: Constants,
+) -> Travel:  # fmt: skip
+    """Of a rank that holds a stage's `parameters`, whose pass takes `passes_s` forward and backward.
+
+    `rings`: over which a copy of the state is sharded, over which its copies are kept alike, and the least share of the
+    first. A ring moves all but the least share (Thakur et al. 2005 for even ones).
+    """
+    shard, spread, least = rings
+    _, backward = passes_s
+    units = layers + 1  # blocks, and the edges as one
+    fewer = (1.0 - least) / (1.0 - 1.0 / shard.ranks) if shard.ranks > 1 else 1.0
+    trained = parameters * work.trained
+
+    def sharded(moved: float, ring: Ring, operations: int) -> float:
+        """Seconds of a tensor that travels in so many operations."""
+        return operations * (links.shard_s(moved / operations, ring, cluster, constants) + _start(ring, constants))
+
+    state = parameters * owns
+    if choice.engine == "megatron" or choice.zero == 0 or choice.engine == "ddp":
+        operations = units if choice.engine == "ddp" else 1
+        reduce = sharded(trained * work.reduce_bytes, shard, operations)
+        gather = sharded(trained * (work.gather_bytes if choice.zero else work.reduce_bytes), shard, operations)
+        moves = reduce + gather
+        update = update_s(work, kind, state if choice.zero else parameters, constants)
+        if choice.engine == "megatron":
+            return Travel(moves, 0.0, update)
+        exposed = max(moves / units, moves - backward * (1.0 - 1.0 / units))
+        return Travel(exposed, moves - exposed, update)
+    update = update_s(work, kind, state, constants)
+    reduce = fewer * sharded(trained * work.reduce_bytes, shard, units)
+    if spread.ranks > 1:
+        reduce += 2.0 * sharded(trained * work.reduce_bytes * owns, spread, units)
+    gather = fewer * sharded((trained if choice.zero < 3 else parameters) * work.gather_bytes, shard, units)
+    reduces = micro_batches if choice.reduce == "per_micro_batch" or choice.engine == "fsdp" else 1
+    if choice.engine == "fsdp" or choice.zero == 3:
+        regathered = gather if choice.zero == 3 else 0.0
+        sent = _fetched(passes_s, gather, regathered + reduce, reduce, units)
+        silent = _fetched(passes_s, gather, regathered, 0.0, units)
+        alone = micro_batches - reduces
+        return Travel(reduces * sent[0] + alone * silent[0], reduces * sent[1] + alone * silent[1], update)
+    return _planned(choice.slots > 1, passes_s, reduce, gather, update, units, reduces)
+
+
+def _start(ring: Ring, constants: Constants) -> float:
+    return links.skew_s(ring, constants)
+
+
+def _fetched(
+    passes_s: tuple[float, float], ahead: float, behind: float, last: float, units: int
+) -> tuple[float, float]:
+    """(exposed, hidden) seconds of a micro-batch whose blocks are fetched one ahead in each pass, and whose gradients
+    leave behind each (Zhao et al. 2023).
+
+    A block takes its computation or its communication, whichever is longer: `ahead` in the forward pass, `behind` in
+    the backward pass. The first fetch is waited for, and of what leaves `last` the end.
+    """
+    forward, backward = passes_s
+    room = 1.0 - 1.0 / units
+    exposed = (ahead + last) / units + max(0.0, ahead * room - forward) + max(0.0, behind - last / units - backward)
+    return exposed, max(0.0, ahead + behind - exposed)
+
+
+def _planned(
+    early: bool, passes_s: tuple[float, float], reduce: float, gather: float, update: float, units: int, reduces: int
+) -> Travel:
+    """This project's own order with zero 1 and 2, of equal units: what `optim.overlap` is bound by.
+
+    The link is idle in the last unit's forward and backward pass, and the first unit's reduce and gather are waited
+    for. `early` may gather a bucket before the last one is reduced, so only the sum has to fit behind both passes; else
+    each has to fit behind its own. `reduces`: micro-batches whose gradients are sent.
+    """
+    forward, backward = passes_s
+    room = 1.0 - 1.0 / units
+    behind = reduces * backward * room + (reduces - 1) * forward
+    ahead = forward * room
+    first_reduce, first_gather = reduce / units, gather / units
+    if early:
+        exposed = max(first_reduce + first_gather, reduces * reduce + gather - behind - ahead)
+    else:
+        exposed = max(first_reduce, reduces * reduce - behind) + max(first_gather, gather - ahead)
+    return Travel(exposed, max(0.0, reduces * reduce + gather - exposed), update)

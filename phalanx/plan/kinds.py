@@ -1,0 +1,144 @@
+"""Kinds of devices as plain numbers from their data-sheets: what a plan knows of a device that nobody has measured yet.
+
+Speeds are what a maker promises, without sparsity; how much of them a training step reaches is said by `constants`,
+the same for all kinds. Only `sustained` is not on a data-sheet: the share of the promised matrix products per second
+that the best of all shapes holds for minutes, within the device's power, as measured by others.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.errors import ConfigError
+
+GB = 10**9
+GIB = 2**30
+TERA = 10**12
+UNMEASURED = 0.85  # `sustained` of a kind for which nobody has published it: the middle of those that are known
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of device. Bytes and flop per second are of one device; links count one direction."""
+
+    name: str
+    flop_per_s: Mapping[str, float]  # of dense matrix products, by type: fp32, bf16, fp16, fp8
+    memory_bytes: int
+    memory_bytes_per_s: float
+    link_bytes_per_s: float  # to the other devices of its node
+    link_latency_s: float
+    cores: int  # streaming multiprocessors, over which tiles of a matrix product are spread
+    source: str
+    sustained: float = UNMEASURED
+    attention: float = 1.0  # of matrix products that attention's kernels reach, if written for the generation before
+    host_bytes_per_s: float = 12e9  # between device and host
+    reserved_bytes: int = 3 * GIB // 4  # that the driver's context and the collectives' buffers take of its memory
+    on_host: bool = False  # a CPU: nothing to launch, and its memory is the host's
+
+    def peak(self, dtype: str) -> float:
+        """Matrix products per second in a type, flop/s. Raises ConfigError for one that the device has no unit for."""
+        if dtype not in self.flop_per_s:
+            raise ConfigError(
+                f"a {self.name} computes no {dtype}, only {', '.join(sorted(self.flop_per_s))}; choose one of these"
+            )
+        return self.flop_per_s[dtype]
+
+    def scaled(self, speed: float) -> "Kind":
+        """The same device as it was measured: `speed` times as fast as was thought, in memory and arithmetic alike."""
+        faster = {dtype: flops * speed for dtype, flops in self.flop_per_s.items()}
+        return replace(self, flop_per_s=faster, memory_bytes_per_s=self.memory_bytes_per_s * speed)
+
+
+_MAMF = "sustained: S. Bekman, Machine Learning Engineering, table of maximum achievable matmul flop/s"
+
+
+def _kind(
+    name: str, fp32: float, bf16: float | None, fp16: float, memory: int, bandwidth: float, link: float, cores: int,
+    source: str, fp8: float | None = None, **more: Any,
+) -> Kind:  # fmt: skip
+    """Teraflop/s, GB, GB/s of memory and of links in one direction."""
+    flops = {"fp32": fp32 * TERA, "fp16": fp16 * TERA}
+    flops |= {} if bf16 is None else {"bf16": bf16 * TERA}
+    flops |= {} if fp8 is None else {"fp8": fp8 * TERA}
+    latency = more.pop("link_latency_s", 3e-6)
+    return Kind(name, flops, memory * GIB, bandwidth * GB, link * GB, latency, cores, source, **more)
+
+
+# Warp-level matrix instructions, which FlashAttention 2 and Triton of 2023 use: Luo et al., Benchmarking and Dissecting
+# the Nvidia Hopper GPU Architecture, 2024. Of Blackwell nobody has published it.
+_HOPPER = 0.63
+_PCIE3, _PCIE4, _PCIE5 = 16.0, 32.0, 64.0  # GB/s of 16 lanes, in one direction
+
+# fp32 is what PyTorch computes by default, without TF32. Memory is what the devices report, in GiB.
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        _kind("V100-16GB", 15.7, None, 125, 16, 900, 150, 80, "NVIDIA V100 SXM2 data-sheet, 2020"),
+        _kind("V100-32GB", 15.7, None, 125, 32, 900, 150, 80, "NVIDIA V100 SXM2 data-sheet, 2020"),
+        _kind("T4", 8.1, None, 65, 15, 300, _PCIE3, 40, "NVIDIA T4 data-sheet, 2019", link_latency_s=8e-6),
+        _kind(
+            "A10G", 31.2, 70, 70, 22, 600, _PCIE4, 80, "AWS G5 instances and NVIDIA A10 data-sheet, 2021",
+            link_latency_s=8e-6, host_bytes_per_s=24e9,
+        ),
+        _kind(
+            "A40", 37.4, 149.7, 149.7, 44, 696, _PCIE4, 84, "NVIDIA A40 data-sheet, 2021", link_latency_s=8e-6,
+            host_bytes_per_s=24e9,
+        ),
+        _kind(
+            "L40S", 91.6, 362, 362, 44, 864, _PCIE4, 142, "NVIDIA L40S data-sheet, 2023", fp8=733,
+            link_latency_s=8e-6, host_bytes_per_s=24e9,
+        ),
+        _kind(
+            "A100-40GB", 19.5, 312, 312, 40, 1555, 300, 108, f"NVIDIA A100 SXM data-sheet, 2021; {_MAMF}",
+            sustained=0.869, host_bytes_per_s=24e9,
+        ),
+        _kind(
+            "A100-80GB", 19.5, 312, 312, 79, 2039, 300, 108, f"NVIDIA A100 SXM data-sheet, 2021; {_MAMF}",
+            sustained=0.869, host_bytes_per_s=24e9,
+        ),
+        _kind(
+            "H100-80GB", 67, 989.4, 989.4, 79, 3350, 450, 132, f"NVIDIA H100 SXM data-sheet, 2023; {_MAMF}", fp8=1978.9,
+            sustained=0.803, attention=_HOPPER, host_bytes_per_s=50e9,
+        ),
+        _kind(
+            "H200", 67, 989.4, 989.4, 139, 4800, 450, 132, f"NVIDIA H200 SXM data-sheet, 2024; {_MAMF}, of the H100",
+            fp8=1978.9, sustained=0.803, attention=_HOPPER, host_bytes_per_s=50e9,
+        ),
+        _kind(
+            "B200", 75, 2250, 2250, 178, 7700, 900, 148, f"NVIDIA DGX B200 data-sheet, 2024; {_MAMF}", fp8=4500,
+            sustained=0.776, attention=_HOPPER, host_bytes_per_s=50e9,
+        ),
+        _kind("RTX-3090", 35.6, 71, 71, 24, 936, _PCIE4 / 2, 82, "NVIDIA GA102 whitepaper, 2020", link_latency_s=8e-6),
+        _kind("RTX-4090", 82.6, 165.2, 165.2, 24, 1008, _PCIE4 / 2, 128, "NVIDIA Ada whitepaper, 2022", fp8=330.3,
+              link_latency_s=8e-6),
+        Kind(
+            "CPU", {"fp32": 0.5e12, "bf16": 0.25e12, "fp16": 0.25e12}, 64 * GIB, 50e9, 10e9, 2e-5, 1,
+            "16 cores of 32 flop a cycle at 1 GHz, DDR4-3200 in two channels: an order of magnitude, so measure it",
+            host_bytes_per_s=50e9, reserved_bytes=GIB // 2, on_host=True,
+        ),
+    )
+}  # fmt: skip
+
+ALIASES = {"A100": "A100-40GB", "V100": "V100-16GB", "H100": "H100-80GB", "RTX3090": "RTX-3090", "RTX4090": "RTX-4090"}
+
+
+def known(name: str) -> Kind | None:
+    """The kind of that name, whatever its case; spaces and underscores count as hyphens; None of an unknown one."""
+    wanted = name.strip().replace("_", "-").replace(" ", "-").lower()
+    names = {key.lower(): kind for key, kind in KINDS.items()}
+    names |= {alias.lower(): KINDS[key] for alias, key in ALIASES.items()}
+    names |= {key.removesuffix("gb"): kind for key, kind in names.items() if key.endswith("gb")}
+    return names.get(wanted)
+
+
+def kind(name: str) -> Kind:
+    """The kind of that name. Raises ConfigError, which says what is needed of an unknown one."""
+    found = known(name)
+    if found is None:
+        raise ConfigError(
+            f"no kind of device is called {name!r}; known are {', '.join(KINDS)}. For another one measure it with "
+            "`phalanx hardware` and give that file, or name its numbers: dense flop/s of matrix products in bf16 and "
+            "fp32, bytes of memory, bytes per second of memory and of the link to its neighbours, and its number of "
+            "multiprocessors"
+        )
+    return found

@@ -1,0 +1,81 @@
+"""Seconds of collectives, by where their ranks are: within a node, or over several. Pure floats."""
+
+import math
+from dataclasses import dataclass
+
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.constants import Constants
+from phalanx.plan.kinds import Kind
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`ranks` of a collective on `nodes` nodes, and how many such collectives leave each node at the same time."""
+
+    ranks: int
+    nodes: int
+    beside: int
+    kind: Kind  # of the device whose link is slowest
+
+
+def ring_of(first: int, ranks: int, stride: int, cluster: Cluster) -> Ring:
+    """The ring of `ranks` devices from `first` on, every `stride`-th; its neighbours' rings run at the same time."""
+    last = first + (ranks - 1) * stride
+    nodes, slowest, most = 0, cluster.kind_of(first), 1
+    for begin, behind, group in cluster.spans:
+        if begin <= last and first < behind:
+            here = (min(last, behind - 1) - begin) // group.per_node - (max(first, begin) - begin) // group.per_node + 1
+            nodes += here
+            most = max(most, group.per_node)
+            if group.kind.link_bytes_per_s < slowest.link_bytes_per_s:
+                slowest = group.kind
+    nodes = min(nodes, ranks)
+    # A node's devices at one distance from each other: as many rings as there are members of a stride on a node.
+    return Ring(ranks, nodes, min(stride, most), slowest)
+
+
+def shard_s(moved_bytes: float, ring: Ring, cluster: Cluster, constants: Constants) -> float:
+    """Seconds of a reduce-scatter, or an all-gather, of a tensor of `moved_bytes` over the ring.
+
+    Each rank passes on all but its own part, (n - 1) / n of the bytes (Thakur et al. 2005), within the node at its
+    link's speed and between nodes at the network's, which rings beside it share; both at once, so the slower counts.
+    To that comes a link's latency for each step of the ring.
+    """
+    if ring.ranks < 2 or not moved_bytes:
+        return 0.0
+    kind, nodes = ring.kind, ring.nodes
+    local = ring.ranks / nodes
+    seconds = hops = 0.0
+    if local > 1.0:
+        passed = moved_bytes * (1.0 - 1.0 / local) if nodes > 1 else moved_bytes * (1.0 - 1.0 / ring.ranks)
+        seconds = passed / (kind.link_bytes_per_s * constants.near_share)
+        hops = (ring.ranks - nodes) * kind.link_latency_s
+    if nodes > 1:
+        passed = moved_bytes * (1.0 - 1.0 / nodes) * ring.beside * 8.0
+        seconds = max(seconds, passed / (cluster.between_bits_per_s * constants.far_share))
+        hops += (nodes - 1) * cluster.between_latency_s
+    return seconds + hops
+
+
+def all_reduce_s(moved_bytes: float, ring: Ring, cluster: Cluster, constants: Constants) -> float:
+    """Seconds of an all-reduce: a reduce-scatter and an all-gather (Thakur et al. 2005)."""
+    return 2.0 * shard_s(moved_bytes, ring, cluster, constants)
+
+
+def skew_s(ring: Ring, constants: Constants) -> float:
+    """Seconds that a collective which is waited for waits itself, until the last of its ranks has come: the expected
+    maximum of n like delays grows about as the logarithm of n (David and Nagaraja 2003, extremes)."""
+    return constants.skew_s * doublings(ring.ranks)
+
+
+def send_s(moved_bytes: float, near: bool, kind: Kind, cluster: Cluster, beside: int, constants: Constants) -> float:
+    """Seconds of handing `moved_bytes` to one other rank: of the next stage, on the same node or on another."""
+    if near:
+        return moved_bytes / (kind.link_bytes_per_s * constants.near_share) + kind.link_latency_s
+    rate = cluster.between_bits_per_s * constants.far_share / 8.0
+    return moved_bytes * beside / rate + cluster.between_latency_s
+
+
+def doublings(ranks: int) -> float:
+    """Doublings from one to `ranks`."""
+    return math.log2(ranks) if ranks > 1 else 0.0

@@ -1,0 +1,101 @@
+"""What a training step has to do, as plain numbers: the shape of a decoder and of its batch. No torch here."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp64": 8}  # bytes of an element that is kept; fp8 only multiplies
+
+
+@dataclass(frozen=True)
+class Work:
+    """A decoder of `layers` equal blocks, and the step that trains it on `global_batch` sequences of `seq_len` tokens.
+
+    `precision` is the type of matrix products; `master_bytes` and `state_bytes` are kept for each trained parameter
+    (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each. `trained` is the share of parameters
+    that are trained (adapters: a few hundredths). `positions` are rows of a learnt table of positions. `biases`:
+    matrices add one and norms have two vectors, as in GPT-2.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    seq_len: int
+    global_batch: int
+    tied: bool = False
+    gated: bool = True
+    biases: bool = False
+    dropout: bool = False
+    positions: int = 0
+    head_dim: int = 0  # 0: hidden / heads
+    precision: str = "bf16"
+    master_bytes: int = 4
+    state_bytes: float = 8.0
+    reduce_bytes: int = 4
+    gather_bytes: int = 2
+    trained: float = 1.0
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of an activation's element."""
+        return WIDTH[self.precision]
+
+    @cached_property
+    def channels(self) -> int:
+        """Channels of a head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @cached_property
+    def queries(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.channels
+
+    @cached_property
+    def keys(self) -> int:
+        """Channels of all keys, and of all values."""
+        return self.kv_heads * self.channels
+
+    @cached_property
+    def matrices(self) -> int:
+        """Parameters of a block's matrices: queries, keys, values, output; and two of the feed-forward part, or three
+        where it is gated (Shazeer 2020)."""
+        attention = self.hidden * (self.queries + 2 * self.keys) + self.queries * self.hidden
+        return attention + (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @cached_property
+    def block(self) -> int:
+        """Parameters of a block: its matrices, its two norms, and biases where there are any."""
+        small = 2 * self.hidden
+        if self.biases:
+            small += 2 * self.hidden + self.queries + 2 * self.keys + 2 * self.hidden
+            small += (2 if self.gated else 1) * self.ffn
+        return self.matrices + small
+
+    @cached_property
+    def embedding(self) -> int:
+        """Parameters of the tables of tokens and positions."""
+        return (self.vocabulary + self.positions) * self.hidden
+
+    @cached_property
+    def head(self) -> int:
+        """Parameters behind the last block: its norm, and the head's matrix where it is not the embedding's."""
+        return (2 if self.biases else 1) * self.hidden + (0 if self.tied else self.vocabulary * self.hidden)
+
+    def parameters(self) -> int:
+        """All of them: for plain decoders 12 layers hidden^2 and the embedding (Narayanan et al. 2021, equation 2)."""
+        return self.embedding + self.layers * self.block + self.head
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.global_batch * self.seq_len
+
+    def flops_per_token(self) -> float:
+        """Forward and backward, without recomputing: 6 for each multiplying parameter (of frozen ones 4, and 6 for
+        those trained beside them), and 12 channels seq_len a layer for attention, all counted (Chowdhery et al. 2022,
+        appendix B). This is what MFU is measured by."""
+        multiplying = self.layers * self.matrices + self.vocabulary * self.hidden
+        each = 6.0 if self.trained >= 1.0 else 4.0 + 6.0 * self.trained
+        return each * multiplying + 12.0 * self.queries * self.seq_len * self.layers
