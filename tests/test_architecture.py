@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shrink": {"config", "errors", "model_config", "models.spec", "recipe"},
     # level 1 without torch
     "cluster": PLAIN,
-    "plan": PLAIN,
+    "plan": PLAIN | {"cluster", "report"},  # what decides in a run decides in a simulated one, and words are the same
     "report": PLAIN,
     # level 1 with torch
     "accelerator": set(),
@@ -179,6 +179,8 @@ ALSO_TORCH_FREE = (
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 # What a unit may import of another only in part: the interface of the engines, not the engines.
 IN_PART = {
+    ("plan", "cluster"): {"phalanx.cluster.affairs", "phalanx.cluster.supervisor"},
+    ("plan", "report"): {"phalanx.report.words"},
     ("parallel", "optim"): {"phalanx.optim.choose", "phalanx.optim.engine", "phalanx.optim.gradients"},
     ("checkpoint", "optim"): {"phalanx.optim.engine", "phalanx.optim.coded", "phalanx.optim.lane"},
 }
