@@ -11,7 +11,7 @@ scalable multi-level checkpointing system", 2010).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.errors import ConfigError
 
@@ -119,18 +119,18 @@ def _steps(seconds: float, step_s: float) -> int:
     return max(1, round(seconds / step_s))
 
 
-def recovery_for_s(aim: float, step_s: float, mtbf_s: float, checkpoint_s: float, hard: float = 1.0) -> float | None:
-    """The longest recovery with which a job still has a goodput of `aim`, at the best interval; None where saving alone
-    costs more than that leaves."""
+def recovery_for_s(aim: float, saving: Saving) -> float | None:
+    """The longest recovery, in place of that of `saving`, with which a job still has a goodput of `aim` at the best
+    intervals; None where saving alone costs more than that leaves."""
     if not 0 < aim < 1:
         raise ConfigError(f"a goodput of {aim:g} cannot be aimed at; give a share above 0 and below 1, such as 0.95")
 
     def reached(recovery_s: float) -> bool:
-        return best(Saving(step_s, mtbf_s, recovery_s, checkpoint_s, hard=hard)).goodput >= aim
+        return best(replace(saving, recovery_s=recovery_s)).goodput >= aim
 
     if not reached(0.0):
         return None
-    low, high = 0.0, mtbf_s
+    low, high = 0.0, saving.mtbf_s
     while reached(high):
         low, high = high, 2 * high
     for _ in range(HALVINGS):

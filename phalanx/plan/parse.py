@@ -21,7 +21,7 @@ MOST_DEVICES = 1_000_000
 PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 SPACE = re.compile(r"\s*")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
-TIMES = re.compile(r"(\d+)\s*[x×*]\s*", re.I)
+TIMES = re.compile(r"(\d+)\s*[x*]\s*", re.I)
 SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|bits|b|B|byte|bytes)\s*(?:/s|ps)(?![\w-])", re.I)
 LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|ns)(?![\w-])", re.I)
 NAME = re.compile(r"[A-Za-z][\w.+-]*(?:[ ][A-Za-z0-9][\w.+-]*)*")
@@ -33,7 +33,7 @@ AMOUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def cluster(text: str) -> Cluster:
-    """The cluster that a text describes. Raises ConfigError whose second line points at the character where it fails."""
+    """The cluster that a text describes. Raises ConfigError whose second line points at the character that is wrong."""
     groups: list[Group] = []
     speed: float | None = None
     latency: float | None = None
@@ -105,8 +105,8 @@ def _kind(text: str, at: int):  # type: ignore[no-untyped-def]
             text,
             at,
             f"no kind of device is called {match[0]!r}; known are {', '.join(KINDS)}. Of another one measure a node by "
-            "`phalanx hardware` and give that file as --hardware: it needs its speed for this model, its memory and the "
-            "speed of its links",
+            "`phalanx hardware` and give that file as --hardware: its speed for a model, its memory and the "
+            "speed of its links are needed",
         )
     return found, match.end()
 
@@ -171,7 +171,9 @@ def amount(text: str, what: str) -> float:
 def text_of(there: Cluster) -> str:
     """The cluster as `cluster` reads it."""
     parts = [
-        f"{group.per_node}x{group.kind.name}" if group.nodes == 1 else f"{group.nodes}x({group.per_node}x{group.kind.name})"
+        f"{group.per_node}x{group.kind.name}"
+        if group.nodes == 1
+        else f"{group.nodes}x({group.per_node}x{group.kind.name})"
         for group in there.groups
     ]
     return ", ".join([*parts, f"{there.between_bits_per_s / 1e9:g}Gb/s"] if there.nodes > 1 else parts)

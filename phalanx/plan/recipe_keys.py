@@ -1,16 +1,16 @@
-"""Between recipes and plans: what a recipe asks of a cluster, which layouts it allows, and the keys that a plan sets."""
+"""Between recipes and plans: what a recipe asks of a cluster, which layouts it allows, and the keys of a plan."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx import recipe
 from phalanx.combinations import is_own, problems_with
-from phalanx.config import Config, is_bert, spec_of
+from phalanx.config import Config, spec_of
 from phalanx.errors import ConfigError
 from phalanx.models.spec import ModelSpec, adapter_count, parameter_count
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.search import Plan, Space
+from phalanx.plan.search import Plan, Space, degrees
 from phalanx.plan.work import WIDTH, Work
 
 # Bytes that a rule keeps of a parameter in fp32, besides the parameter (torch.optim's own buffers).
@@ -44,7 +44,7 @@ SCHEDULES = {"1f1b": 1, "interleaved": 2}
 
 def shape_of(config: Config, folder_spec: ModelSpec | None = None) -> ModelSpec:
     """The model's shapes; a vocabulary that is not known yet is taken to be as large as the one that would be trained.
-    `folder_spec` is that of `model.from_hf`. Raises ConfigError for a network of one's own, whose shapes nobody knows."""
+    `folder_spec` is that of `model.from_hf`. Raises ConfigError for a network of one's own."""
     if is_own(config) or config.model.code is not None:
         key = "task.code" if is_own(config) else "model.code"
         raise ConfigError(
@@ -136,38 +136,35 @@ def pins_of(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def space_of(config: Config, work: Work, cluster: Cluster, pins: Mapping[str, Any]) -> Space:
-    """Which degrees the recipe can run with on this cluster: those that it itself does not refuse."""
-    widest = max(group.per_node for group in cluster.groups)
-    tensors = [t for t in range(1, widest + 1) if any(group.per_node % t == 0 for group in cluster.groups)]
-    most = min(work.layers, cluster.devices)
-    pipelines = [count for count in range(1, most + 1) if count <= 4 or _handy(count)]
-    if "tensor" in pins:
-        tensors = [pins["tensor"]]
-    if "pipeline" in pins:
-        pipelines = [pins["pipeline"]]
-    cut = {axis: _why_not(config, {f"parallel.{axis}": 2}) for axis in ("tensor", "pipeline")}
-    degrees = [
-        (tensor, pipeline)
-        for tensor in tensors
-        if tensor == 1 or _why_not(config, {"parallel.tensor": tensor}) is None
-        for pipeline in pipelines
-        if pipeline == 1 or _why_not(config, {"parallel.tensor": tensor, "parallel.pipeline": pipeline}) is None
-    ]
-    if not degrees:
-        asked = {f"parallel.{name}": pins[name] for name in ("tensor", "pipeline") if name in pins}
-        raise ConfigError(_why_not(config, asked) or f"no layout of {asked} is possible on {cluster.devices} devices")
-    return Space(tuple(degrees), pins=dict(pins), cut=cut["tensor"] is None or cut["pipeline"] is None)
+    """Which degrees the recipe can run with on this cluster: those that come out even and that it does not refuse.
+    Raises ConfigError with its own words where it refuses all that are asked for."""
+    asked = {f"parallel.{name}": pins[name] for name in ("tensor", "pipeline") if name in pins}
+    if why := _why_not(config, asked):
+        raise ConfigError(why)
+    refused: dict[tuple[int, bool], bool] = {}  # what is said of a pipeline does not depend on its length
+    found = []
+    for tensor, pipeline in degrees(work, cluster):
+        if (pins.get("tensor", tensor), pins.get("pipeline", pipeline)) != (tensor, pipeline):
+            continue
+        key = (tensor, pipeline > 1)
+        if key not in refused:
+            values = {"parallel.tensor": tensor, "parallel.pipeline": pipeline}
+            refused[key] = tensor * pipeline > 1 and _why_not(config, values) is not None
+        if not refused[key]:
+            found.append((tensor, pipeline))
+    if not found:
+        words = " and ".join(f"{key}={value}" for key, value in asked.items())
+        raise ConfigError(
+            f"{words} does not come out even on {cluster.devices} devices and a model of {work.layers} layers and "
+            f"{work.heads} heads; choose divisors, and slices that fit on one node"
+        )
+    return Space(tuple(found), pins=dict(pins))
 
 
-def _handy(count: int) -> bool:
-    """Powers of two, and three times such."""
-    return count // (count & -count) in (1, 3)
-
-
-def _why_not(config: Config, degrees: Mapping[str, int]) -> str | None:
+def _why_not(config: Config, values: Mapping[str, int]) -> str | None:
     """Why the recipe cannot run with such degrees; None where it can."""
     try:
-        recipe.update(config, dict(degrees))
+        recipe.update(config, dict(values))
     except ConfigError as error:
         return str(error)
     return None

@@ -19,8 +19,8 @@ from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import DEFAULT, Constants
 from phalanx.plan.cost import Estimate, Model
-from phalanx.plan.memory import Held
 from phalanx.plan.kinds import Kind
+from phalanx.plan.memory import Held
 from phalanx.plan.work import Work
 
 RECOMPUTE = (("none", False), ("selective", False), ("full", False), ("full", True))
@@ -340,12 +340,9 @@ class _Search:
                 ends.append((stage, max(here, key=lambda kind: kind.memory_bytes), -1))
         for stage, kind, first in ends:
             share = largest if not choice.shares else min(choice.shares) if first < 0 else choice.shares[first]
-            found.append(
-                memory.held(
-                    self.work, kind, choice, copies, stage, layers[stage], share / micro_batches, micro_batches, own,
-                    self.constants,
-                )  # fmt: skip
-            )
+            sequences = share / micro_batches
+            at = (self.work, kind, choice, copies, stage, layers[stage], sequences, micro_batches, own, self.constants)
+            found.append(memory.held(*at))
         return found
 
     # ------------------------------------------------------------------------------------------------- unlike devices
@@ -380,7 +377,7 @@ class _Search:
         total = self.work.global_batch
         parts = 1
         for _ in range(3):  # more micro-batches cost the slow more, so the fast get more
-            seconds = (total + sum(count * parts * fixed / each for count, fixed, each in classes))
+            seconds = total + sum(count * parts * fixed / each for count, fixed, each in classes)
             seconds /= sum(count / each for count, _, each in classes)
             exact = [max(0.0, (seconds - parts * fixed) / each) for _, fixed, each in classes]
             before, parts = parts, max(1, math.ceil(max(exact) / choice.micro_batch - 1e-9))
@@ -411,7 +408,9 @@ class _Search:
         for first, behind in itertools.pairwise(ordered):
             fixed = each = 0.0
             for stage in range(choice.pipeline):
-                part = (choice.stages[stage] if choice.stages else self.work.layers / choice.pipeline) / self.work.layers
+                part = (
+                    choice.stages[stage] if choice.stages else self.work.layers / choice.pipeline
+                ) / self.work.layers
                 at = stage * width + first * choice.tensor
                 stage_fixed, stage_each = self.pace(self.kinds_of(at, at + 1)[0], choice)
                 fixed, each = max(fixed, stage_fixed * part), max(each, stage_each * part)

@@ -1,4 +1,4 @@
-"""A job on a large cluster over weeks: discrete events, and the running system's own `decide` for what follows from them.
+"""A job on a large cluster over weeks: discrete events, and the running system's own `decide` for what follows.
 
 Failures come by chance at a constant rate (an exponential time between them, from a seed). Each takes a process or a
 whole node with it and is noticed a little later; then `decide` (cluster/supervisor.py) says what happens: another
@@ -36,8 +36,9 @@ class Scenario:
 
     `mtbf_s` lie between failures of the whole job on all its `nodes`, of which a share `hard` takes a node with it, and
     the others a process. Failures are noticed after `detect_s`; an attempt has its first step begun after `restart_s`,
-    and dividing the ranks anew takes `prepare_s`. Each `commit_steps` steps a commit to memory takes `commit_s`; with
-    `copied` the next node has a copy of it. After each `checkpoint_steps` (0: never) a checkpoint holds training up for
+    and dividing the ranks anew takes `prepare_s`. With `memory`, each `commit_steps` steps a commit
+    takes `commit_s`, which outlives processes; with `copied` the next node has a copy of it, which outlives nodes.
+    After each `checkpoint_steps` (0: never) a checkpoint holds training up for
     `checkpoint_s`. A lost node is back after `repair_s`. A straggler has `slow` of its speed for `slow_for_s`; with
     `shared` the others take its work. A stall stops all for `stall_s`; one longer than `hang_s` counts as a failure of
     processes.
@@ -53,6 +54,7 @@ class Scenario:
     prepare_s: float = 1.0
     commit_steps: int = 1
     commit_s: float = 0.0
+    memory: bool = True
     copied: bool = False
     checkpoint_steps: int = 0
     checkpoint_s: float = 0.0
@@ -70,7 +72,9 @@ class Scenario:
     def __post_init__(self) -> None:
         rates = (self.mtbf_s, self.straggler_every_s, self.stall_every_s)
         assert self.nodes >= 1 and min(self.span_s, self.step_s, *rates) > 0 and self.spares >= 0, self
-        assert 0 <= self.hard <= 1 and 0 < self.slow <= 1 and min(self.commit_steps, self.checkpoint_steps + 1) >= 1, self
+        assert 0 <= self.hard <= 1 and 0 < self.slow <= 1 and min(self.commit_steps, self.checkpoint_steps + 1) >= 1, (
+            self
+        )
         assert min(self.detect_s, self.restart_s, self.commit_s, self.checkpoint_s, self.stall_s) >= 0, self
         saves_s = self.checkpoint_steps * self.step_s or math.inf
         if self.span_s * sum(1 / every for every in (saves_s, *rates)) > MOST_EVENTS:
@@ -285,9 +289,9 @@ class _Job:
     def keep_memory(self) -> None:
         """Which commits living nodes hold, by rank, of an attempt that is about to end: their own, and copies of the
         one before them."""
-        if self.state.phase != Phase.RUNNING:
-            return
         scenario = self.scenario
+        if self.state.phase != Phase.RUNNING or not scenario.memory:
+            return
         period = scenario.commit_steps
         step = _whole(self.work_s / (period * scenario.step_s)) * period
         rank_of = {node: rank for rank, node in enumerate(self.state.seats)}
@@ -302,7 +306,7 @@ class _Job:
             nodes.append(affairs.Node(node.node, node.host, node.ranks, node.model, node.ready, node.drained, held))
         self.state = replace(self.state, nodes=tuple(nodes))
 
-    # ------------------------------------------------------------------------------------------------- what is to be done
+    # ------------------------------------------------------------------------------------------------ what is to be done
 
     def tell(self, event: affairs.Event) -> None:
         """Have the supervisor decide, and carry it out."""
@@ -330,8 +334,8 @@ class _Job:
                 self.at(max(self.now, self.state.wait_until) + 1e-3, "time")
 
     def all_end(self, code: ExitCode) -> None:
-        """All other nodes say that their ranks have ended. The supervisor only counts these words until the last one, so
-        they are put into its state together: telling 2048 one by one would take longer than the rest."""
+        """All other nodes say that their ranks have ended. The supervisor only counts these words until the last one,
+        so they are put into its state together: telling 2048 one by one would take longer than the rest."""
         if self.state.phase != Phase.ENDING:
             return
         state = self.state
