@@ -11,7 +11,7 @@ from phalanx.plan.constants import Constants
 from phalanx.plan.kinds import Kind
 from phalanx.plan.work import Work
 
-TILE_ROWS, TILE_COLUMNS = 128, 128  # of a matrix product that one multiprocessor computes at a time (CUTLASS's own)
+TILE_ROWS, TILE_COLUMNS = 256, 128  # of a matrix product that one multiprocessor computes at a time, at its fastest
 # Kernels that are called for a block, by hand of an eager profile of a pre-norm decoder: forward, backward.
 KERNELS = (28, 52)
 PLAIN_KERNELS = (6, 9)  # more of them where attention writes its scores
@@ -45,12 +45,12 @@ def matmul_s(rows: float, columns: float, depth: float, kind: Kind, dtype: str, 
     """Seconds of a product (rows x depth) (depth x columns).
 
     A roofline (Williams et al. 2009) of the multiplications and the bytes, each operand moved once; the former longer
-    by the tail of the last wave of tiles and by filling each tile (NVIDIA, Matrix Multiplication Background User's
-    Guide, 2023: tile and wave quantisation), both on average over shapes.
+    by the tail of the last wave of tiles, on average over shapes (NVIDIA, Matrix Multiplication Background User's Guide,
+    2023: tile and wave quantisation).
     """
     rate = kind.peak(dtype) * kind.sustained * constants.matmul_share
     waves = rows * columns / (TILE_ROWS * TILE_COLUMNS * kind.cores)
-    longer = (1.0 + constants.matmul_tail / waves) * (1.0 + constants.matmul_depth / depth)
+    longer = 1.0 + constants.matmul_tail / waves
     if columns % 8 or depth % 8:  # of two bytes each: NVIDIA's guide, tensor core requirements
         rate *= constants.unaligned_share
     moved = (rows * depth + depth * columns + rows * columns) * (4 if dtype == "fp32" else 2)

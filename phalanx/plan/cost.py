@@ -100,7 +100,7 @@ class Model:
             "offload": part * critical.offload_s,
         }
         busy = sum(terms.values())
-        waits = constants.jitter * links.doublings(self._nodes(devices)) * busy
+        waits = constants.jitter * links.doublings(copies) * busy
         terms["other"] = constants.step_s + waits
         step_s = busy + terms["other"]
         peak = sum(
@@ -111,7 +111,7 @@ class Model:
         found = self._memory(choice, runs, layers, copies, micro_batches)
         return Estimate(step_s, terms, found, tokens_per_s, tokens_per_s * work.flops_per_token() / peak)
 
-    # -------------------------------------------------------------------------------------------------------- who is who
+    # ------------------------------------------------------------------------------------------------------- who is who
 
     def _numbers(self, choice: Choice) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
         work, cluster = self.work, self.cluster
@@ -183,7 +183,7 @@ class Model:
                 return begin <= other < behind and (one - begin) // group.per_node == (other - begin) // group.per_node
         return False
 
-    # ----------------------------------------------------------------------------------------------------------- seconds
+    # ---------------------------------------------------------------------------------------------------------- seconds
 
     def _blocks(self, choice: Choice, kind: Kind, sequences: float) -> tuple[Pass, Pass, Pass]:
         """Passes of a block, of the embedding, and of the head and its loss."""
@@ -263,7 +263,7 @@ class Model:
                 worst = found
         return worst
 
-    # ------------------------------------------------------------------------------------------------------------ memory
+    # ----------------------------------------------------------------------------------------------------------- memory
 
     def _memory(
         self, choice: Choice, runs: list[Run], layers: tuple[int, ...], copies: int, micro_batches: int

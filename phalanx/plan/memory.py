@@ -11,10 +11,10 @@ from phalanx.plan.kinds import Kind
 from phalanx.plan.work import Work
 
 UNITS_AT_ONCE = 2  # of parameters that are whole with zero 3: the block in use, and the one that is fetched
-IN_FLIGHT = 2  # buckets of gradients on their way with zero 2
+IN_FLIGHT = 3  # buckets of gradients of one size on their way with zero 2
 HORIZON = 2  # blocks' inputs that stay on the device with offload
 CHUNK_BYTES = 256 * 2**20  # of logits that this project's own loss holds at a time, at most
-LOGIT_BYTES = 10  # of an element of whole logits: bf16, fp32, and the gradient in fp32
+LOGIT_BYTES = 6  # of an element of whole logits of two bytes: themselves, their logarithms, and the gradient
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def held(
     elif choice.reduce == "per_step" and accumulates:
         sums = (own + whole) * gradient
     else:
-        sums = (own + largest * (1 if zero == 3 else IN_FLIGHT)) * gradient
+        buckets = largest if zero == 3 else min(layers, IN_FLIGHT) * block + whole - layers * block
+        sums = (own + buckets) * gradient
     parts["gradients"] = sums * trained
     kept, again = block_activations(work, choice)
     under_way = min(choice.pipeline - stage, micro_batches)
@@ -118,7 +119,7 @@ def held(
     blocks = min(HORIZON, layers) if choice.offload else layers
     parts["activations"] = sequences * (under_way * blocks * kept + again)
     if last:
-        logits = sequences * work.seq_len * work.vocabulary / choice.tensor * LOGIT_BYTES
+        logits = sequences * work.seq_len * work.vocabulary / choice.tensor * LOGIT_BYTES * work.width / 2
         parts["logits"] = min(logits, CHUNK_BYTES * 1.0) if choice.engine == "sharded" else logits
     parts["reserved"] = kind.reserved_bytes + constants.slack * kind.memory_bytes
     return Held(devices, kind, stage, parts)
