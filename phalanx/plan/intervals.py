@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.errors import ConfigError
 
+NEVER_S = 1e15  # thirty million years: what comes less often needs no checkpoint
 HALVINGS = 100  # of an interval in which a root lies: more than a float has bits
 
 
@@ -110,7 +111,7 @@ def best(saving: Saving) -> Intervals:
     if saving.hard < 1 and saving.commit_s > 0:
         commit = _steps(daly_s(saving.commit_s, saving.mtbf_s / (1 - saving.hard)), saving.step_s)
     checkpoint = None
-    if saving.hard > 0:
+    if saving.hard > 0 and saving.mtbf_s / saving.hard < NEVER_S:
         checkpoint = _steps(daly_s(saving.checkpoint_s, saving.mtbf_s / saving.hard), saving.step_s)
     return Intervals(commit, checkpoint, goodput(saving, commit, checkpoint))
 

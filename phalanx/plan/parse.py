@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from phalanx.errors import ConfigError
 from phalanx.plan.cluster import Cluster, Group
-from phalanx.plan.kinds import KINDS, known
+from phalanx.plan.kinds import KINDS, Kind, known
 
 DEFAULT_SPEED = 100e9  # bits/s: one link of 100 Gb/s a node
 DEFAULT_LATENCY = 5e-6
@@ -52,13 +52,15 @@ def cluster(text: str) -> Cluster:
         else:
             group, end = _group(text, at)
             groups.append(group)
-            at = _next(text, end)
-            if at is None:
+            after = _next(text, end)
+            if after is None:
                 break
+            at = after
             continue
-        at = _next(text, match.end())
-        if at is None:
+        after = _next(text, match.end())
+        if after is None:
             break
+        at = after
     if not groups:
         raise _wrong(text, 0, "it names a network and no devices; put them before it, such as 4x(8xA100-80GB)")
     if sum(group.devices for group in groups) > MOST_DEVICES:
@@ -95,7 +97,7 @@ def _times(text: str, at: int, what: str) -> tuple[int | None, int]:
     return int(match[1]), match.end()
 
 
-def _kind(text: str, at: int):  # type: ignore[no-untyped-def]
+def _kind(text: str, at: int) -> tuple[Kind, int]:
     match = NAME.match(text, at)
     if match is None:
         raise _wrong(text, at, f"a kind of device is expected here, one of {', '.join(KINDS)}")

@@ -15,7 +15,7 @@ from phalanx import balance
 from phalanx.errors import ConfigError
 from phalanx.parallel import stages as pipelines
 from phalanx.plan import compute, cost, memory
-from phalanx.plan.choice import Choice
+from phalanx.plan.choice import Choice, Recompute
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import DEFAULT, Constants
 from phalanx.plan.cost import Estimate, Model
@@ -23,7 +23,7 @@ from phalanx.plan.kinds import Kind
 from phalanx.plan.memory import Held
 from phalanx.plan.work import Work
 
-RECOMPUTE = (("none", False), ("selective", False), ("full", False), ("full", True))
+RECOMPUTE: tuple[tuple[Recompute, bool], ...] = (("none", False), ("selective", False), ("full", False), ("full", True))
 MOST_GROUPS = 4  # of which all subsets are tried; of more, those of the fastest kinds
 EVEN_ENOUGH = 16  # micro-batches of a copy above which one more or less makes no difference
 BETTER = 1 - 1e-9
@@ -117,7 +117,7 @@ def search(work: Work, cluster: Cluster, space: Space, constants: Constants = DE
 def _parts(cluster: Cluster) -> Iterator[tuple[Cluster, bool]]:
     """The cluster, and what is left of it without some of its groups, since a slow one may cost more than it does; each
     also turned round."""
-    groups = list(cluster.groups)
+    groups = cluster.groups
     if len(groups) <= MOST_GROUPS:
         subsets: list[tuple[Group, ...]] = [
             subset for size in range(len(groups), 0, -1) for subset in itertools.combinations(groups, size)
@@ -129,10 +129,10 @@ def _parts(cluster: Cluster) -> Iterator[tuple[Cluster, bool]]:
     for subset in subsets:
         # Stages lie one behind the other: the kind with the head, or with the most in flight, may be either.
         for turned in (False, True):
-            groups = tuple(reversed(subset)) if turned else subset
-            if named(groups) not in seen:
-                seen.add(named(groups))
-                yield replace(cluster, groups=groups), turned
+            ordered = tuple(reversed(subset)) if turned else subset
+            if named(ordered) not in seen:
+                seen.add(named(ordered))
+                yield replace(cluster, groups=ordered), turned
 
 
 def named(groups: Sequence[Group]) -> tuple[tuple[int, int, str], ...]:

@@ -306,7 +306,7 @@ class _Job:
             nodes.append(affairs.Node(node.node, node.host, node.ranks, node.model, node.ready, node.drained, held))
         self.state = replace(self.state, nodes=tuple(nodes))
 
-    # ------------------------------------------------------------------------------------------------ what is to be done
+    # ----------------------------------------------------------------------------------------------- what is to be done
 
     def tell(self, event: affairs.Event) -> None:
         """Have the supervisor decide, and carry it out."""
