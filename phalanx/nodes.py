@@ -227,7 +227,8 @@ def _lead(
             prepared = launch.armed(prepared, planned)
             plan = [(node, len(rows)) for node, rows in enumerate(rows_of)]
             told = member.offer_of(wanted, prepared, paths, 1, plan, rows_of, meeting.nodes)
-            held.callback(paths.sign.unlink, missing_ok=True)
+            until_all_meet = held.enter_context(contextlib.ExitStack())
+            until_all_meet.callback(paths.sign.unlink, missing_ok=True)
             offer(first, lambda node: told, tend)
             shared = held.enter_context(shared_memory.held(shared_memory.folder_of(paths, meeting.node)))
             shared.keeps = False
@@ -239,6 +240,7 @@ def _lead(
             run.begin(launch.facts(prepared, everywhere, world) | {"hosts": hosts}, prepared, noticed)
             epoch = 1 if run.claim is None else epochs.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
             enter_first(first, peer, run.claim, wanted.resilience.heartbeat_s, epoch)
+            until_all_meet.pop_all()  # by the sign the others go on, and come back, without this node too
         return run.to_the_end(peer)
 
 
