@@ -82,6 +82,15 @@ def test_a_leader_that_was_frozen_leaves_all_that_the_others_need_and_comes_back
     assert curve(place / "thawed")[:240] == pytest.approx(curve(place / "calm"), rel=1e-9)
 
 
+def test_a_leader_that_is_started_again_at_once_comes_back(place: Path) -> None:
+    """It may be there before the other node has taken the lead."""
+    lives = [[life(end=10), life()], [life()]]
+    ended = train(place, "again", lives, 2, "resilience.on_lost_node=[wait]")
+    assert [each[-1][0] for each in ended] == [0, 0], ended
+    assert state(place / "again") == state(place / "calm")
+    assert [event["node"] for event in events(place / "again", Kind.NODE_LOST)] == [0]
+
+
 @pytest.mark.parametrize("spares", [1, 0])
 def test_a_node_that_is_to_be_left_is_left_and_no_step_is_lost(place: Path, spares: int) -> None:
     run = f"drained-{spares}"
