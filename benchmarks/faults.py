@@ -400,7 +400,7 @@ def _causes(run: Run, strikes: list[Strike]) -> list[str]:
     said = run.events(Kind.WORKER_DIED, Kind.NODE_LOST, Kind.CHECKPOINT_FAILED, Kind.CORRUPTED, Kind.STEP_SKIPPED)
     left = list(said)
     ordered = sorted(strikes, key=lambda each: each.at)
-    for strike, following in zip(ordered, [*ordered[1:], None], strict=True):
+    for strike, following in zip(ordered, [*ordered, None][1:], strict=True):
         lone_agent = run.plan.nodes == 1 and strike.kind.endswith("agent")
         if strike.kind not in EXPECTED or lone_agent:
             continue
