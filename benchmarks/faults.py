@@ -136,7 +136,7 @@ def _draw_injected(plan: Plan, draw: random.Random, count: int) -> None:
     for _ in range(count):
         kind = draw.choice(DEADLY if draw.random() < 0.7 else HARMLESS)
         rank = draw.randrange(2)
-        if kind == "oom" and any((strike.kind, strike.victim) == (kind, rank) for strike, _ in plan.injected):
+        if kind == "oom" and any(strike.kind == kind for strike, _ in plan.injected):
             kind = "kill"  # below one sequence there is no smaller micro-batch, and a run rightly ends
         strike = Strike(kind, rank, attempt=attempt)
         text = f"{kind}:rank={rank},attempt={attempt}"
@@ -399,7 +399,8 @@ def _causes(run: Run, strikes: list[Strike]) -> list[str]:
     """Fill in which strikes were named right; what was said against others."""
     said = run.events(Kind.WORKER_DIED, Kind.NODE_LOST, Kind.CHECKPOINT_FAILED, Kind.CORRUPTED, Kind.STEP_SKIPPED)
     left = list(said)
-    for strike in sorted(strikes, key=lambda each: each.at):
+    ordered = sorted(strikes, key=lambda each: each.at)
+    for strike, following in zip(ordered, [*ordered, None][1:], strict=True):
         lone_agent = run.plan.nodes == 1 and strike.kind.endswith("agent")
         if strike.kind not in EXPECTED or lone_agent:
             continue
@@ -410,8 +411,10 @@ def _causes(run: Run, strikes: list[Strike]) -> list[str]:
             if event["kind"] == kind and words in str(event.get("reason", "")) and event["time"] >= strike.at - 1.0
             and event.get("node", event.get("rank", strike.victim)) == strike.victim
         ]  # fmt: skip
-        # What hits a run that is ending its ranks already may find nobody, and is no incident of its own.
-        strike.right = True if fitting else None if strike.during else False
+        # What hits a run that is ending its ranks already may find nobody, and is no incident of its own; nor is a rank
+        # that does nothing found to, where another fault ends it before.
+        overtaken = strike.during or (following is not None and following.during and "SIGSTOP" in strike.kind)
+        strike.right = True if fitting else None if overtaken else False
         if fitting:
             left.remove(fitting[0])
     against = [event for event in left if event["kind"] in (Kind.WORKER_DIED, Kind.NODE_LOST)]

@@ -24,6 +24,7 @@ from phalanx.axes import axes_of
 from phalanx.cluster import epochs, rendezvous
 from phalanx.cluster.affairs import Policy
 from phalanx.cluster.circle import Claim
+from phalanx.cluster.fork import fork_call
 from phalanx.cluster.job import Job
 from phalanx.cluster.leader import Leader, Plan, take_lead
 from phalanx.cluster.peer import Peer, run
@@ -42,6 +43,7 @@ from phalanx.remote_run import fetch_records
 from phalanx.report import words
 
 WEIGHTS = "model.from_hf"  # what a new run begins with: each rank reads its own part of it
+CHECK_S = 120.0  # what a look at this node may take, before it is trained on
 SEEN_S = 3.0  # what a network file system gets to show what another node has just written
 Tend = Callable[[], None]
 
@@ -156,7 +158,9 @@ class Member:
             fetch_records(paths, tend)
         ranks = dict(zip(offer["seats"], (ranks for ranks, _ in offer["slots"]), strict=True))
         mine = ranks.get(self.where.node, min(len(self.devices), max(ranks.values())))
-        if (noticed := fitness.checked(config, paths, self.devices)) is not None:
+        # In a child: devices and disks may take their time, and an agent may not.
+        noticed = fork_call(fitness.checked, config, paths, self.devices, timeout_s=CHECK_S, meanwhile=tend)
+        if noticed is not None:
             self.say(words.sentence({"kind": Kind.HEALTH, **noticed}))
         answer = launch.resolved(config, self.devices[:mine], int(offer["world"]), tend)
         check_data(answer, {**offer["data"], WEIGHTS: offer["weights"]})

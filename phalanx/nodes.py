@@ -40,6 +40,8 @@ from phalanx.report import words
 from phalanx.report.terminal import open_terminal
 
 TIMEOUT_S = 600.0
+TAKEOVER_S = 10.0  # what the nodes that are left get to agree on another leader
+LOOK_S = 1.0  # between two looks whether they have
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,13 @@ def train(
         with stoppable():
             found, accelerators = warmed(on_cpu)
         devices = devices_of_ranks(found, accelerators, ranks)
-        run = _lead if meeting.node == 0 and not _goes_on(paths, meeting) else _follow
-        return run(wanted, paths, devices, meeting, planned)
+        if meeting.node == 0 and not _goes_on(paths, meeting):
+            try:
+                return _lead(wanted, paths, devices, meeting, planned)
+            except RunError:
+                if not _is_taken_over(paths, meeting):
+                    raise
+        return _follow(wanted, paths, devices, meeting, planned)
     except StopAsked as asked:
         open_terminal().print(ending.stopped_early(paths, str(asked)))
         return ExitCode.STOPPED
@@ -189,6 +196,39 @@ def _goes_on(paths: RunPaths, meeting: Meeting) -> bool:
     return there is not None and other_node.goes_on(there.hosts, there.port, there.secret)
 
 
+def _is_taken_over(paths: RunPaths, meeting: Meeting) -> bool:
+    """Whether others go on with a run that node 0 was about to begin: started again at once, it may be there before
+    they have agreed on who leads now."""
+    until = time.monotonic() + TAKEOVER_S
+    while paths.url is None and epochs.newest(paths) is not None and time.monotonic() < until:
+        if _goes_on(paths, meeting):
+            return True
+        time.sleep(other_node.PAUSE_S)
+    return False
+
+
+def _watching(paths: RunPaths, tend: Callable[[], None]) -> Callable[[], None]:
+    """A function that does as `tend`, and raises RunError once others have begun another epoch of the run."""
+
+    def epoch() -> int:
+        told = None if paths.url is not None else epochs.newest(paths)
+        return 0 if told is None else int(told["epoch"])
+
+    before, look_at = epoch(), time.monotonic() + LOOK_S
+
+    def look() -> None:
+        nonlocal look_at
+        tend()
+        if time.monotonic() > look_at:
+            look_at = time.monotonic() + LOOK_S
+            if epoch() != before:
+                raise RunError(
+                    f"another node leads the run in {paths.shown} now; start this one again, and it comes back"
+                )
+
+    return look
+
+
 def _leader(paths: RunPaths) -> tuple[str, int] | None:
     """Where the leader of the newest epoch listens, as its file says."""
     told = None if paths.url is not None else epochs.newest(paths)
@@ -211,7 +251,7 @@ def _lead(
             held.enter_context(mirrored(paths))
             first = held.enter_context(hosted(meeting, said))
             tend = hearing(first)
-            gather(first, meeting, tend)
+            gather(first, meeting, _watching(paths, tend))
             if (done := launch.finished(wanted, paths)) is not None:
                 first.finish(done, "the run is complete already")
                 return done
@@ -227,7 +267,8 @@ def _lead(
             prepared = launch.armed(prepared, planned)
             plan = [(node, len(rows)) for node, rows in enumerate(rows_of)]
             told = member.offer_of(wanted, prepared, paths, 1, plan, rows_of, meeting.nodes)
-            held.callback(paths.sign.unlink, missing_ok=True)
+            until_all_meet = held.enter_context(contextlib.ExitStack())
+            until_all_meet.callback(paths.sign.unlink, missing_ok=True)
             offer(first, lambda node: told, tend)
             shared = held.enter_context(shared_memory.held(shared_memory.folder_of(paths, meeting.node)))
             shared.keeps = False
@@ -239,6 +280,7 @@ def _lead(
             run.begin(launch.facts(prepared, everywhere, world) | {"hosts": hosts}, prepared, noticed)
             epoch = 1 if run.claim is None else epochs.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
             enter_first(first, peer, run.claim, wanted.resilience.heartbeat_s, epoch)
+            until_all_meet.pop_all()  # by the sign the others go on, and come back, without this node too
         return run.to_the_end(peer)
 
 

@@ -35,9 +35,16 @@ class Patience:
     other_s: float
     fixed_s: float | None = None
 
-    def of(self, beat: Beat) -> float:
+    @property
+    def least_s(self) -> float:
+        """With a rank that is stopped, whatever it does, and with which all looking begins."""
+        return self.fixed_s or self.floor_s
+
+    def of(self, beat: Beat, signs: "Signs | None" = None) -> float:
+        if signs is not None and signs.stopped:
+            return self.least_s
         if beat.phase not in STEP_PHASES or beat.steps < WARM_STEPS:
-            return max(self.other_s, self.fixed_s or self.floor_s)
+            return max(self.other_s, self.least_s)
         return self.fixed_s or max(self.floor_s, FACTOR * beat.longest_s)
 
 
@@ -149,7 +156,9 @@ def judge(beats: Sequence[Beat], signs: Mapping[int, Signs], world: int, patienc
     """
     if any(sign.traced for sign in signs.values()):
         return None
-    still = [beat for beat in beats if beat.still_s > patience.of(beat) and not _on_disk(beat, signs)]
+    still = [
+        beat for beat in beats if beat.still_s > patience.of(beat, signs.get(beat.rank)) and not _on_disk(beat, signs)
+    ]
     stopped = frozenset(beat.rank for beat in still if signs.get(beat.rank, NO_SIGNS).stopped)
     stuck = [beat for beat in still if not beat.waits_for or beat.rank in stopped]
     if stopped:  # whatever others do, they do not go on by themselves
@@ -166,7 +175,8 @@ def judge(beats: Sequence[Beat], signs: Mapping[int, Signs], world: int, patienc
 
 
 def _on_disk(beat: Beat, signs: Mapping[int, Signs]) -> bool:
-    return beat.phase in SLOW_DISK and signs.get(beat.rank, NO_SIGNS).on_disk
+    sign = signs.get(beat.rank, NO_SIGNS)
+    return beat.phase in SLOW_DISK and sign.on_disk and not sign.stopped
 
 
 def _hang(late: Sequence[Beat], beats: Sequence[Beat], stopped: frozenset[int]) -> Hang:
@@ -208,7 +218,7 @@ class Watchdog:
         if now < self._calm_until:
             return None
         beats, patience = self.beats(gone), self._patience
-        near = any(beat.still_s > patience.of(beat) / 2 for beat in beats)
+        near = any(beat.still_s > patience.least_s / 2 for beat in beats)
         signs = {beat.rank: self._signs(beat.rank, now, patience) for beat in beats} if near else {}
         return Word(tuple(beats), signs, patience)
 

@@ -72,6 +72,25 @@ def test_a_frozen_agent_is_given_up_and_leaves_when_it_thaws(place: Path) -> Non
     assert told["reason"] == "nothing was heard of it for 3 s"
 
 
+def test_a_leader_that_was_frozen_leaves_all_that_the_others_need_and_comes_back(place: Path) -> None:
+    lives = [[life(end=10, number=signal.SIGSTOP, thaw_s=6.0), life()], [life()]]
+    ended = train(place, "thawed", lives, 2, "train.steps=300")
+    assert [each[-1][0] for each in ended] == [0, 0], ended
+    assert "this node has ended its ranks and leaves" in ended[0][0][1]
+    worlds = [event["world"] for event in events(place / "thawed", Kind.RUN_STARTED)]
+    assert worlds == [2, 1, 2]
+    assert curve(place / "thawed")[:240] == pytest.approx(curve(place / "calm"), rel=1e-9)
+
+
+def test_a_leader_that_is_started_again_at_once_comes_back(place: Path) -> None:
+    """It may be there before the other node has taken the lead."""
+    lives = [[life(end=10), life()], [life()]]
+    ended = train(place, "again", lives, 2, "resilience.on_lost_node=[wait]")
+    assert [each[-1][0] for each in ended] == [0, 0], ended
+    assert state(place / "again") == state(place / "calm")
+    assert [event["node"] for event in events(place / "again", Kind.NODE_LOST)] == [0]
+
+
 @pytest.mark.parametrize("spares", [1, 0])
 def test_a_node_that_is_to_be_left_is_left_and_no_step_is_lost(place: Path, spares: int) -> None:
     run = f"drained-{spares}"

@@ -51,20 +51,21 @@ SIGNS = st.builds(Signs, stopped=st.booleans(), traced=st.just(False), on_disk=s
 @given(RANKS, st.data())
 def test_nobody_is_named_who_has_moved_within_the_patience(beats: list[Beat], data: st.DataObject) -> None:
     signs = {each.rank: data.draw(SIGNS) for each in beats}
+    over = {each.rank: each.still_s > PATIENCE.of(each, signs[each.rank]) for each in beats}
     hang = judge(beats, signs, len(beats), PATIENCE)
     if hang is None:
         # Then nobody who does not wait is still, and somebody is not still at all.
-        still = [each for each in beats if each.still_s > PATIENCE.of(each) and not signs[each.rank].on_disk]
+        still = [each for each in beats if over[each.rank] and not signs[each.rank].on_disk]
         assert all(each.waits_for and not signs[each.rank].stopped for each in still if each.phase in STEP_PHASES)
         return
-    assert all(each.still_s > PATIENCE.of(each) for each in hang.late)
+    assert all(over[each.rank] for each in hang.late)
     assert sorted(each.rank for each in (*hang.late, *hang.waiting)) == [each.rank for each in beats]
     if not hang.late:
-        assert all(each.still_s > PATIENCE.of(each) for each in beats)
+        assert all(over.values())
     # Whoever is named is behind all others that are still, or was stopped.
     for late in hang.late:
         stopped = signs[late.rank].stopped
-        others = [each for each in beats if each not in hang.late and each.still_s > PATIENCE.of(each)]
+        others = [each for each in beats if each not in hang.late and over[each.rank]]
         fair = [each for each in others if not each.waits_for and not signs[each.rank].on_disk]
         assert stopped or all(position(late) <= position(each) for each in fair)
 
@@ -116,6 +117,15 @@ def test_a_rank_that_was_stopped_is_named_even_where_it_waits() -> None:
     assert hang is not None
     assert [late.rank for late in hang.late] == [1]
     assert "stopped by a signal" in hang.reason(hang.late[0])
+
+
+@pytest.mark.parametrize("phase", ["starting", "restore", "checkpoint"])
+def test_a_rank_that_was_stopped_beside_steps_is_not_waited_for_longer(phase: str) -> None:
+    beats = [beat(0, phase=phase, steps=0, still_s=30.0), beat(1, phase=phase, steps=0, still_s=30.0)]
+    assert judge(beats, {}, 2, PATIENCE) is None
+    hang = judge(beats, {1: Signs(stopped=True)}, 2, PATIENCE)
+    assert hang is not None
+    assert [late.rank for late in hang.late] == [1]
 
 
 def test_nobody_is_judged_under_a_debugger() -> None:
