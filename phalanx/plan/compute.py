@@ -45,8 +45,8 @@ def matmul_s(rows: float, columns: float, depth: float, kind: Kind, dtype: str, 
     """Seconds of a product (rows x depth) (depth x columns).
 
     A roofline (Williams et al. 2009) of the multiplications and the bytes, each operand moved once; the former longer
-    by the tail of the last wave of tiles, on average over shapes (NVIDIA, Matrix Multiplication Background User's Guide,
-    2023: tile and wave quantisation).
+    by the tail of the last wave of tiles, on average over shapes (NVIDIA, Matrix Multiplication Background User's
+    Guide, 2023: tile and wave quantisation).
     """
     rate = kind.peak(dtype) * kind.sustained * constants.matmul_share
     waves = rows * columns / (TILE_ROWS * TILE_COLUMNS * kind.cores)
@@ -91,16 +91,19 @@ def block(work: Work, kind: Kind, choice: Choice, sequences: float, constants: C
     inside = tokens * (2.0 * (queries + 2 * keys) + 2.0 * queries + (3.0 if work.gated else 2.0) * ffn)
     passes_forward, passes_backward = outside + inside, 1.6 * (outside + inside)
     dtype_attention = "bf16" if kept == "fp8" else kept
-    rate = kind.peak(dtype_attention) * kind.sustained * kind.attention * constants.attention_share
+    rate = kind.peak(dtype_attention) * kind.sustained
     pairs = 4.0 * sequences * work.seq_len * work.seq_len * queries
     kernels_forward, kernels_backward = KERNELS
+    scores = sequences * work.seq_len * work.seq_len * work.heads / tensor
     if choice.attention == "flash":
+        rate *= kind.attention * constants.attention_share
         forward += 0.5 * pairs / rate
         backward += 2.5 * 0.5 * pairs / rate
     else:
+        # Products of the library, one for each head: as any others, of as many tiles as there are scores.
+        rate *= constants.matmul_share / (1.0 + constants.matmul_tail * TILE_ROWS * TILE_COLUMNS * kind.cores / scores)
         forward += pairs / rate
         backward += 2.0 * pairs / rate
-        scores = sequences * work.seq_len * work.seq_len * work.heads / tensor
         # Written, softmax in and out, dropout in and out and its mask, read: forward; all of it and more backward.
         passes_forward += scores * (4.0 + (2.5 if work.dropout else 0.0))
         passes_backward += scores * (7.0 + (2.5 if work.dropout else 0.0))

@@ -6,6 +6,7 @@ for the stages before it, gradients and parameters travel as the engine has it, 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from phalanx.errors import ConfigError
 from phalanx.plan import compute, exchange, links
@@ -153,7 +154,7 @@ class Model:
         degree = choice.shard_degree or copies
         weights, total = choice.state, sum(choice.state)
         ordered = sorted(cuts)
-        for begin, behind in zip(ordered, ordered[1:], strict=False):
+        for begin, behind in pairwise(ordered):
             kinds = tuple(self._slowest(stage * width + begin * tensor, tensor) for stage in range(choice.pipeline))
             if not choice.shares and not weights:
                 yield Run(begin, behind - begin, kinds, max(shares[begin:behind]), 1.0 / degree)
@@ -248,7 +249,7 @@ class Model:
         width = copies * choice.tensor
         for number, stage in enumerate(stages):
             ends = number == 0, number == choice.pipeline - 1
-            parameters, _ = parameters_of(work, choice.tensor, layers[number], *ends)
+            parameters, *_ = parameters_of(work, choice.tensor, layers[number], *ends)
             kind = run.kinds[number]
             first = number * width
             degree = choice.shard_degree or copies

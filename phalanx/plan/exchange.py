@@ -45,7 +45,7 @@ def travel(
     first. A ring moves all but the least share (Thakur et al. 2005 for even ones).
     """
     shard, spread, least = rings
-    forward, backward = passes_s
+    _, backward = passes_s
     units = layers + 1  # blocks, and the edges as one
     fewer = (1.0 - least) / (1.0 - 1.0 / shard.ranks) if shard.ranks > 1 else 1.0
     trained = parameters * work.trained
@@ -70,10 +70,14 @@ def travel(
     if spread.ranks > 1:
         reduce += 2.0 * sharded(trained * work.reduce_bytes * owns, spread, units)
     gather = fewer * sharded((trained if choice.zero < 3 else parameters) * work.gather_bytes, shard, units)
-    each = choice.reduce == "per_micro_batch" or choice.zero == 3 or choice.engine == "fsdp"
+    reduces = micro_batches if choice.reduce == "per_micro_batch" or choice.engine == "fsdp" else 1
     if choice.engine == "fsdp" or choice.zero == 3:
-        return _fetched(choice, (forward, backward), reduce, gather, update, units, micro_batches)
-    return _planned(choice.slots > 1, (forward, backward), reduce, gather, update, units, micro_batches if each else 1)
+        regathered = gather if choice.zero == 3 else 0.0
+        sent = _fetched(passes_s, gather, regathered + reduce, reduce, units)
+        silent = _fetched(passes_s, gather, regathered, 0.0, units)
+        alone = micro_batches - reduces
+        return Travel(reduces * sent[0] + alone * silent[0], reduces * sent[1] + alone * silent[1], update)
+    return _planned(choice.slots > 1, passes_s, reduce, gather, update, units, reduces)
 
 
 def _start(ring: Ring, constants: Constants) -> float:
@@ -81,17 +85,18 @@ def _start(ring: Ring, constants: Constants) -> float:
 
 
 def _fetched(
-    choice: Choice, passes_s: tuple[float, float], reduce: float, gather: float, update: float, units: int,
-    micro_batches: int,
-) -> Travel:  # fmt: skip
-    """Blocks are fetched one ahead in each pass, and their gradients leave behind each (Zhao et al. 2023): a block takes
-    its computation or its communication, whichever is longer; the first fetch and the last reduce are waited for."""
+    passes_s: tuple[float, float], ahead: float, behind: float, last: float, units: int
+) -> tuple[float, float]:
+    """(exposed, hidden) seconds of a micro-batch whose blocks are fetched one ahead in each pass, and whose gradients
+    leave behind each (Zhao et al. 2023).
+
+    A block takes its computation or its communication, whichever is longer: `ahead` in the forward pass, `behind` in
+    the backward pass. The first fetch is waited for, and of what leaves `last` the end.
+    """
     forward, backward = passes_s
-    behind = reduce + (gather if choice.zero == 3 else 0.0)
-    ends = (gather + reduce) / units
-    exposed = max(0.0, gather - gather / units - forward) + max(0.0, behind - reduce / units - backward) + ends
-    moves = gather + behind
-    return Travel(micro_batches * exposed, micro_batches * max(0.0, moves - exposed), update)
+    room = 1.0 - 1.0 / units
+    exposed = (ahead + last) / units + max(0.0, ahead * room - forward) + max(0.0, behind - last / units - backward)
+    return exposed, max(0.0, ahead + behind - exposed)
 
 
 def _planned(

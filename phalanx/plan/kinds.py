@@ -114,7 +114,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             "CPU", {"fp32": 0.5e12, "bf16": 0.25e12, "fp16": 0.25e12}, 64 * GIB, 50e9, 10e9, 2e-5, 1,
             "16 cores of 32 flop a cycle at 1 GHz, DDR4-3200 in two channels: an order of magnitude, so measure it",
-            host_bytes_per_s=50e9, reserved_bytes=GIB // 4, on_host=True,
+            host_bytes_per_s=50e9, reserved_bytes=GIB // 2, on_host=True,
         ),
     )
 }  # fmt: skip

@@ -13,7 +13,9 @@ from phalanx.plan.work import Work
 UNITS_AT_ONCE = 2  # of parameters that are whole with zero 3: the block in use, and the one that is fetched
 IN_FLIGHT = 3  # buckets of gradients of one size on their way with zero 2
 HORIZON = 2  # blocks' inputs that stay on the device with offload
-CHUNK_BYTES = 256 * 2**20  # of logits that this project's own loss holds at a time, at most
+# Tokens of a chunk of this project's own loss, on an accelerator and on a CPU, and bytes of its logits in fp32.
+CHUNK_TOKENS, CHUNK_LEAST_BYTES, CHUNK_MOST_BYTES = 4096, 512 << 20, 2 << 30
+CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES = 512, 4 << 20
 LOGIT_BYTES = 6  # of an element of whole logits of two bytes: themselves, their logarithms, and the gradient
 
 
@@ -36,14 +38,15 @@ class Held:
         return self.kind.memory_bytes - self.total
 
 
-def parameters_of(work: Work, tensor: int, layers: int, first: bool, last: bool) -> tuple[float, float]:
-    """Parameters of a rank of a stage, and of its largest unit: a block, or the embedding or head where that is more.
-    A tied head on another stage than the embedding is held there once more."""
+def parameters_of(work: Work, tensor: int, layers: int, first: bool, last: bool) -> tuple[float, float, float, float]:
+    """Parameters of a rank of a stage: all, those of a block, of the embedding, and of the head, where it has them. A
+    tied head on another stage than the embedding holds the table once more."""
     block = work.matrices / tensor + (work.block - work.matrices)
-    edges = work.embedding / tensor if first else 0.0
-    if last:
-        edges += work.head / tensor if not work.tied or first else (work.head + work.vocabulary * work.hidden) / tensor
-    return layers * block + edges, block
+    embedding = work.embedding / tensor if first else 0.0
+    head = work.head / tensor if last else 0.0
+    if last and work.tied and not first:
+        head += work.vocabulary * work.hidden / tensor
+    return layers * block + embedding + head, block, embedding, head
 
 
 def block_activations(work: Work, choice: Choice) -> tuple[float, float]:
@@ -57,7 +60,9 @@ def block_activations(work: Work, choice: Choice) -> tuple[float, float]:
     width, tensor, hidden = work.width, choice.tensor, work.hidden
     spread = tensor if choice.sequence else 1
     gates = 4 if work.gated else 2
-    outside = 4 * width * hidden + (2 * hidden if work.dropout else 0)  # inputs of norms, outputs of norms, masks
+    # Two norms: their inputs (in fp32, where the norm is this project's own, and once more normalised) and outputs.
+    norms = 2 * (4 + 2 * width) if choice.engine == "sharded" else 4 * width
+    outside = norms * hidden + (2 * hidden if work.dropout else 0)
     inside = width * (work.queries + 2 * work.keys + work.queries + gates * work.ffn)
     scores = work.heads * work.seq_len * (2 * width - 2 + 3 if work.dropout else width)
     if choice.attention == "flash":
@@ -73,21 +78,40 @@ def block_activations(work: Work, choice: Choice) -> tuple[float, float]:
     return work.seq_len * width * hidden / spread, everything
 
 
+def loss_bytes(work: Work, kind: Kind, tensor: int, sequences: float) -> float:
+    """What this project's own loss holds at its height: of one chunk logits, these in fp32 and their logarithms, and of
+    the head's matrix the gradient in fp32, and a chunk's part of it where there are several."""
+    columns, tokens = work.vocabulary / tensor, sequences * work.seq_len
+    if kind.on_host:
+        chunk = max(CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES / (4 * columns))
+    else:
+        enough = min(CHUNK_TOKENS, CHUNK_MOST_BYTES / (4 * columns))
+        chunk = max(1.0, enough, CHUNK_LEAST_BYTES / (4 * columns))
+    chunks = max(1.0, -(-tokens // chunk))
+    gradient = columns * work.hidden * (4 + (work.width if chunks > 1 else 0)) if work.trained >= 1.0 else 0.0
+    logits = work.width + 4 + (4 if work.width < 4 else 0)
+    return tokens / chunks * columns * logits + gradient + tokens * work.hidden * work.width
+
+
 def held(
     work: Work, kind: Kind, choice: Choice, copies: int, stage: int, layers: int, sequences: float, micro_batches: int,
     own_share: float, constants: Constants, devices: int = 1,
 ) -> Held:  # fmt: skip
     """What a device of stage `stage` holds; `own_share`: its part of what is sharded (even: 1 / shard degree)."""
     first, last = stage == 0, stage == choice.pipeline - 1
-    whole, block = parameters_of(work, choice.tensor, layers, first, last)
+    whole, block, embedding, head = parameters_of(work, choice.tensor, layers, first, last)
     compute = work.width if choice.engine in ("sharded", "fsdp") else 2 if work.width == 2 else 4
     own = whole * own_share
     parts: dict[str, float] = {}
     zero = choice.zero if copies > 1 else min(choice.zero, 1)
     trained = work.trained
     if zero == 3:
-        edges = whole - layers * block
-        units = edges + UNITS_AT_ONCE * block if choice.engine == "sharded" else max(edges, block) + 2 * block
+        if choice.engine == "sharded" and not work.tied:
+            units = sum(sorted((block, block, embedding, head))[-UNITS_AT_ONCE:])
+        elif choice.engine == "sharded":  # a table that the head uses too is always there
+            units = embedding + UNITS_AT_ONCE * block
+        else:
+            units = max(embedding + head, block) + UNITS_AT_ONCE * block
         parts["weights"] = min(whole, units) * compute
     else:
         parts["weights"] = whole * compute
@@ -99,7 +123,7 @@ def held(
     parts["optimizer state"] = state_own * trained * work.state_bytes * choice.slots
     accumulates = micro_batches > 1
     gradient = work.reduce_bytes if choice.engine != "sharded" else work.master_bytes
-    largest = max(block, whole - layers * block if zero == 3 else 0.0)
+    largest = max(block, embedding, head) if zero == 3 else block
     if choice.engine == "fsdp":
         sums = own * work.master_bytes + largest * (work.reduce_bytes + compute)
     elif zero <= 1 or choice.engine == "megatron":
@@ -107,7 +131,7 @@ def held(
     elif choice.reduce == "per_step" and accumulates:
         sums = (own + whole) * gradient
     else:
-        buckets = largest if zero == 3 else min(layers, IN_FLIGHT) * block + whole - layers * block
+        buckets = largest if zero == 3 else min(layers, IN_FLIGHT) * block + embedding + head
         sums = (own + buckets) * gradient
     parts["gradients"] = sums * trained
     kept, again = block_activations(work, choice)
@@ -117,9 +141,16 @@ def held(
             1.0 + (choice.pipeline - 1) / (choice.pipeline * choice.virtual)
         )
     blocks = min(HORIZON, layers) if choice.offload else layers
-    parts["activations"] = sequences * (under_way * blocks * kept + again)
-    if last:
+    parts["activations"] = sequences * under_way * blocks * kept
+    again *= sequences
+    if last and choice.engine == "sharded":
+        # The last norm, and the loss; while a block is computed again, the loss is over.
+        parts["activations"] += sequences * work.seq_len * work.hidden * (4 + 2 * work.width)
+        parts["logits"] = loss_bytes(work, kind, choice.tensor, sequences)
+        again = max(0.0, again - parts["logits"])
+    parts["activations"] += again
+    if last and choice.engine != "sharded":
         logits = sequences * work.seq_len * work.vocabulary / choice.tensor * LOGIT_BYTES * work.width / 2
-        parts["logits"] = min(logits, CHUNK_BYTES * 1.0) if choice.engine == "sharded" else logits
+        parts["logits"] = logits
     parts["reserved"] = kind.reserved_bytes + constants.slack * kind.memory_bytes
     return Held(devices, kind, stage, parts)

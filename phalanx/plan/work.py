@@ -93,12 +93,9 @@ class Work:
         return self.global_batch * self.seq_len
 
     def flops_per_token(self) -> float:
-        """Forward and backward, without recomputing: 6 for each multiplying parameter, and 12 hidden seq_len a layer
-        for attention, all of it counted (Chowdhery et al. 2022, appendix B). This is what MFU is measured by."""
+        """Forward and backward, without recomputing: 6 for each multiplying parameter (of frozen ones 4, and 6 for
+        those trained beside them), and 12 channels seq_len a layer for attention, all counted (Chowdhery et al. 2022,
+        appendix B). This is what MFU is measured by."""
         multiplying = self.layers * self.matrices + self.vocabulary * self.hidden
-        backward = 4.0 if self.trained < 1.0 else 6.0
-        return (
-            backward * multiplying
-            + 6.0 * (1.0 - (self.trained >= 1.0)) * self.trained * multiplying
-            + (12.0 * self.queries * self.seq_len * self.layers)
-        )
+        each = 6.0 if self.trained >= 1.0 else 4.0 + 6.0 * self.trained
+        return each * multiplying + 12.0 * self.queries * self.seq_len * self.layers

@@ -1,0 +1,413 @@
+"""What a layout costs: each formula against a sum by hand, and the whole against what must hold of any cluster."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from phalanx.errors import ConfigError
+from phalanx.models.spec import PRESETS, flops_per_token, parameter_count
+from phalanx.optim import overlap
+from phalanx.plan import compute, exchange, links
+from phalanx.plan.choice import Choice
+from phalanx.plan.cluster import Cluster, Group
+from phalanx.plan.constants import Constants
+from phalanx.plan.cost import TERMS, Estimate, Model, even, predict
+from phalanx.plan.kinds import KINDS, Kind, kind
+from phalanx.plan.links import Ring
+from phalanx.plan.work import Work
+
+# Everything is reached in full, nothing is waited for: what is left can be summed by hand.
+FULL = Constants(
+    matmul_share=1.0, matmul_tail=0.0, unaligned_share=0.5, attention_share=1.0, memory_share=1.0, traffic=1.0,
+    launch_s=0.0, queueing=2.0, skew_s=0.0, near_share=1.0, far_share=1.0, interference=0.0, step_s=0.0, jitter=0.0,
+    slack=0.0,
+)  # fmt: skip
+# 1 Tflop/s, memory that moves data in no time, 1 GB/s to its neighbours.
+PLAIN = Kind(
+    "plain", {"bf16": 1e12, "fp32": 1e11}, 10**12, 1e30, 1e9, 0.0, 1, "by hand", sustained=1.0, host_bytes_per_s=1e9,
+    reserved_bytes=0,
+)  # fmt: skip
+SMALL = Work(
+    layers=4, hidden=512, heads=8, kv_heads=8, ffn=2048, vocabulary=1024, seq_len=256, global_batch=16, gated=False,
+    reduce_bytes=2,
+)  # fmt: skip
+ALIKE = replace(SMALL, vocabulary=8)  # no head to speak of: all stages are alike
+
+
+def alone(devices: int = 1, per_node: int = 8, far: float = 8e9) -> Cluster:
+    nodes = -(-devices // per_node)
+    return Cluster((Group(nodes, min(devices, per_node), PLAIN),), far, 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------------------- work
+
+
+@pytest.mark.parametrize("name", ["llama-1-7b", "llama-2-70b", "llama-3-8b"])
+def test_parameters_and_operations_are_those_of_the_model_itself(name: str) -> None:
+    spec = PRESETS[name]
+    work = Work(
+        layers=spec.layers, hidden=spec.hidden, heads=spec.heads, kv_heads=spec.kv_heads, ffn=spec.intermediate,
+        vocabulary=spec.vocab_size, seq_len=2048, global_batch=1, tied=spec.tie_embeddings, head_dim=spec.head_dim,
+    )  # fmt: skip
+    assert work.parameters() == parameter_count(spec)
+    # The model's own count takes the norms' vectors for matrices, a few millionths of it.
+    assert work.flops_per_token() == pytest.approx(flops_per_token(spec, 2048)[0], rel=1e-4)
+
+
+def test_parameters_of_gpt_with_biases_and_positions() -> None:
+    # 12 layers hidden^2 (1 + 13 / (12 hidden) + (vocabulary + positions) / (12 layers hidden)), Narayanan et al. 2021;
+    # a last norm they leave out. This one is MPT-7B as it is published.
+    work = Work(
+        layers=32, hidden=4096, heads=32, kv_heads=32, ffn=16384, vocabulary=50368, seq_len=2048, global_batch=1,
+        tied=True, gated=False, biases=True, positions=2048,
+    )  # fmt: skip
+    formula = 12 * 32 * 4096**2 * (1 + 13 / (12 * 4096) + (50368 + 2048) / (12 * 32 * 4096))
+    assert work.parameters() == pytest.approx(formula + 2 * 4096, abs=1) and work.parameters() == 6_658_859_008
+
+
+def test_frozen_parameters_get_no_gradient_of_their_own() -> None:
+    attention = 12 * 512 * 256 * 4
+    multiplying = 4 * 12 * 512**2 + 1024 * 512
+    assert SMALL.flops_per_token() == 6 * multiplying + attention
+    assert replace(SMALL, trained=0.01).flops_per_token() == pytest.approx(4.06 * multiplying + attention)
+
+
+# -------------------------------------------------------------------------------------------------------------- compute
+
+
+def test_a_product_by_hand() -> None:
+    # 2 x 1000 x 2000 x 3000 = 12 Gflop.
+    assert compute.matmul_s(1000, 2000, 3000, PLAIN, "bf16", FULL) == pytest.approx(0.012)
+    # 2 x 10^6 / 32768 tiles are 61.04 waves of one core; half a wave more.
+    tail = replace(FULL, matmul_tail=0.5)
+    assert compute.matmul_s(1000, 2000, 3000, PLAIN, "bf16", tail) == pytest.approx(0.012 * (1 + 0.5 / (2e6 / 32768)))
+    assert compute.matmul_s(1000, 2001, 3000, PLAIN, "bf16", FULL) == pytest.approx(2 * 0.012006)  # not aligned
+    # One row: 3 x 10^6 + 2000 + 3000 elements of two bytes, at 1 GB/s.
+    slow = replace(PLAIN, memory_bytes_per_s=1e9)
+    assert compute.matmul_s(1, 1000, 3000, slow, "bf16", FULL) == pytest.approx(2 * (3000 + 3_000_000 + 1000) / 1e9)
+
+
+def test_a_pass_takes_the_longer_of_host_and_device_and_more_where_they_are_alike() -> None:
+    assert compute.longer(3.0, 4.0, FULL) == pytest.approx(5.0)  # of exponent 2
+    assert compute.longer(4.0, 3.0, FULL) == pytest.approx(5.0)
+    assert compute.longer(3.0, 0.0, FULL) == 3.0
+    assert compute.longer(1.0, 1e-12, replace(FULL, queueing=8.0)) == pytest.approx(1.0)
+    assert compute.longer(0.0, 2.0, FULL) == 2.0
+
+
+def test_a_block_by_hand() -> None:
+    tokens = 2 * 256
+    products = 2 * tokens * 12 * 512**2 / 1e12
+    scores = 4 * 2 * 256**2 * 512 / 1e12
+    found = compute.block(SMALL, PLAIN, Choice(attention="plain"), 2, FULL)
+    assert found.forward_s == pytest.approx(products + scores)
+    assert found.backward_s == pytest.approx(2 * (products + scores))
+    # A causal kernel does half of it, and computes scores again.
+    flash = compute.block(SMALL, PLAIN, Choice(), 2, FULL)
+    assert flash.forward_s == pytest.approx(products + scores / 2)
+    assert flash.backward_s == pytest.approx(2 * products + 2.5 * scores / 2)
+    again = compute.block(SMALL, PLAIN, Choice(recompute="full"), 2, FULL)
+    assert again.backward_s == pytest.approx(flash.backward_s + flash.forward_s)
+    halved = compute.block(SMALL, PLAIN, Choice(tensor=2), 2, FULL)
+    assert halved.forward_s == pytest.approx(flash.forward_s / 2)
+    frozen = compute.block(replace(SMALL, trained=0.01), PLAIN, Choice(), 2, FULL)
+    assert frozen.backward_s == pytest.approx(flash.backward_s - products)
+
+
+def test_what_only_moves_data_takes_the_memory_by_hand() -> None:
+    slow = replace(PLAIN, flop_per_s={"bf16": 1e30}, memory_bytes_per_s=1e9)
+    found = compute.block(SMALL, slow, Choice(), 1, FULL)
+    # Products read and write too: (rows depth + depth columns + rows columns) of each of the four.
+    shapes = ((1536, 512), (512, 512), (2048, 512), (512, 2048))
+    products = sum(256 * depth + depth * columns + 256 * columns for columns, depth in shapes)
+    # Norms and residuals 10 passes of hidden, queries, keys, values and their result 2 each, activation in and out.
+    passes = 256 * (10 * 512 + 2 * 1536 + 2 * 512 + 2 * 2048)
+    assert found.forward_s == pytest.approx(2 * (products + passes) / 1e9)
+
+
+def test_the_host_is_asked_for_each_kernel() -> None:
+    calls = replace(FULL, launch_s=1e-3)
+    found = compute.block(SMALL, PLAIN, Choice(), 1, calls)
+    assert (found.host_forward_s, found.host_backward_s) == (
+        pytest.approx(1e-3 * compute.KERNELS[0]), pytest.approx(1e-3 * compute.KERNELS[1]),
+    )  # fmt: skip
+    assert compute.block(SMALL, replace(PLAIN, on_host=True), Choice(), 1, calls).host_forward_s == 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------------- links
+
+
+def test_rings_by_hand() -> None:
+    near = Ring(4, 1, 1, PLAIN)
+    assert links.shard_s(1e9, near, alone(4), FULL) == pytest.approx(0.75)  # (n - 1) / n at 1 GB/s
+    assert links.all_reduce_s(1e9, near, alone(4), FULL) == pytest.approx(1.5)
+    assert links.shard_s(1e9, Ring(1, 1, 1, PLAIN), alone(), FULL) == 0.0
+    # Two nodes of two at 0.5 GB/s: half of the bytes cross, twice as long as inside.
+    cluster = alone(4, per_node=2, far=4e9)
+    assert links.shard_s(1e9, Ring(4, 2, 1, PLAIN), cluster, FULL) == pytest.approx(1.0)
+    assert links.shard_s(1e9, Ring(2, 2, 2, PLAIN), cluster, FULL) == pytest.approx(2.0)  # two rings share a cable
+    late = replace(PLAIN, link_latency_s=0.1)
+    far = replace(cluster, between_latency_s=1.0)
+    assert links.shard_s(1.0, Ring(4, 2, 1, late), far, FULL) == pytest.approx(1.2)  # 1 step between nodes, 2 within
+
+
+def test_rings_are_found_on_a_cluster() -> None:
+    cluster = alone(32)  # 4 nodes of 8
+    assert links.ring_of(0, 4, 1, cluster) == Ring(4, 1, 1, PLAIN)
+    assert links.ring_of(0, 8, 4, cluster) == Ring(8, 4, 4, PLAIN)  # over tensor ranks: two of each node
+    assert links.ring_of(8, 16, 1, cluster) == Ring(16, 2, 1, PLAIN)
+    slow = replace(PLAIN, name="slow", link_bytes_per_s=1e8)
+    mixed = Cluster((Group(1, 4, PLAIN), Group(2, 4, slow)))
+    assert links.ring_of(0, 12, 1, mixed) == Ring(12, 3, 1, slow)
+
+
+# ------------------------------------------------------------------------------------------------------------ exchanges
+
+
+def test_an_update_by_hand() -> None:
+    # Gradient of 2 bytes 3 times, master weight and moments of 12 in and out, weight of 2 out.
+    slow = replace(PLAIN, memory_bytes_per_s=1e9)
+    assert exchange.update_s(SMALL, slow, 1e6, FULL) == pytest.approx(1e6 * (6 + 24 + 2) / 1e9)
+
+
+def travel(engine: str, passes: tuple[float, float], moved_s: float, **others: object) -> exchange.Travel:
+    """Of 7 blocks and the edges as another, a reduce and a gather of `moved_s` each over four ranks."""
+    parameters = moved_s * 1e9 / 0.75 / 2
+    micro_batches = int(others.pop("micro_batches", 1))  # type: ignore[call-overload]
+    choice = Choice(engine=engine, **others)  # type: ignore[arg-type]
+    rings = (Ring(4, 1, 1, PLAIN), Ring(1, 1, 1, PLAIN), 0.25)
+    return exchange.travel(
+        SMALL, choice, PLAIN, parameters, 7, rings, 0.25, passes, micro_batches, alone(4), FULL
+    )  # fmt: skip
+
+
+def alike(units: int, passes: tuple[float, float], moved_s: float, **others: object) -> overlap.Work:
+    """The same for the project's own schedule."""
+    forward, backward = ((seconds / units,) * units for seconds in passes)
+    link = (moved_s / units,) * units
+    return overlap.Work(forward, backward, link, link, (0.0,) * units, parts=8, **others)  # type: ignore[arg-type]
+
+
+def test_the_serial_optimizer_waits_for_everything() -> None:
+    found = travel("megatron", (1.0, 2.0), 0.5)
+    assert (found.exposed_s, found.hidden_s) == (pytest.approx(1.0), 0.0)
+
+
+@pytest.mark.parametrize("moved_s", [0.1, 0.5, 0.9, 1.5, 3.0])
+def test_ddp_is_what_the_schedule_says_of_it(moved_s: float) -> None:
+    step = 3.0 + travel("ddp", (1.0, 2.0), moved_s).exposed_s
+    assert step == pytest.approx(overlap.as_ddp(alike(8, (1.0, 2.0), moved_s)), rel=0.02)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("reduce", ["per_step", "per_micro_batch"])
+@pytest.mark.parametrize("moved_s", [0.1, 0.5, 0.9, 1.5, 3.0])
+def test_our_own_order_is_what_its_schedule_reaches(moved_s: float, reduce: str, early: bool) -> None:
+    slots = 2 if early else 1
+    found = travel("sharded", (1.0, 2.0), moved_s, reduce=reduce, slots=slots, micro_batches=2)
+    work = alike(8, (1.0, 2.0), moved_s, micro_batches=2, reduce=reduce, early=early)
+    planned = overlap.simulate(work, overlap.plan(work)).step_s
+    assert overlap.bound(work) <= planned * 1.001
+    assert 6.0 + found.exposed_s == pytest.approx(planned, rel=0.05)
+
+
+def test_blocks_fetched_ahead_take_what_is_longer() -> None:
+    hidden = travel("fsdp", (1.0, 2.0), 0.4, zero=3, micro_batches=3)
+    # The first fetch and the last reduce of 8 units each, in all three.
+    assert hidden.exposed_s == pytest.approx(3 * (0.05 + 0.05)) and hidden.hidden_s == pytest.approx(3 * (1.2 - 0.1))
+    # Gather 2 s: 1/8 first, then 7/8 behind 1 s forward; gather and reduce 4 s behind 2 s backward, the last 1/8 alone.
+    shown = travel("fsdp", (1.0, 2.0), 2.0, zero=3)
+    assert shown.exposed_s == pytest.approx(0.25 + (1.75 - 1.0) + (3.75 - 2.0) + 0.25)
+    whole = travel("fsdp", (1.0, 2.0), 2.0, zero=2)  # kept until the backward pass
+    assert whole.exposed_s == pytest.approx(0.25 + (1.75 - 1.0) + 0.0 + 0.25)
+    once = travel("sharded", (1.0, 2.0), 0.4, zero=3, micro_batches=3)  # gradients only of the last
+    assert once.exposed_s == pytest.approx(3 * 0.05 + 0.05)
+
+
+# ---------------------------------------------------------------------------------------------------------- whole steps
+
+
+def step(work: Work, cluster: Cluster, constants: Constants = FULL, **choice: object) -> Estimate:
+    return predict(work, cluster, Choice(**choice), constants)  # type: ignore[arg-type]
+
+
+def test_one_device_takes_its_operations() -> None:
+    found = step(SMALL, alone(), micro_batch=4, attention="plain")
+    assert found.step_s == pytest.approx(SMALL.tokens * SMALL.flops_per_token() / 1e12)
+    assert found.mfu == pytest.approx(1.0) and found.tokens_per_s == pytest.approx(SMALL.tokens / found.step_s)
+
+
+@pytest.mark.parametrize(("pipeline", "micro_batches"), [(2, 4), (4, 4), (4, 16)])
+def test_the_bubble_is_that_of_one_forward_one_backward(pipeline: int, micro_batches: int) -> None:
+    # (p - 1) / m of the time computed, Narayanan et al. 2021; no time between stages.
+    fast = Cluster((Group(1, pipeline, replace(PLAIN, link_bytes_per_s=1e30)),))
+    found = step(ALIKE, fast, pipeline=pipeline, micro_batch=16 // micro_batches)
+    ideal = found.step_s - found.terms["bubble"] - found.terms["imbalance"]
+    assert found.terms["bubble"] == pytest.approx(ideal * (pipeline - 1) / micro_batches, rel=0.02)
+    halved = step(ALIKE, fast, pipeline=pipeline, micro_batch=16 // micro_batches, virtual=2)
+    assert halved.terms["bubble"] == pytest.approx(found.terms["bubble"] / 2, rel=0.02)
+
+
+def test_a_stage_with_more_layers_is_waited_for() -> None:
+    fast = Cluster((Group(1, 2, replace(PLAIN, link_bytes_per_s=1e30)),))
+    even_, uneven = (step(ALIKE, fast, pipeline=2, stages=cut, micro_batch=1) for cut in ((2, 2), (3, 1)))
+    layer = even_.terms["compute"] / 16 / 2
+    assert even_.terms["imbalance"] == pytest.approx(0.0, abs=0.02 * layer)
+    assert uneven.terms["imbalance"] == pytest.approx(16 * layer, rel=0.02)
+
+
+def test_tensor_ranks_wait_for_four_all_reduces_of_a_block() -> None:
+    found = step(ALIKE, alone(4), tensor=4, micro_batch=16)
+    moved = 16 * 256 * 512 * 2
+    # And one in each pass at the edges. An all-reduce over four at 1 GB/s takes 1.5 of the tensor.
+    assert found.terms["communication"] == pytest.approx((4 * 4 + 2) * 1.5 * moved / 1e9)
+
+
+def test_offload_shows_where_the_host_is_slower_than_the_block() -> None:
+    block = compute.block(ALIKE, PLAIN, Choice(recompute="full"), 16, FULL)
+    copy = 16 * 256 * 512 * 2 / 1e6
+    slow = Cluster((Group(1, 1, replace(PLAIN, host_bytes_per_s=1e6)),))
+    found = step(ALIKE, slow, micro_batch=16, recompute="full", offload=True)
+    assert found.terms["offload"] == pytest.approx(4 * (2 * copy - block.forward_s - block.backward_s))
+    assert step(ALIKE, alone(), micro_batch=16, recompute="full", offload=True).terms["offload"] == 0.0
+
+
+def test_unlike_devices_are_given_unlike_shares() -> None:
+    fast, slow = PLAIN, replace(PLAIN, name="slow", flop_per_s={"bf16": 0.5e12})
+    mixed = Cluster((Group(1, 1, fast), Group(1, 1, slow)), 8e30, 0.0)
+    evenly, fairly = (step(SMALL, mixed, shares=shares, micro_batch=8) for shares in ((9, 7), (11, 5)))
+    assert fairly.step_s < evenly.step_s and fairly.terms["imbalance"] < evenly.terms["imbalance"]
+    one = step(SMALL, alone(), micro_batch=8)
+    assert fairly.step_s == pytest.approx(one.step_s * 11 / 16, rel=0.02)
+
+
+def test_a_device_that_waits_for_a_slow_one_in_its_tensor_group_is_as_slow() -> None:
+    slow = replace(PLAIN, name="slow", flop_per_s={"bf16": 0.25e12})
+    mixed = Cluster((Group(1, 1, PLAIN), Group(1, 1, slow)), 8e30, 0.0)
+    both = Cluster((Group(2, 1, slow),), 8e30, 0.0)
+    assert step(SMALL, mixed, tensor=2).step_s == pytest.approx(step(SMALL, both, tensor=2).step_s)
+
+
+def test_devices_may_be_left_idle() -> None:
+    assert step(SMALL, alone(8), devices=4).step_s == pytest.approx(step(SMALL, alone(4)).step_s)
+
+
+@pytest.mark.parametrize(
+    ("choice", "what"),
+    [
+        (Choice(tensor=3), "choose degrees whose product divides"),
+        (Choice(devices=16), "16 of 8 devices"),
+        (Choice(shard_degree=3), "choose a shard_degree"),
+        (Choice(pipeline=2, stages=(4, 1)), "give each stage one layer"),
+        (Choice(shares=(16,)), "give each copy its sequences"),
+    ],
+)  # fmt: skip
+def test_numbers_that_do_not_come_out_even(choice: Choice, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        predict(SMALL, alone(8), choice)
+
+
+def test_unknown_kinds_and_types_say_what_is_needed() -> None:
+    assert kind("a100 80gb") is KINDS["A100-80GB"] and kind("H100") is KINDS["H100-80GB"]
+    with pytest.raises(ConfigError, match="flop/s of matrix products in bf16"):
+        kind("A1000")
+    with pytest.raises(ConfigError, match="computes no bf16"):
+        KINDS["V100-32GB"].peak("bf16")
+    with pytest.raises(ConfigError, match="needs one device at least"):
+        Cluster(())
+
+
+def test_every_kind_says_where_its_numbers_are_from() -> None:
+    for name, found in KINDS.items():
+        assert found.name == name and len(found.source) > 20
+        assert 0 < found.sustained <= 1 and found.memory_bytes > 0 and found.flop_per_s["fp32"] > 0
+        assert found.scaled(2.0).peak("fp32") == 2 * found.peak("fp32")
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_every_kind_can_be_planned_for(name: str) -> None:
+    precision = "bf16" if "bf16" in KINDS[name].flop_per_s else "fp16"
+    found = predict(replace(SMALL, precision=precision), Cluster((Group(2, 4, KINDS[name]),)), Choice())
+    assert 0 < found.mfu < 1
+
+
+# ---------------------------------------------------------------------------------------------------------- any cluster
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Work, Cluster, Choice]:
+    work = Work(
+        layers=draw(st.sampled_from([4, 8])), hidden=draw(st.sampled_from([512, 2048])), heads=8,
+        kv_heads=draw(st.sampled_from([2, 8])), ffn=4096, vocabulary=32000,
+        seq_len=draw(st.sampled_from([128, 2048])), global_batch=64, gated=draw(st.booleans()),
+    )  # fmt: skip
+    kinds = draw(st.lists(st.sampled_from(["A100-80GB", "H100-80GB", "RTX-4090"]), min_size=1, max_size=2))
+    cluster = Cluster(
+        tuple(Group(draw(st.integers(1, 2)), 8, KINDS[name]) for name in kinds), draw(st.floats(1e9, 1e12))
+    )
+    recompute = draw(st.sampled_from(["none", "selective", "full"]))
+    choice = Choice(
+        zero=draw(st.integers(1, 3)), tensor=draw(st.sampled_from([1, 2, 8])), sequence=draw(st.booleans()),
+        pipeline=draw(st.sampled_from([1, 2, 4])), micro_batch=draw(st.sampled_from([1, 2, 8])),
+        reduce=draw(st.sampled_from(["per_step", "per_micro_batch"])), recompute=recompute,
+        offload=recompute == "full" and draw(st.booleans()), slots=draw(st.integers(1, 2)),
+        engine=draw(st.sampled_from(["sharded", "fsdp", "ddp", "megatron"])),
+    )  # fmt: skip
+    devices = cluster.devices - cluster.devices % (choice.tensor * choice.pipeline)
+    assume(devices)
+    return work, cluster, replace(choice, devices=devices)
+
+
+@given(layouts())
+@settings(max_examples=150, deadline=None)
+def test_terms_add_up_and_none_is_negative(case: tuple[Work, Cluster, Choice]) -> None:
+    found = predict(*case)
+    assert tuple(found.terms) == TERMS and min(found.terms.values()) >= -1e-12
+    assert sum(found.terms.values()) == pytest.approx(found.step_s)
+    assert 0 < found.mfu < 1
+    assert sum(held.devices for held in found.memory) == case[2].devices
+
+
+@given(layouts(), st.floats(1.0, 10.0))
+@settings(max_examples=150, deadline=None)
+def test_more_bandwidth_is_never_slower(case: tuple[Work, Cluster, Choice], more: float) -> None:
+    work, cluster, choice = case
+    before = predict(*case).step_s
+    assert predict(work, replace(cluster, between_bits_per_s=more * cluster.between_bits_per_s), choice).step_s <= (
+        before * (1 + 1e-9)
+    )
+    for field in ("link_bytes_per_s", "memory_bytes_per_s", "host_bytes_per_s"):
+        faster = tuple(
+            replace(group, kind=replace(group.kind, **{field: more * getattr(group.kind, field)}))
+            for group in cluster.groups
+        )
+        assert predict(work, replace(cluster, groups=faster), choice).step_s <= before * (1 + 1e-9)
+
+
+@given(layouts(), st.floats(1.0, 10.0))
+@settings(max_examples=100, deadline=None)
+def test_more_memory_is_never_worse(case: tuple[Work, Cluster, Choice], more: float) -> None:
+    work, cluster, choice = case
+    larger = tuple(
+        replace(group, kind=replace(group.kind, memory_bytes=int(more * group.kind.memory_bytes)))
+        for group in cluster.groups
+    )
+    before, after = predict(*case), predict(work, replace(cluster, groups=larger), choice)
+    assert after.step_s == pytest.approx(before.step_s) and (after.fits or not before.fits)
+
+
+@given(layouts())
+@settings(max_examples=50, deadline=None)
+def test_a_model_that_is_kept_says_the_same(case: tuple[Work, Cluster, Choice]) -> None:
+    work, cluster, choice = case
+    kept = Model(work, cluster)
+    for other in (choice, replace(choice, recompute="none", offload=False), choice):
+        assert kept.predict(other) == predict(work, cluster, other)
+
+
+@given(st.integers(1, 1000), st.integers(1, 50))
+def test_even_parts_differ_by_one_at_most(total: int, parts: int) -> None:
+    found = even(total, parts)
+    assert sum(found) == total and len(found) == parts and max(found) - min(found) <= 1
