@@ -20,6 +20,7 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.health_commands import health_command
 from phalanx.job_commands import jobs_app
 from phalanx.node_commands import nodes_app
+from phalanx.plan_commands import plan_command
 from phalanx.records import ExitCode, Kind, RunPaths, Url, shown
 
 app = typer.Typer(
@@ -36,6 +37,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(nodes_app, name="nodes")
 app.command("health")(health_command)
+app.command("plan")(plan_command)
 app.add_typer(jobs_app)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/demo.yaml.")]

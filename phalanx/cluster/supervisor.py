@@ -261,7 +261,8 @@ def _wait(state: State, now: float) -> Decision:
 
 def _filled(state: State, kept: tuple[int, ...], usable: Iterable[Node]) -> tuple[int, ...] | None:
     """The seats with spares where a node is missing; None where there are not enough that fit."""
-    spare = [node for node in usable if node.node not in kept]
+    seated = set(kept)  # there may be thousands
+    spare = [node for node in usable if node.node not in seated]
     seats = list(kept)
     for index, slot in enumerate(state.slots):
         if seats[index] != -1:
@@ -299,7 +300,8 @@ def _larger(state: State) -> bool:
 
 
 def _start_if_ready(state: State, now: float) -> Decision:
-    waiting = [node for node in state.nodes if node.node in state.seats and node.ready != state.division]
+    seats = set(state.seats)
+    waiting = [node for node in state.nodes if node.node in seats and node.ready != state.division]
     if waiting or now < state.start_at or not state.seats:
         return state, []
     step, sources = beginning(state)

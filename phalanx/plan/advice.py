@@ -1,0 +1,234 @@
+"""What a reader of a plan asks next: why not another layout, what a wish costs, what would help, and what to do where
+nothing fits. Every answer is another search or prediction, never a rule of thumb."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx import recipe
+from phalanx.config import Config
+from phalanx.errors import ConfigError
+from phalanx.models.spec import ModelSpec
+from phalanx.plan import parse
+from phalanx.plan.cluster import Cluster, Group
+from phalanx.plan.cost import Estimate
+from phalanx.plan.kinds import KINDS, Kind
+from phalanx.plan.recipe_keys import free, pins_of, shape_of, space_of, work_of
+from phalanx.plan.search import Found, Plan, search
+from phalanx.plan.work import Work
+
+WORDS = {
+    "compute": "computing",
+    "communication": "communication that nothing hides",
+    "bubble": "waiting for other stages",
+    "imbalance": "waiting for slower devices or larger stages",
+    "optimizer": "the update",
+    "offload": "the way to the host's memory",
+    "other": "everything else",
+}
+MEMORY = 1.5  # how much more memory is asked about
+MOST_NODES = 4096  # that are looked through for enough memory
+
+
+@dataclass(frozen=True)
+class Question:
+    """A recipe's work, as a plan is asked for it: `config` without a layout, `overrides` that hold some of it fixed,
+    `folder_spec` the shapes of `model.from_hf` where there is one."""
+
+    config: Config
+    folder_spec: ModelSpec | None
+    overrides: tuple[str, ...]
+
+    def work(self, cluster: Cluster) -> Work:
+        """A step there."""
+        return work_of(self.config, shape_of(self.config, self.folder_spec), cluster)
+
+    def on(self, cluster: Cluster, near: Found | None = None) -> Found:
+        """The best layouts there; `near`: of no larger degrees than those that were found. Raises ConfigError for what
+        the recipe itself refuses."""
+        work = self.work(cluster)
+        space = space_of(self.config, work, cluster, pins_of(self.config, self.overrides))
+        if near is not None:
+            known = {(plan.choice.tensor, plan.choice.pipeline) for plan in near.plans}
+            tensor, pipeline = near.best.choice.tensor, near.best.choice.pipeline
+            kept = tuple(each for each in space.degrees if each in known or (each[0] <= tensor and each[1] <= pipeline))
+            space = replace(space, degrees=kept or space.degrees)
+        return search(work, cluster, space)
+
+    def changed(self, *words: str) -> "Question":
+        """The same with further keys. Raises ConfigError for keys or values that no recipe has."""
+        tree = recipe.apply_overrides(self.config.model_dump(mode="json"), words)
+        config = recipe.check(tree, "the recipe")
+        keys = {word.partition("=")[0] for word in words}
+        kept = tuple(word for word in self.overrides if word.partition("=")[0] not in keys)
+        return Question(config, self.folder_spec, (*kept, *words))
+
+
+# ------------------------------------------------------------------------------------------------------- other layouts
+
+
+def why_slower(other: Estimate, best: Estimate) -> str:
+    """In which part of a step a layout loses most against the best one."""
+    name = max(best.terms, key=lambda term: other.terms[term] - best.terms[term])
+    return f"{WORDS[name]} takes {_seconds(other.terms[name])} instead of {_seconds(best.terms[name])}"
+
+
+def explain(question: Question, cluster: Cluster, best: Plan, wish: str) -> dict[str, Any]:
+    """What `key=value` costs against the best: both steps, by where they go. Raises ConfigError for what no recipe
+    has."""
+    if "=" not in wish:
+        raise ConfigError(f"--explain {wish} has no value; write it as key=value, such as parallel.tensor=4")
+    found = question.changed(wish).on(cluster)
+    if not found.plans:
+        assert found.short is not None
+        lacking = found.short.missing_bytes
+        return {"wish": wish, "fits": False, "missing_bytes": lacking, "kind": found.short.kind.name}
+    theirs = found.best
+    return {
+        "wish": wish,
+        "fits": True,
+        "plan": theirs,
+        "tokens_per_s": theirs.estimate.tokens_per_s,
+        "slower": best.estimate.tokens_per_s / theirs.estimate.tokens_per_s - 1,
+        "why": why_slower(theirs.estimate, best.estimate),
+    }
+
+
+# --------------------------------------------------------------------------------------------------- what would help
+
+
+def helps(question: Question, cluster: Cluster, near: Found) -> list[tuple[str, float]]:
+    """(change, how many times as many tokens a second) of what could be bought, the most helpful first."""
+    ideas: list[tuple[str, Cluster]] = []
+    if cluster.nodes > 1:
+        faster = replace(cluster, between_bits_per_s=2 * cluster.between_bits_per_s)
+        ideas.append((f"a network of {2 * cluster.between_bits_per_s / 1e9:g} Gb/s", faster))
+    roomier = replace(cluster, groups=tuple(replace(group, kind=_roomier(group.kind)) for group in cluster.groups))
+    ideas.append((f"devices with {MEMORY:g} times the memory", roomier))
+    for number, group in enumerate(cluster.groups):
+        node = f"one more node of {group.per_node} {group.kind.name}"
+        ideas.append((node, parse.with_nodes(cluster, number, 1)))
+    gains = []
+    for words, other in ideas:
+        found = question.on(other, near)
+        if found.plans:
+            gains.append((words, found.best.estimate.tokens_per_s / near.best.estimate.tokens_per_s))
+    return sorted(gains, key=lambda gain: -gain[1])
+
+
+def _roomier(kind: Kind) -> Kind:
+    return replace(kind, memory_bytes=int(kind.memory_bytes * MEMORY))
+
+
+def idle(question: Question, cluster: Cluster, best: Plan) -> str | None:
+    """Why devices are left over; None where none are."""
+    over = cluster.devices - best.devices
+    if not over:
+        return None
+    batch, copies = question.config.train.global_batch, best.copies
+    unused = [
+        group for group in cluster.groups if all(group.kind.name != used.kind.name for used in best.cluster.groups)
+    ]
+    if unused:
+        names = " and ".join(group.kind.name for group in unused)
+        why = f"with the {names} a step would take longer: what they compute is less than what waiting for them costs"
+    elif copies * 2 > batch or -(-batch // copies) == -(-batch // (cluster.devices // (best.devices // copies))):
+        why = f"a step has {batch} sequences, and more copies of the model would not make the largest share less"
+    else:
+        together = best.devices // copies
+        why = f"a copy of the model takes {together} devices, and they are {over} too few for another that helps"
+    return f"{over} of {cluster.devices} devices are idle: {why}"
+
+
+# ------------------------------------------------------------------------------------------------- where nothing fits
+
+
+def ways_out(question: Question, cluster: Cluster) -> list[str]:
+    """The three cheapest changes with which the model fits, each of which was tried: settings first, then devices."""
+    ways: list[str] = []
+    for way in (_settings, _shorter, _more_nodes, _larger_devices):
+        ways += way(question, cluster)
+    return ways[:3]
+
+
+def _fits(question: Question, cluster: Cluster) -> bool:
+    try:
+        return bool(question.on(cluster).plans)
+    except ConfigError:
+        return False
+
+
+def _settings(question: Question, cluster: Cluster) -> list[str]:
+    """Keys that take less memory."""
+    found = []
+    freed = Question(free(question.config, ()), question.folder_spec, ())
+    if question.overrides and _fits(freed, cluster):
+        found.append("leave out what the command line holds fixed: without it there is a layout that fits")
+    if question.config.optim.rule == "adamw":
+        words = "optim.rule=adamw8bit"
+        if _fits(question.changed(words), cluster):
+            found.append(f"{words}: moments in 8 bits (another curve)")
+    return found
+
+
+def _shorter(question: Question, cluster: Cluster) -> list[str]:
+    """The longest sequences that fit, in halves; with as many tokens in a step."""
+    length, batch = question.config.data.seq_len, question.config.train.global_batch
+    while length > 128:
+        length, batch = length // 2, batch * 2
+        words = (f"data.seq_len={length}", f"train.global_batch={batch}")
+        if _fits(question.changed(*words), cluster):
+            return [f"{' '.join(words)}: shorter sequences, as many tokens a step (another curve)"]
+    return []
+
+
+def _more_nodes(question: Question, cluster: Cluster) -> list[str]:
+    """The least number of further nodes of the roomiest kind."""
+    number = max(range(len(cluster.groups)), key=lambda index: cluster.groups[index].kind.memory_bytes)
+    group = cluster.groups[number]
+
+    def enough(more: int) -> bool:
+        return _fits(question, parse.with_nodes(cluster, number, more))
+
+    return _least(enough, lambda more: f"{more} more node{'s' * (more > 1)} of {group.per_node} {group.kind.name}")
+
+
+def _least(enough: Callable[[int], bool], words: Callable[[int], str]) -> list[str]:
+    most = 1
+    while not enough(most):
+        most *= 2
+        if most > MOST_NODES:
+            return []
+    few = most // 2
+    while most - few > 1:
+        middle = (few + most) // 2
+        few, most = (few, middle) if enough(middle) else (middle, most)
+    return [words(most)]
+
+
+def _larger_devices(question: Question, cluster: Cluster) -> list[str]:
+    """The two kinds with the least memory that do in place of all there are."""
+    found: list[str] = []
+    least = min(group.kind.memory_bytes for group in cluster.groups)
+    roomier = sorted((kind for kind in KINDS.values() if kind.memory_bytes > least), key=lambda kind: kind.memory_bytes)
+    for kind in roomier:
+        groups = tuple(
+            Group(group.nodes, group.per_node, kind if group.kind.memory_bytes < kind.memory_bytes else group.kind)
+            for group in cluster.groups
+        )
+        larger = not found or kind.memory_bytes > KINDS[found[-1].split()[0]].memory_bytes
+        if larger and not kind.on_host and _fits(question, replace(cluster, groups=groups)):
+            found.append(f"{kind.name} in place of {_names(cluster.groups, kind)}")
+        if len(found) == 2:
+            break
+    return found
+
+
+def _names(groups: Sequence[Group], than: Kind) -> str:
+    return " and ".join(
+        dict.fromkeys(group.kind.name for group in groups if group.kind.memory_bytes < than.memory_bytes)
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"

@@ -1,0 +1,106 @@
+"""A cluster from `hardware.json`: known kinds of devices, as fast as they were measured to be."""
+
+import itertools
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+from phalanx import hardware
+from phalanx.errors import ConfigError
+from phalanx.hardware import Device, Hardware
+from phalanx.plan.choice import Choice
+from phalanx.plan.cluster import Cluster, Group
+from phalanx.plan.constants import DEFAULT, Constants
+from phalanx.plan.cost import Model
+from phalanx.plan.kinds import KINDS, Kind
+from phalanx.plan.work import WIDTH, Work
+
+LIKE = "A100-40GB"  # what an accelerator that nobody knows is taken to be made like, at the speed that was measured
+
+
+def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
+    """The devices of a file, neighbours alike together. Raises ConfigError for a file of a network of one's own, whose
+    work nobody can compare with other work."""
+    work = _work_of(found.work)
+    speeds = hardware.speeds(found)
+    kinds = []
+    for device, speed in zip(found.devices, speeds, strict=True):
+        size = device.times[-1][0] if device.times else 1
+        took = speed.seconds(size, 1) if device.times else None
+        kinds.append(_kind(device, size, took, work, constants))
+    groups: list[Group] = []
+    places = [(device.node, kind.name) for device, kind in zip(found.devices, kinds, strict=True)]
+    first = 0
+    for (_, name), same in itertools.groupby(places):
+        count = len(list(same))
+        kind, first = kinds[first], first + count
+        last = groups[-1] if groups else None
+        if last is not None and last.kind.name == name and last.per_node == count:
+            groups[-1] = replace(last, nodes=last.nodes + 1)
+        else:
+            groups.append(Group(1, count, kind))
+    return _linked(Cluster(tuple(groups)), found, constants)
+
+
+def _work_of(told: dict[str, Any]) -> Work:
+    needed = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab_size", "positions", "head_dim", "dtype")
+    if any(name not in told for name in needed) or told["dtype"] not in (*WIDTH, "mixed"):
+        raise ConfigError(
+            "the hardware file was measured with a network of one's own, from which nothing follows for another; "
+            "measure with a recipe of a built-in model, or give --cluster"
+        )
+    bert = told.get("architecture") == "bert"
+    return Work(
+        layers=told["layers"], hidden=told["hidden"], heads=told["heads"], kv_heads=told["kv_heads"],
+        ffn=told["intermediate"], vocabulary=told["vocab_size"], seq_len=told["positions"], global_batch=1,
+        tied=bool(told.get("tie_embeddings")), gated=not bert, biases=bert, head_dim=told["head_dim"],
+        precision="fp16" if told["dtype"] == "mixed" else told["dtype"],
+    )  # fmt: skip
+
+
+def _kind(device: Device, size: int, took_s: float | None, work: Work, constants: Constants) -> Kind:
+    """A known kind with the device's own memory, and its speed for a pass of `size` sequences."""
+    base = like(device)
+    kind = replace(base, memory_bytes=device.memory_bytes)
+    if device.host_to_device_bytes_per_s is not None:
+        kind = replace(kind, host_bytes_per_s=device.host_to_device_bytes_per_s)
+    if took_s is None:
+        return kind
+    if work.precision not in base.flop_per_s:
+        work = replace(work, precision="fp32")
+    alone = Model(replace(work, global_batch=size), Cluster((Group(1, 1, base),)), constants)
+    thought_s = alone.predict(Choice(micro_batch=size)).terms["compute"]
+    speed = thought_s / took_s
+    return replace(kind.scaled(speed), name=f"{base.name} at {speed:.2g} of its speed")
+
+
+def like(device: Device) -> Kind:
+    """The kind that a device's maker calls it, the one with the nearest memory of several; a CPU; or LIKE."""
+    if device.host_to_device_bytes_per_s is None:
+        return KINDS["CPU"]
+    words = set(re.split(r"[\s_-]+", device.model.upper()))
+    fitting = [
+        kind
+        for kind in KINDS.values()
+        if not kind.on_host and words >= {part for part in kind.name.split("-") if not part.endswith("GB")}
+    ]
+    return min(fitting or [KINDS[LIKE]], key=lambda kind: abs(math.log(kind.memory_bytes / device.memory_bytes)))
+
+
+def _linked(cluster: Cluster, found: Hardware, constants: Constants) -> Cluster:
+    """With the network, or the links of the one node, such that an all-reduce takes what it was measured to take: in a
+    ring each of n sends 2 (n - 1) / n of the bytes."""
+    if found.link is None:
+        return cluster
+    rate, latency = found.link.bytes_per_s, found.link.latency_s
+    if cluster.nodes > 1:
+        share = 2 * (1 - 1 / cluster.nodes)
+        bits = 8 * share * rate / constants.far_share
+        return replace(cluster, between_bits_per_s=bits, between_latency_s=latency / (2 * cluster.nodes))
+    group, count = cluster.groups[0], cluster.devices
+    share = 2 * (1 - 1 / count) if count > 1 else 1.0
+    kind = replace(
+        group.kind, link_bytes_per_s=share * rate / constants.near_share, link_latency_s=latency / (2 * count)
+    )
+    return replace(cluster, groups=(replace(group, kind=kind),))

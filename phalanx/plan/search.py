@@ -1,0 +1,478 @@
+"""The best layout of a step over a cluster: enumerate what can be run, leave out what cannot fit, rank by seconds.
+
+Every layout that is returned fits, by `memory`. Devices are taken in the cluster's order, from the first on; where some
+are better left idle, a smaller cluster or `Choice.devices` says so, with the reason. Unlike devices get shares by their
+speed (balance.py), stages of a pipeline layers by theirs (parallel/stages.py).
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from phalanx import balance
+from phalanx.errors import ConfigError
+from phalanx.parallel import stages as pipelines
+from phalanx.plan import compute, cost, memory
+from phalanx.plan.choice import Choice, Recompute
+from phalanx.plan.cluster import Cluster, Group
+from phalanx.plan.constants import DEFAULT, Constants
+from phalanx.plan.cost import Estimate, Model
+from phalanx.plan.kinds import Kind
+from phalanx.plan.memory import Held
+from phalanx.plan.work import Work
+
+RECOMPUTE: tuple[tuple[Recompute, bool], ...] = (("none", False), ("selective", False), ("full", False), ("full", True))
+MOST_GROUPS = 4  # of which all subsets are tried; of more, those of the fastest kinds
+FEW = 16  # copies of the model of which every number is tried; sequences of one, too
+NEARLY = 0.9  # slices of a block may take less than their part of it
+BETTER = 1 - 1e-9
+WORTH = 1.25  # times as long as the best: what is slower is not even a runner-up
+PACE_IS_NEAR = 0.8  # what large micro-batches may be faster by than a line through small ones
+STATE = ("master weights", "optimizer state")
+Reduce = Literal["per_step", "per_micro_batch"]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen: pairs of a tensor and a pipeline degree, and a field of Choice to one value in `pins`."""
+
+    degrees: tuple[tuple[int, int], ...] = ((1, 1),)
+    pins: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout that fits: `cluster` is what it uses of the one that was given, in order of rank."""
+
+    choice: Choice
+    estimate: Estimate
+    cluster: Cluster
+
+    @property
+    def devices(self) -> int:
+        return self.choice.devices or self.cluster.devices
+
+    @property
+    def copies(self) -> int:
+        """Of the whole model."""
+        return self.devices // (self.choice.tensor * self.choice.pipeline)
+
+
+def family(choice: Choice, cluster: Cluster) -> tuple[object, ...]:
+    """What tells layouts apart for a reader: of each family only the best is shown."""
+    return (choice.tensor, choice.pipeline, choice.zero, named(cluster.groups))
+
+
+@dataclass(frozen=True)
+class Short:
+    """How far a model is from fitting, in the layout that needs the least: bytes missing on the fullest device."""
+
+    choice: Choice
+    cluster: Cluster
+    kind: Kind
+    stage: int
+    needed_bytes: float
+    missing_bytes: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Found:
+    """`plans`: the best of each family, fastest first; empty where nothing fits, which `short` then explains."""
+
+    plans: tuple[Plan, ...]
+    short: Short | None
+    tried: int
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0]
+
+
+def degrees(work: Work, cluster: Cluster) -> Iterator[tuple[int, int]]:
+    """Pairs of a tensor and a pipeline degree that come out even: slices of all heads and channels on one node, and no
+    more stages than layers. Of large numbers of stages, powers of two and three times such."""
+    widest = max(group.per_node for group in cluster.groups)
+    for tensor in range(1, widest + 1):
+        divides = work.heads % tensor == 0 and work.ffn % tensor == 0
+        heads = work.kv_heads % tensor == 0 or tensor % work.kv_heads == 0
+        if divides and heads and any(group.per_node % tensor == 0 for group in cluster.groups):
+            for pipeline in range(1, min(work.layers, cluster.devices // tensor) + 1):
+                if pipeline <= 4 or pipeline // (pipeline & -pipeline) in (1, 3):
+                    yield tensor, pipeline
+
+
+def search(work: Work, cluster: Cluster, space: Space, constants: Constants = DEFAULT, keep: int = 6) -> Found:
+    """The best layouts, `keep` families of them at most. Deterministic; of equals the first of the enumeration wins."""
+    found = _Found()
+    for part, turned in _parts(cluster):
+        _Search(work, part, space, constants, found, turned).run()
+    for plan in sorted(found.plans.values(), key=lambda plan: plan.estimate.step_s)[: 2 * keep]:
+        _Search(work, plan.cluster, space, constants, found, False).refine(plan)
+    plans = sorted(found.plans.values(), key=lambda plan: plan.estimate.step_s)[:keep]
+    return Found(tuple(plans), None if plans else found.short, found.tried)
+
+
+def _parts(cluster: Cluster) -> Iterator[tuple[Cluster, bool]]:
+    """The cluster, and what is left of it without some of its groups, since a slow one may cost more than it does; each
+    also turned round."""
+    groups = cluster.groups
+    if len(groups) <= MOST_GROUPS:
+        subsets: list[tuple[Group, ...]] = [
+            subset for size in range(len(groups), 0, -1) for subset in itertools.combinations(groups, size)
+        ]
+    else:
+        by_speed = sorted(groups, key=lambda group: -max(group.kind.flop_per_s.values()))
+        subsets = [tuple(by_speed[:size]) for size in range(len(groups), 0, -1)]
+    seen = set()
+    for subset in subsets:
+        # Stages lie one behind the other: the kind with the head, or with the most in flight, may be either.
+        for turned in (False, True):
+            ordered = tuple(reversed(subset)) if turned else subset
+            if named(ordered) not in seen:
+                seen.add(named(ordered))
+                yield replace(cluster, groups=ordered), turned
+
+
+def named(groups: Sequence[Group]) -> tuple[tuple[int, int, str], ...]:
+    """What tells clusters of one network apart."""
+    return tuple((group.nodes, group.per_node, group.kind.name) for group in groups)
+
+
+class _Found:
+    """The best plan of each family so far, and the nearest miss."""
+
+    def __init__(self) -> None:
+        self.plans: dict[tuple[object, ...], Plan] = {}
+        self.best_s = math.inf
+        self.short: Short | None = None
+        self.tried = self.missed = 0
+
+    def is_hopeless(self, choice: Choice, cluster: Cluster, bound_s: float) -> bool:
+        """Whether a layout that takes so long at least is none that anybody would look at."""
+        if bound_s > WORTH * self.best_s:
+            return True
+        before = self.plans.get(family(choice, cluster))
+        return before is not None and bound_s > before.estimate.step_s
+
+    def miss(self, choice: Choice, cluster: Cluster, held: Held) -> None:
+        """Note a layout that does not fit, if it is nearer to it than all others."""
+        self.tried += 1
+        self.missed += 1
+        if self.short is None or -held.left < self.short.missing_bytes:
+            self.short = Short(choice, cluster, held.kind, held.stage, held.total, -held.left, held.parts)
+
+    def see(self, choice: Choice, estimate: Estimate, cluster: Cluster) -> bool:
+        """Whether it fits; the best of its family is kept."""
+        worst = min(estimate.memory, key=lambda held: held.left)
+        if worst.left < 0:
+            self.miss(choice, cluster, worst)
+            return False
+        self.tried += 1
+        key = family(choice, cluster)
+        before = self.plans.get(key)
+        if before is None or estimate.step_s < before.estimate.step_s * BETTER:
+            self.plans[key] = Plan(choice, estimate, cluster)
+            self.best_s = min(self.best_s, estimate.step_s)
+        return True
+
+
+class _Search:
+    """One cluster, all of whose groups are used."""
+
+    def __init__(
+        self, work: Work, cluster: Cluster, space: Space, constants: Constants, found: _Found, turned: bool
+    ) -> None:
+        self.turned = turned
+        self.work, self.cluster, self.space, self.constants, self.found = work, cluster, space, constants, found
+        self.model = Model(work, cluster, constants)
+        self.uniform = len(cluster.kinds) == 1
+        self._paces: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._blocks: dict[tuple[object, ...], float] = {}
+        self._stages: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def run(self) -> None:
+        pins = self.space.pins
+        for tensor, pipeline in self.space.degrees:
+            if (pins.get("tensor", tensor), pins.get("pipeline", pipeline)) != (tensor, pipeline):
+                continue
+            if not any(group.per_node % tensor for group in self.cluster.groups):
+                if pipeline == 1 and self.turned:
+                    continue  # the same in another order
+                for devices in self.device_counts(tensor * pipeline):
+                    self.layouts(tensor, pipeline, devices)
+
+    def pinned(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
+        return (self.space.pins[name],) if name in self.space.pins else values
+
+    def device_counts(self, together: int) -> Iterator[int]:
+        """How many devices are worth a try: all that make whole copies; fewer where the largest share of a step stays
+        what it is, since sequences are whole; and few, where communication takes longer than computing."""
+        batch = self.work.global_batch
+        most = min(self.cluster.devices // together, batch)
+        if most < 1:
+            return
+        counts = {most}
+        if self.uniform:
+            counts |= {*range(1, min(most, FEW) + 1), *(1 << power for power in range(most.bit_length()))}
+        counts |= {fewer for share in range(-(-batch // most), FEW + 1) if (fewer := -(-batch // share)) <= most}
+        for copies in sorted(counts, reverse=True):
+            # What uses nothing of the last group is another part's to try.
+            if copies * together > self.cluster.spans[-1][0] and (copies == most or self.may_win(copies, together)):
+                yield copies * together
+
+    def may_win(self, copies: int, together: int) -> bool:
+        """Whether so few devices could be the best, if nothing but blocks took any time."""
+        share = -(-self.work.global_batch // copies)
+        whole = Choice()
+        block_s = min(self.block_s(kind, whole, share) for kind in self.cluster.kinds)
+        return self.work.layers * block_s / together * NEARLY < self.found.best_s
+
+    def layouts(self, tensor: int, pipeline: int, devices: int) -> None:
+        """All else that can be chosen, for so many devices."""
+        copies, pins = devices // (tensor * pipeline), self.space.pins
+        # Stages of unlike devices have unlike numbers of layers, which interleaved ones cannot have.
+        twice = pipeline > 1 and 2 * pipeline <= self.work.layers and self.uniform
+        for virtual in self.pinned("virtual", (1, 2) if twice else (1,)):
+            for recompute, offload in RECOMPUTE:
+                if pins.get("recompute", recompute) != recompute or pins.get("offload", offload) != offload:
+                    continue
+                base = Choice(
+                    tensor=tensor, pipeline=pipeline, virtual=virtual, recompute=recompute, offload=offload,
+                    sequence=tensor > 1 and self.work.seq_len % tensor == 0, devices=devices,
+                )  # fmt: skip
+                if self.is_slow(base, copies):
+                    continue
+                base = replace(base, stages=self.stage_layers(base, copies))
+                missed = self.found.missed
+                for size in self.sizes(copies):
+                    if not self.sizes_fit(replace(base, micro_batch=size), copies):
+                        break
+                if missed == self.found.missed:
+                    break  # where everything fits, computing again only takes time
+
+    def is_slow(self, choice: Choice, copies: int) -> bool:
+        """Whether unlike devices would take longer than anybody would look at, were all of them busy all the time."""
+        if self.uniform or self.found.best_s == math.inf:
+            return False
+        width = copies * choice.tensor * choice.pipeline
+        per_s = sum(
+            (min(behind, width) - begin) / choice.tensor / self.pace(group.kind, choice)[1]
+            for begin, behind, group in self.cluster.spans
+            if begin < width
+        )
+        return PACE_IS_NEAR * self.work.global_batch / per_s > WORTH * self.found.best_s
+
+    def sizes(self, copies: int) -> Iterator[int]:
+        """Of micro-batches: powers of two up to the share of a copy, and that."""
+        share, size = -(-self.work.global_batch // copies), 1
+        if "micro_batch" in self.space.pins:
+            yield min(self.space.pins["micro_batch"], share)
+            return
+        while size < share:
+            yield size
+            size *= 2
+        yield share
+
+    def sizes_fit(self, choice: Choice, copies: int) -> bool:
+        """Try all ways of sharding; whether any of them fits, or might where it was passed over as too slow."""
+        if not self.uniform:
+            choice = replace(choice, shares=self.shares(choice, copies))
+        bound_s = self.least_s(choice, copies)
+        fitted = False
+        for zero, degree, reduce, slots in self.shardings(copies, choice.pipeline):
+            each = replace(choice, zero=zero, shard_degree=degree, reduce=reduce, slots=slots)
+            if self.found.is_hopeless(each, self.cluster, bound_s):
+                fitted = True
+                continue
+            holders = self.holders(each, copies)
+            worst = min(holders, key=lambda held: held.left)
+            if worst.left < 0 and not self.uniform and each.pipeline == 1 and not degree and copies > 1:
+                each = replace(each, state=self.state_weights(holders, copies, each.tensor))
+            if worst.left < 0 and not each.state:
+                self.found.miss(each, self.cluster, worst)
+            else:
+                fitted |= self.see(each)
+        return fitted
+
+    def see(self, choice: Choice) -> bool:
+        """Predict a layout; whether it fits."""
+        return self.found.see(choice, self.model.predict(choice), self.cluster)
+
+    def shardings(self, copies: int, pipeline: int) -> Iterator[tuple[int, int, Reduce, int]]:
+        """(zero, shard degree, reduce, slots) that the sharded engine can do and that may be worth it. Zero 2 that
+        reduces once a step holds more than zero 1 and sends as much, and a pipeline can do no other."""
+        pins = self.space.pins
+        if copies == 1:
+            yield 1, 0, "per_step", 1  # nothing to shard
+            return
+        degree = pins.get("shard_degree", 0)
+        if degree and copies % degree:
+            return
+        for zero in self.pinned("zero", (1, 2, 3) if pipeline == 1 else (1,)):
+            reduces: Sequence[Reduce] = ("per_step",)
+            if pipeline == 1 and zero > 1:
+                reduces = ("per_micro_batch", "per_step") if zero == 3 else ("per_micro_batch",)
+            for reduce in self.pinned("reduce", reduces):
+                if not (pipeline > 1 and (zero == 3 or reduce != "per_step")):
+                    yield zero, degree, reduce, 1 if zero == 3 else pins.get("slots", 1)
+
+    def refine(self, plan: Plan) -> None:
+        """What makes little difference and multiplies what there is to try: only for the best of each family."""
+        choice, pins = plan.choice, self.space.pins
+        per_node = max(1, self.cluster.groups[0].per_node // choice.tensor)
+        degrees = [each for each in (per_node, 2 * per_node) if 1 < each < plan.copies and plan.copies % each == 0]
+        for degree in [choice.shard_degree] if "shard_degree" in pins else [0, *degrees]:
+            for slots in self.pinned("slots", (1, 2) if choice.zero < 3 and plan.copies > 1 else (1,)):
+                other = replace(choice, shard_degree=degree, slots=slots, state=() if degree else choice.state)
+                if other != choice:
+                    self.see(other)
+
+    # ---------------------------------------------------------------------------------------------------------- bounds
+
+    def least_s(self, choice: Choice, copies: int) -> float:
+        """A bound that no sharding is below: blocks and the bubble, without any communication, on the fastest kind or,
+        with shares of all copies, on all of them together."""
+        total, work = self.work.global_batch, self.work
+        largest = max(choice.shares) if choice.shares else -(-total // copies)
+        micro_batches = -(-largest // choice.micro_batch)
+        if choice.shares:
+            per_s = sum(count / each for count, _, each in self.classes(choice, copies))
+            fill = (choice.pipeline - 1) / choice.virtual * (1.0 / micro_batches)
+            return PACE_IS_NEAR * total / per_s * (1.0 + fill)
+        block_s = min(self.block_s(kind, choice, largest / micro_batches) for kind in self.cluster.kinds)
+        longest = work.layers / choice.pipeline * block_s
+        return micro_batches * longest + (choice.pipeline - 1) * longest / choice.virtual
+
+    def block_s(self, kind: Kind, choice: Choice, sequences: float) -> float:
+        key = (kind.name, choice.tensor, choice.sequence, choice.recompute, sequences)
+        if key not in self._blocks:
+            found = compute.block(self.work, kind, choice, sequences, self.constants)
+            self._blocks[key] = found.forward_s + found.backward_s
+        return self._blocks[key]
+
+    def holders(self, choice: Choice, copies: int) -> list[Held]:
+        """What the fullest devices hold, with even parts of the state: cheaper to know than all that a layout costs. Of
+        one stage those of each group, of several those of the first and the last stage with the most memory."""
+        largest = max(choice.shares) if choice.shares else -(-self.work.global_batch // copies)
+        micro_batches = -(-largest // choice.micro_batch)
+        layers = choice.stages or cost.even(self.work.layers, choice.pipeline)
+        own, width, found = 1.0 / (choice.shard_degree or copies), copies * choice.tensor, []
+        if choice.pipeline == 1:
+            ends = [(0, group.kind, begin // choice.tensor) for begin, _, group in self.cluster.spans if begin < width]
+        else:
+            ends = []
+            for stage in (0, choice.pipeline - 1):
+                here = self.kinds_of(stage * width, (stage + 1) * width)
+                ends.append((stage, max(here, key=lambda kind: kind.memory_bytes), -1))
+        for stage, kind, first in ends:
+            share = largest if not choice.shares else min(choice.shares) if first < 0 else choice.shares[first]
+            sequences = share / micro_batches
+            at = (self.work, kind, choice, copies, stage, layers[stage], sequences, micro_batches, own, self.constants)
+            found.append(memory.held(*at))
+        return found
+
+    # ------------------------------------------------------------------------------------------------- unlike devices
+
+    def stage_layers(self, choice: Choice, copies: int) -> tuple[int, ...]:
+        """Layers of each stage, by the slowest device that has a part of it, and by what the head takes."""
+        if choice.pipeline == 1 or choice.virtual > 1:
+            return ()
+        width = copies * choice.tensor
+        speeds = [
+            1.0 / max(self.pace(kind, choice)[1] for kind in self.kinds_of(stage * width, (stage + 1) * width))
+            for stage in range(choice.pipeline)
+        ]
+        key = (choice.pipeline, tuple(speed / speeds[0] for speed in speeds))
+        if key not in self._stages:
+            head = self.work.vocabulary * self.work.hidden / self.work.matrices
+            found = pipelines.divide(self.work.layers, choice.pipeline, "1f1b", speeds=speeds, head=head)
+            self._stages[key] = tuple(len(each) for each in found.layers)
+        return self._stages[key]
+
+    def kinds_of(self, first: int, behind: int) -> list[Kind]:
+        """Of devices [first, behind)."""
+        return [group.kind for begin, end, group in self.cluster.spans if begin < behind and first < end]
+
+    def shares(self, choice: Choice, copies: int) -> tuple[int, ...]:
+        """Sequences of each copy of the model, such that all end together; () where a copy would have none.
+
+        With m micro-batches a copy of fixed seconds f and e for a sequence does (T - m f) / e of them in T seconds.
+        Copies alike are one case, and what rounding leaves goes to those that then take least.
+        """
+        classes = self.classes(choice, copies)
+        total = self.work.global_batch
+        parts = 1
+        for _ in range(3):  # more micro-batches cost the slow more, so the fast get more
+            seconds = total + sum(count * parts * fixed / each for count, fixed, each in classes)
+            seconds /= sum(count / each for count, _, each in classes)
+            exact = [max(0.0, (seconds - parts * fixed) / each) for _, fixed, each in classes]
+            before, parts = parts, max(1, math.ceil(max(exact) / choice.micro_batch - 1e-9))
+            if parts == before:
+                break
+        taken = [[int(share)] * count for share, (count, _, _) in zip(exact, classes, strict=True)]
+        left = total - sum(sum(each) for each in taken)
+        order = sorted(range(len(classes)), key=lambda number: taken[number][0] + 1 - exact[number])
+        for number in itertools.cycle(order):
+            more = min(left, len(taken[number]))
+            taken[number] = [share + (place < more) for place, share in enumerate(taken[number])]
+            left -= more
+            if left <= 0:
+                break
+        shares = tuple(itertools.chain(*taken))
+        return shares if min(shares) > 0 and sum(shares) == total else ()
+
+    def classes(self, choice: Choice, copies: int) -> list[tuple[int, float, float]]:
+        """(copies, fixed seconds, seconds of a sequence) of neighbouring copies that are alike, in order."""
+        width = copies * choice.tensor
+        cuts = {0, copies}
+        for begin, _, _ in self.cluster.spans[1:]:
+            for stage in range(choice.pipeline):
+                if 0 < begin - stage * width < width:
+                    cuts |= {(begin - stage * width) // choice.tensor}
+        found = []
+        ordered = sorted(cuts)
+        for first, behind in itertools.pairwise(ordered):
+            fixed = each = 0.0
+            for stage in range(choice.pipeline):
+                part = (
+                    choice.stages[stage] if choice.stages else self.work.layers / choice.pipeline
+                ) / self.work.layers
+                at = stage * width + first * choice.tensor
+                stage_fixed, stage_each = self.pace(self.kinds_of(at, at + 1)[0], choice)
+                fixed, each = max(fixed, stage_fixed * part), max(each, stage_each * part)
+            found.append((behind - first, fixed, each))
+        return found
+
+    def pace(self, kind: Kind, choice: Choice) -> tuple[float, float]:
+        """(fixed seconds, seconds of a sequence) of a micro-batch of the whole model on devices of a kind."""
+        key = (kind.name, choice.tensor, choice.recompute, choice.offload)
+        if key not in self._paces:
+            alone = replace(self.cluster, groups=(Group(1, choice.tensor, kind),))
+            times = []
+            for sequences in (1, 4):
+                work = replace(self.work, global_batch=sequences)
+                plain = replace(choice, pipeline=1, virtual=1, stages=(), micro_batch=sequences, devices=choice.tensor)
+                terms = Model(work, alone, self.constants).predict(plain).terms
+                times.append(terms["compute"] + terms["communication"] + terms["offload"])
+            each = max((times[1] - times[0]) / 3, times[1] * 1e-6)
+            self._paces[key] = (max(0.0, times[0] - each), each)
+        return self._paces[key]
+
+    def state_weights(self, holders: Sequence[Held], copies: int, tensor: int) -> tuple[float, ...]:
+        """How much of the state each copy holds where equal parts do not fit: what there is room for; () if that is too
+        little. What is not the state stays what it is."""
+        rooms: list[float] = []
+        needed = 0.0
+        for held, (begin, behind, _) in zip(holders, self.cluster.spans, strict=False):
+            own = sum(held.parts.get(name, 0.0) for name in STATE)
+            room, count = max(0.0, held.left + own), (behind - begin) // tensor
+            count = min(count, copies - len(rooms))
+            rooms += [room] * count
+            needed += own * count
+        try:
+            return balance.state_shares(rooms, needed)
+        except ConfigError:
+            return ()

@@ -1,0 +1,189 @@
+"""`phalanx plan`: the layout of a recipe on a cluster, and what becomes of a job on a large one."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx import hardware, recipe, storage
+from phalanx.config import Config
+from phalanx.data_commands import Overrides
+from phalanx.errors import ConfigError
+from phalanx.models.spec import ModelSpec
+from phalanx.plan import large, measured, parse, record, table
+from phalanx.plan.advice import Question
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.recipe_keys import free
+from phalanx.plan.search import Found
+from phalanx.records import ExitCode, write_atomic
+from phalanx.report.terminal import open_terminal
+from phalanx.resilience_config import ResilienceSection
+
+STEP_S = 10.0  # of a job of which nobody says what it trains
+CHECKPOINT_S = 10.0
+
+
+def plan_command(
+    recipe_path: Annotated[
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/llama-3-8b.yaml."),
+    ] = None,
+    overrides: Overrides = None,
+    cluster_text: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="TEXT", help="Such as '4x(8xA100-80GB), 2x(8xV100-32GB), 200Gb/s'."),
+    ] = None,
+    hardware_path: Annotated[
+        Path | None, typer.Option("--hardware", metavar="FILE", help="What `phalanx hardware` wrote, instead.")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="How much is to be trained on, such as 300B.")] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Of one device for an hour, in any money.")] = None,
+    wish: Annotated[
+        str | None, typer.Option("--explain", metavar="KEY=VALUE", help="What this costs against the best layout.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("plan.json"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, what is written.")] = False,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Also, or without a recipe only: a job with failures, over weeks.")
+    ] = False,
+    gpus: Annotated[int | None, typer.Option(min=1, help="With --simulate: devices. Default: the plan's.")] = None,
+    per_node: Annotated[int, typer.Option(min=1, help="With --simulate: devices of a node.")] = 8,
+    mtbf: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Between failures of the whole job, such as 3h.")
+    ] = None,
+    days: Annotated[float, typer.Option(min=0.01, max=3650.0, help="With --simulate: how long.")] = 30.0,
+    keep: Annotated[
+        large.Keep,
+        typer.Option(help="With --simulate: what outlives a failure; each step in memory, or there on two nodes."),
+    ] = "checkpoints",
+    detect: Annotated[str, typer.Option(metavar="TIME", help="With --simulate: until a failure is noticed.")] = "1s",
+    restart: Annotated[
+        str, typer.Option(metavar="TIME", help="With --simulate: from then to the first new step.")
+    ] = "60s",
+    checkpoint_time: Annotated[
+        str | None, typer.Option(metavar="TIME", help="With --simulate: for which a checkpoint holds training up.")
+    ] = None,
+    spares: Annotated[int, typer.Option(min=0, help="With --simulate: nodes that wait beside the others.")] = 4,
+    stragglers_every: Annotated[
+        str | None, typer.Option(metavar="TIME", help="With --simulate: until a node is slow for an hour.")
+    ] = None,
+    stalls_every: Annotated[
+        str | None, typer.Option(metavar="TIME", help="With --simulate: until all wait half a minute.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="With --simulate: the same seed, the same failures.")] = 0,
+) -> None:
+    """Find the fastest layout of a recipe on a cluster, and say what to expect of it. Starts nothing.
+
+    Keys given as KEY=VALUE are held fixed; those of the recipe that are about layout are chosen anew.
+    """
+    mtbf_s = None if mtbf is None else parse.seconds(mtbf, "--mtbf")
+    wanted = record.Wanted(None if tokens is None else parse.amount(tokens, "--tokens"), price, mtbf_s, wish)
+    if price is not None and tokens is None:
+        raise ConfigError("--price needs to know how much is trained on; give --tokens, such as --tokens 300B")
+    if recipe_path is None and not simulate:
+        raise ConfigError(
+            "there is no recipe to plan for; name one, such as recipes/llama-3-8b.yaml, or add --simulate"
+        )
+    found = None if recipe_path is None else _planned(recipe_path, overrides or [], cluster_text, hardware_path)
+    terminal = open_terminal()
+    if found is not None and not found[2].plans:
+        question, cluster, nothing = found
+        assert nothing.short is not None
+        told = record.short_record(question, cluster, nothing.short)
+        if as_json:
+            typer.echo(json.dumps(told, indent=2))
+        else:
+            terminal.print(table.short(told))
+        raise typer.Exit(ExitCode.CONFIG)
+    if simulate:
+        job = _job(found, gpus, per_node, mtbf_s, days, keep, spares, seed)
+        job = replace(
+            job,
+            detect_s=parse.seconds(detect, "--detect"),
+            restart_s=parse.seconds(restart, "--restart"),
+            checkpoint_s=job.checkpoint_s
+            if checkpoint_time is None
+            else parse.seconds(checkpoint_time, "--checkpoint-time"),
+            straggler_every_s=_every(stragglers_every, "--stragglers-every"),
+            stall_every_s=_every(stalls_every, "--stalls-every"),
+        )
+        resilience = ResilienceSection() if found is None else found[0].config.resilience
+        told = large.simulated(job, resilience, found)
+        terminal.print(table.simulated(told)) if not as_json else typer.echo(json.dumps(told, indent=2))
+        return
+    assert found is not None and recipe_path is not None
+    question, cluster, plans = found
+    told = record.plan_record(question, cluster, plans, wanted, recipe_path.name)
+    text = json.dumps(told, indent=1, allow_nan=False) + "\n"
+    try:
+        write_atomic(out.expanduser(), text)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written ({error.strerror}); name another file with --out") from None
+    if as_json:
+        typer.echo(text, nl=False)
+    else:
+        terminal.print(table.plan({**told, "out": str(out)}))
+
+
+def _planned(path: Path, overrides: list[str], text: str | None, file: Path | None) -> tuple[Question, Cluster, Found]:
+    """The question that a command line asks, and what was found."""
+    if (text is None) == (file is None):
+        raise ConfigError(
+            "a plan is for one cluster; give --cluster, such as --cluster '4x(8xA100-80GB), 200Gb/s', or --hardware "
+            "with a file that `phalanx hardware` wrote"
+        )
+    cluster = (
+        parse.cluster(text) if text is not None else measured.cluster_of(hardware.read(Path(str(file)).expanduser()))
+    )
+    config = free(recipe.load(path, overrides), overrides)
+    question = Question(config, _folder_spec(config), tuple(overrides))
+    return question, cluster, question.on(cluster)
+
+
+def _folder_spec(config: Config) -> ModelSpec | None:
+    """The shapes of a Hugging Face folder; only these need torch, which reads such folders."""
+    folder = config.model.from_hf
+    if folder is None:
+        return None
+    if storage.is_url(folder):
+        raise ConfigError(f"model.from_hf {folder} is a URL; fetch its config.json into a folder, and name that")
+    from phalanx.models import hf
+
+    return hf.spec_from_config(hf.read_config(Path(folder).expanduser()), folder)
+
+
+def _job(
+    found: tuple[Question, Cluster, Found] | None, gpus: int | None, per_node: int, mtbf_s: float | None, days: float,
+    keep: large.Keep, spares: int, seed: int,
+) -> large.Job:  # fmt: skip
+    """What is simulated: the plan's devices and steps, or as many as the command line says, of an assumed step."""
+    job = large.Job(
+        devices=gpus or 0, per_node=per_node, mtbf_s=0.0, days=days, step_s=STEP_S, step_assumed=True, keep=keep,
+        checkpoint_s=CHECKPOINT_S, spares=spares, seed=seed,
+    )  # fmt: skip
+    if found is None and gpus is None:
+        raise ConfigError("--simulate needs to know how many devices there are; give --gpus, or a recipe and a cluster")
+    if found is not None:
+        best = found[2].best
+        if gpus not in (None, best.devices):
+            raise ConfigError(
+                f"--gpus {gpus} and a plan for {best.devices} devices are two clusters; leave one of them out"
+            )
+        saving = record.saving_of(best, mtbf_s)
+        job = replace(
+            job,
+            devices=best.devices,
+            per_node=math.gcd(best.devices, *(group.per_node for group in best.cluster.groups)),
+            step_s=best.estimate.step_s,
+            step_assumed=False,
+            checkpoint_s=saving["checkpoint_s"],
+            group=best.choice.tensor * best.choice.pipeline,
+        )
+    return replace(job, mtbf_s=mtbf_s if mtbf_s is not None else record.DEVICE_MTBF_S / job.devices)
+
+
+def _every(text: str | None, what: str) -> float:
+    return math.inf if text is None else parse.seconds(text, what)

@@ -1,0 +1,124 @@
+"""Clusters, times and amounts as a person writes them; a mistake is pointed at."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import ConfigError
+from phalanx.plan import parse
+from phalanx.plan.cluster import Cluster, Group
+from phalanx.plan.kinds import KINDS
+
+
+def groups(text: str) -> list[tuple[int, int, str]]:
+    return [(group.nodes, group.per_node, group.kind.name) for group in parse.cluster(text).groups]
+
+
+def test_nodes_of_devices_and_the_network_between_them() -> None:
+    found = parse.cluster("4x(8xA100-80GB), 2x(8xV100-32GB), 200Gb/s")
+    assert [(g.nodes, g.per_node, g.kind.name) for g in found.groups] == [(4, 8, "A100-80GB"), (2, 8, "V100-32GB")]
+    assert found.between_bits_per_s == 200e9
+    assert found.devices == 48
+
+
+def test_devices_without_brackets_are_of_one_node() -> None:
+    assert groups("8xH100-80GB") == [(1, 8, "H100-80GB")]
+    assert groups("T4") == [(1, 1, "T4")]
+    assert groups("3x(T4)") == [(3, 1, "T4")]
+    assert groups("2 x ( 4 x rtx 4090 )") == [(2, 4, "RTX-4090")]
+
+
+@pytest.mark.parametrize(
+    ("words", "bits"),
+    [("100Gb/s", 100e9), ("25Gbit/s", 25e9), ("12.5GB/s", 100e9), ("1 Tb/s", 1e12), ("1gbps", 1e9), ("900Mb/s", 9e8)],
+)
+def test_speeds_in_bits_and_bytes(words: str, bits: float) -> None:
+    assert parse.cluster(f"2x(8xA100-80GB), {words}").between_bits_per_s == pytest.approx(bits)
+
+
+def test_a_latency() -> None:
+    assert parse.cluster("2x(8xT4), 10Gb/s, 20us").between_latency_s == pytest.approx(20e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "words"),
+    [
+        ("", 0, "there is nothing"),
+        ("4x(8xA100-80GB", 14, "not closed"),
+        ("4x(8xA100-80GB), 2x(8xA1000)", 22, "no kind of device is called 'A1000'; known are V100-16GB"),
+        ("4x(8xA100-80GB),", 16, "behind the comma"),
+        ("4x(8xA100-80GB) 2xT4", 16, "a comma or the end"),
+        ("4x(8x)", 5, "a kind of device is expected"),
+        ("4(8xT4)", 1, "an x and what there are so many of"),
+        ("0x(8xT4)", 0, "0 nodes are none"),
+        ("200Gb/s", 0, "no devices"),
+        ("8xT4, 1Gb/s, 2Gb/s", 13, "given before"),
+        ("8xT4, 0Gb/s", 6, "carries nothing"),
+        ("9999999xT4", 0, "digit too many"),
+        ("8xT4, -1Gb/s", 6, "a kind of device is expected"),
+    ],
+)
+def test_a_mistake_is_pointed_at(text: str, at: int, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse.cluster(text)
+    sentence, line, caret = str(caught.value).split("\n")
+    assert words in sentence
+    assert f"character {at + 1}:" in sentence
+    assert line == f"  {text}"
+    assert caret == f"  {' ' * at}^"
+
+
+def test_an_unknown_kind_says_what_is_needed() -> None:
+    with pytest.raises(ConfigError, match="phalanx hardware.*--hardware.*memory"):
+        parse.cluster("8xMI300X")
+
+
+@given(st.text(alphabet="0123456789xX(), ABCGHTVabms/-.\t", max_size=30))
+def test_any_text_is_a_cluster_or_a_sentence(text: str) -> None:
+    try:
+        assert parse.cluster(text).devices > 0
+    except ConfigError as error:
+        assert str(error).count("\n") == 2
+
+
+parts = st.builds(Group, st.integers(1, 99), st.integers(1, 16), st.sampled_from(list(KINDS.values())))
+
+
+@given(st.lists(parts, min_size=1, max_size=4), st.sampled_from([1e9, 25e9, 200e9, 1.6e12]))
+def test_what_is_written_is_read_again(there: list[Group], speed: float) -> None:
+    cluster = Cluster(tuple(there), speed)
+    again = parse.cluster(parse.text_of(cluster))
+    assert again.groups == cluster.groups
+    assert cluster.nodes == 1 or again.between_bits_per_s == pytest.approx(speed)
+
+
+def test_a_node_more() -> None:
+    there = parse.cluster("2x(8xT4), 8xA40")
+    assert parse.text_of(parse.with_nodes(there, 0, 1)) == "3x(8xT4), 8xA40, 100Gb/s"
+    assert parse.text_of(parse.with_nodes(there, 1, -1)) == "2x(8xT4), 100Gb/s"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("90s", 90), ("45min", 2700), ("3h", 10800), ("2d", 172800), ("1.5 h", 5400)]
+)
+def test_times(text: str, value: float) -> None:
+    assert parse.seconds(text, "--mtbf") == value
+
+
+@pytest.mark.parametrize("text", ["", "3", "h", "-3h", "0s", "3 parsecs", "nan"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(ConfigError, match="--mtbf .* 45min"):
+        parse.seconds(text, "--mtbf")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("300B", 3e11), ("1.4T", 1.4e12), ("300e9", 3e11), ("5000", 5000.0), ("2m", 2e6)]
+)
+def test_amounts(text: str, value: float) -> None:
+    assert parse.amount(text, "--tokens") == value
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "0", "nan", "inf", "3Q"])
+def test_what_is_no_amount(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--tokens .* 1\.4T"):
+        parse.amount(text, "--tokens")
