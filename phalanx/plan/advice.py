@@ -207,7 +207,8 @@ def _least(enough: Callable[[int], bool], words: Callable[[int], str]) -> list[s
 
 
 def _larger_devices(question: Question, cluster: Cluster) -> list[str]:
-    """The kind with the least memory that does in place of all there are."""
+    """The two kinds with the least memory that do in place of all there are."""
+    found: list[str] = []
     least = min(group.kind.memory_bytes for group in cluster.groups)
     roomier = sorted((kind for kind in KINDS.values() if kind.memory_bytes > least), key=lambda kind: kind.memory_bytes)
     for kind in roomier:
@@ -215,9 +216,12 @@ def _larger_devices(question: Question, cluster: Cluster) -> list[str]:
             Group(group.nodes, group.per_node, kind if group.kind.memory_bytes < kind.memory_bytes else group.kind)
             for group in cluster.groups
         )
-        if not kind.on_host and _fits(question, replace(cluster, groups=groups)):
-            return [f"{kind.name} in place of {_names(cluster.groups, kind)}"]
-    return []
+        larger = not found or kind.memory_bytes > KINDS[found[-1].split()[0]].memory_bytes
+        if larger and not kind.on_host and _fits(question, replace(cluster, groups=groups)):
+            found.append(f"{kind.name} in place of {_names(cluster.groups, kind)}")
+        if len(found) == 2:
+            break
+    return found
 
 
 def _names(groups: Sequence[Group], than: Kind) -> str:

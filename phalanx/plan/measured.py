@@ -80,10 +80,11 @@ def like(device: Device) -> Kind:
     if device.host_to_device_bytes_per_s is None:
         return KINDS["CPU"]
     words = set(re.split(r"[\s_-]+", device.model.upper()))
-    fitting = [kind for kind in KINDS.values() if kind.name.upper().split("-")[0] in words and not kind.on_host]
-    if not fitting:
-        joined = re.sub(r"[\s_-]+", "", device.model.upper())
-        fitting = [kind for kind in KINDS.values() if kind.name.upper().replace("-", "") in joined]
+    fitting = [
+        kind
+        for kind in KINDS.values()
+        if not kind.on_host and words >= {part for part in kind.name.split("-") if not part.endswith("GB")}
+    ]
     return min(fitting or [KINDS[LIKE]], key=lambda kind: abs(math.log(kind.memory_bytes / device.memory_bytes)))
 
 

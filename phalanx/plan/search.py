@@ -25,7 +25,8 @@ from phalanx.plan.work import Work
 
 RECOMPUTE: tuple[tuple[Recompute, bool], ...] = (("none", False), ("selective", False), ("full", False), ("full", True))
 MOST_GROUPS = 4  # of which all subsets are tried; of more, those of the fastest kinds
-EVEN_ENOUGH = 16  # micro-batches of a copy above which one more or less makes no difference
+FEW = 16  # copies of the model of which every number is tried; sequences of one, too
+NEARLY = 0.9  # slices of a block may take less than their part of it
 BETTER = 1 - 1e-9
 WORTH = 1.25  # times as long as the best: what is slower is not even a runner-up
 PACE_IS_NEAR = 0.8  # what large micro-batches may be faster by than a line through small ones
@@ -147,7 +148,7 @@ class _Found:
         self.plans: dict[tuple[object, ...], Plan] = {}
         self.best_s = math.inf
         self.short: Short | None = None
-        self.tried = 0
+        self.tried = self.missed = 0
 
     def is_hopeless(self, choice: Choice, cluster: Cluster, bound_s: float) -> bool:
         """Whether a layout that takes so long at least is none that anybody would look at."""
@@ -159,6 +160,7 @@ class _Found:
     def miss(self, choice: Choice, cluster: Cluster, held: Held) -> None:
         """Note a layout that does not fit, if it is nearer to it than all others."""
         self.tried += 1
+        self.missed += 1
         if self.short is None or -held.left < self.short.missing_bytes:
             self.short = Short(choice, cluster, held.kind, held.stage, held.total, -held.left, held.parts)
 
@@ -192,7 +194,10 @@ class _Search:
         self._stages: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def run(self) -> None:
+        pins = self.space.pins
         for tensor, pipeline in self.space.degrees:
+            if (pins.get("tensor", tensor), pins.get("pipeline", pipeline)) != (tensor, pipeline):
+                continue
             if not any(group.per_node % tensor for group in self.cluster.groups):
                 if pipeline == 1 and self.turned:
                     continue  # the same in another order
@@ -203,27 +208,34 @@ class _Search:
         return (self.space.pins[name],) if name in self.space.pins else values
 
     def device_counts(self, together: int) -> Iterator[int]:
-        """How many devices are worth using: all that make whole copies, and fewer where the largest share of a step
-        stays what it is, since sequences are whole."""
+        """How many devices are worth a try: all that make whole copies; fewer where the largest share of a step stays
+        what it is, since sequences are whole; and few, where communication takes longer than computing."""
         batch = self.work.global_batch
         most = min(self.cluster.devices // together, batch)
         if most < 1:
             return
         counts = {most}
-        for share in range(-(-batch // most), EVEN_ENOUGH + 1):
-            fewer = -(-batch // share)
-            if fewer <= most and 2 * fewer >= most:
-                counts.add(fewer)
-        spans = self.cluster.spans
+        if self.uniform:
+            counts |= {*range(1, min(most, FEW) + 1), *(1 << power for power in range(most.bit_length()))}
+        counts |= {fewer for share in range(-(-batch // most), FEW + 1) if (fewer := -(-batch // share)) <= most}
         for copies in sorted(counts, reverse=True):
-            if copies * together > spans[-1][0]:  # else it would use nothing of the last group: another part does that
+            # What uses nothing of the last group is another part's to try.
+            if copies * together > self.cluster.spans[-1][0] and (copies == most or self.may_win(copies, together)):
                 yield copies * together
+
+    def may_win(self, copies: int, together: int) -> bool:
+        """Whether so few devices could be the best, if nothing but blocks took any time."""
+        share = -(-self.work.global_batch // copies)
+        whole = Choice()
+        block_s = min(self.block_s(kind, whole, share) for kind in self.cluster.kinds)
+        return self.work.layers * block_s / together * NEARLY < self.found.best_s
 
     def layouts(self, tensor: int, pipeline: int, devices: int) -> None:
         """All else that can be chosen, for so many devices."""
         copies, pins = devices // (tensor * pipeline), self.space.pins
-        virtuals = [1, 2] if pipeline > 1 and 2 * pipeline <= self.work.layers else [1]
-        for virtual in self.pinned("virtual", virtuals):
+        # Stages of unlike devices have unlike numbers of layers, which interleaved ones cannot have.
+        twice = pipeline > 1 and 2 * pipeline <= self.work.layers and self.uniform
+        for virtual in self.pinned("virtual", (1, 2) if twice else (1,)):
             for recompute, offload in RECOMPUTE:
                 if pins.get("recompute", recompute) != recompute or pins.get("offload", offload) != offload:
                     continue
@@ -231,10 +243,27 @@ class _Search:
                     tensor=tensor, pipeline=pipeline, virtual=virtual, recompute=recompute, offload=offload,
                     sequence=tensor > 1 and self.work.seq_len % tensor == 0, devices=devices,
                 )  # fmt: skip
+                if self.is_slow(base, copies):
+                    continue
                 base = replace(base, stages=self.stage_layers(base, copies))
+                missed = self.found.missed
                 for size in self.sizes(copies):
                     if not self.sizes_fit(replace(base, micro_batch=size), copies):
                         break
+                if missed == self.found.missed:
+                    break  # where everything fits, computing again only takes time
+
+    def is_slow(self, choice: Choice, copies: int) -> bool:
+        """Whether unlike devices would take longer than anybody would look at, were all of them busy all the time."""
+        if self.uniform or self.found.best_s == math.inf:
+            return False
+        width = copies * choice.tensor * choice.pipeline
+        per_s = sum(
+            (min(behind, width) - begin) / choice.tensor / self.pace(group.kind, choice)[1]
+            for begin, behind, group in self.cluster.spans
+            if begin < width
+        )
+        return PACE_IS_NEAR * self.work.global_batch / per_s > WORTH * self.found.best_s
 
     def sizes(self, copies: int) -> Iterator[int]:
         """Of micro-batches: powers of two up to the share of a copy, and that."""

@@ -305,6 +305,8 @@ class _Job:
                     held[(rank - 1) % len(rank_of)] = (step,)
             nodes.append(affairs.Node(node.node, node.host, node.ranks, node.model, node.ready, node.drained, held))
         self.state = replace(self.state, nodes=tuple(nodes))
+        if scenario.copied and {rank for node in nodes for rank in node.held} >= set(rank_of.values()):
+            self.tell(affairs.Progress(self.now, step))  # as safe as on a disk, and what comes after it is progress
 
     # ----------------------------------------------------------------------------------------------- what is to be done
 

@@ -38,9 +38,7 @@ def test_a_recovery_longer_than_failures_are_apart_comes_to_nothing() -> None:
 @given(st.floats(0.1, 1000), st.floats(600, 1e7), st.floats(0, 300))
 def test_no_interval_is_much_better_than_dalys(cost_s: float, mtbf_s: float, recovery_s: float) -> None:
     ours = intervals.share_done(intervals.daly_s(cost_s, mtbf_s), cost_s, mtbf_s, recovery_s)
-    trying = max(
-        intervals.share_done(cost_s * 1.1**power, cost_s, mtbf_s, recovery_s) for power in range(-40, 160)
-    )
+    trying = max(intervals.share_done(cost_s * 1.1**power, cost_s, mtbf_s, recovery_s) for power in range(-40, 160))
     assert ours >= trying * 0.995
 
 

@@ -98,7 +98,9 @@ def test_a_node_more() -> None:
     assert parse.text_of(parse.with_nodes(there, 1, -1)) == "2x(8xT4), 100Gb/s"
 
 
-@pytest.mark.parametrize(("text", "value"), [("90s", 90), ("45min", 2700), ("3h", 10800), ("2d", 172800), ("1.5 h", 5400)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("90s", 90), ("45min", 2700), ("3h", 10800), ("2d", 172800), ("1.5 h", 5400)]
+)
 def test_times(text: str, value: float) -> None:
     assert parse.seconds(text, "--mtbf") == value
 
@@ -109,7 +111,9 @@ def test_what_is_no_time(text: str) -> None:
         parse.seconds(text, "--mtbf")
 
 
-@pytest.mark.parametrize(("text", "value"), [("300B", 3e11), ("1.4T", 1.4e12), ("300e9", 3e11), ("5000", 5000.0), ("2m", 2e6)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("300B", 3e11), ("1.4T", 1.4e12), ("300e9", 3e11), ("5000", 5000.0), ("2m", 2e6)]
+)
 def test_amounts(text: str, value: float) -> None:
     assert parse.amount(text, "--tokens") == value
 

@@ -58,8 +58,17 @@ def all_choices(work: Work, cluster: Cluster) -> list[Choice]:
                 continue
             found.append(
                 Choice(
-                    zero=zero, tensor=tensor, sequence=tensor > 1, pipeline=pipeline, virtual=virtual, micro_batch=size,
-                    reduce=reduce, recompute=recompute, offload=offload, slots=slots, devices=devices,
+                    zero=zero,
+                    tensor=tensor,
+                    sequence=tensor > 1,
+                    pipeline=pipeline,
+                    virtual=virtual,
+                    micro_batch=size,
+                    reduce=reduce,
+                    recompute=recompute,
+                    offload=offload,
+                    slots=slots,
+                    devices=devices,
                 )  # fmt: skip
             )
     return found
@@ -100,7 +109,7 @@ works = st.builds(
 
 
 @given(works, clusters)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_what_is_returned_fits_and_comes_out_even(work: Work, text: str) -> None:
     found = on(work, text)
     assert bool(found.plans) == (found.short is None)
@@ -119,7 +128,7 @@ def test_what_is_returned_fits_and_comes_out_even(work: Work, text: str) -> None
 
 
 @given(works, clusters)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_more_of_anything_never_makes_it_slower(work: Work, text: str) -> None:
     there = parse.cluster(text)
     before = tokens_per_s(on(work, there))
@@ -132,7 +141,7 @@ def test_more_of_anything_never_makes_it_slower(work: Work, text: str) -> None:
 
 
 @given(works, st.sampled_from(["4xA100-40GB, 2xV100-16GB, 50Gb/s", "2x(2xH100-80GB), 3x(2xT4), 10Gb/s"]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_unlike_devices_get_shares_that_sum_and_are_never_worse_than_one_kind_alone(work: Work, text: str) -> None:
     there = parse.cluster(text)
     found = on(work, there)
@@ -224,7 +233,7 @@ def test_175_billion_on_64_nodes_is_cut_both_ways() -> None:
 
 
 def test_what_fits_nowhere_is_said_to_be_short() -> None:
-    found = on(GPT_175B, "2x(8xT4), 10Gb/s")
+    found = on(replace(GPT_175B, precision="fp16"), "2x(8xT4), 10Gb/s")
     assert found.plans == ()
     assert found.short is not None
     assert found.short.kind.name == "T4"

@@ -1,0 +1,260 @@
+"""`phalanx plan`: what it writes, says and refuses, and that a run takes the keys that it gives."""
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from phalanx import hardware, recipe
+from phalanx.cli import app
+from phalanx.combinations import problems_with
+from phalanx.errors import ConfigError
+from phalanx.hardware import Device, Hardware, Link
+from phalanx.models.spec import PRESETS, parameter_count
+from phalanx.plan import measured, parse, record
+from phalanx.plan.recipe_keys import STATE_BYTES, work_of
+from phalanx.rules import RULES
+from tests.helpers import ROOT
+
+LLAMA = ROOT / "recipes" / "llama-3-8b.yaml"
+NODES = "2x(8xA100-80GB), 200Gb/s"
+
+
+def phalanx(*words: object) -> Result:
+    return CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(app, [str(word) for word in words])
+
+
+def planned(out: Path, *words: object) -> dict[str, Any]:
+    done = phalanx("plan", *words, "--out", out, "--json")
+    assert done.exit_code == 0, done.output
+    told: dict[str, Any] = json.loads(done.output)
+    assert told == json.loads(out.read_text())
+    return told
+
+
+def failing(*words: object) -> str:
+    done = phalanx("plan", *words)
+    assert done.exit_code != 0
+    assert isinstance(done.exception, ConfigError), done.output
+    return str(done.exception)
+
+
+def test_the_keys_make_a_recipe_that_starts(tmp_path: Path) -> None:
+    told = planned(tmp_path / "plan.json", LLAMA, "--cluster", NODES)
+    chosen = recipe.load(LLAMA, [f"{key}={json.dumps(value)}" for key, value in told["keys"].items()])
+    assert problems_with(chosen, told["used"]["devices"]) == []
+    assert chosen.train.micro_batch == told["keys"]["train.micro_batch"]
+    expected = told["expected"]
+    assert sum(expected["terms"].values()) == pytest.approx(expected["step_s"])
+    tokens = told["model"]["seq_len"] * told["model"]["global_batch"]
+    assert expected["tokens_per_s"] == pytest.approx(tokens / expected["step_s"])
+    assert all(held["bytes"] <= held["of_bytes"] for held in expected["memory"])
+    assert told["model"]["parameters"] == pytest.approx(parameter_count(PRESETS["llama-3-8b"]), rel=1e-4)
+    assert told["runners_up"] == sorted(told["runners_up"], key=lambda other: other["step_s"])
+    assert told["runners_up"][0]["step_s"] >= expected["step_s"]
+    assert {help_["what"].split()[0] for help_ in told["helps"]} == {"a", "devices", "one"}
+    assert all(help_["times"] > 0.999 for help_ in told["helps"])
+
+
+def test_the_table_reads_in_a_hundred_columns(tmp_path: Path) -> None:
+    done = phalanx(
+        "plan", LLAMA, "--cluster", NODES, "--tokens", "300B", "--price", 2, "--explain", "parallel.tensor=8",
+        "--out", tmp_path / "plan.json",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.output.splitlines())) <= 100
+    for words in (
+        "a step",
+        "MFU",
+        "where a step goes",
+        "memory of the fullest",
+        "runners-up",
+        "what would help",
+        "goal",
+    ):
+        assert words in done.output
+    assert re.search(r"parallel\.tensor=8 takes [\d.]+ % longer", done.output)
+    told = json.loads((tmp_path / "plan.json").read_text())
+    # By hand: 300e9 tokens at so many a second, and 16 devices for as long.
+    days = 300e9 / told["expected"]["tokens_per_s"] / 86400 / told["saving"]["goodput"]
+    assert told["goal"]["days"] == pytest.approx(days)
+    assert told["goal"]["money"] == pytest.approx(days * 24 * told["used"]["devices"] * 2)
+
+
+def test_what_the_command_line_says_stays(tmp_path: Path) -> None:
+    told = planned(tmp_path / "plan.json", LLAMA, "parallel.tensor=4", "memory.activations=full", "--cluster", NODES)
+    assert told["keys"]["parallel.tensor"] == 4
+    assert told["keys"]["memory.activations"] == "full"
+
+
+def test_a_wish_that_fits_nowhere(tmp_path: Path) -> None:
+    told = planned(
+        tmp_path / "plan.json", LLAMA, "parallel.tensor=1", "parallel.pipeline=1", "--cluster", "8xA100-40GB",
+        "--explain", "parallel.zero=1",
+    )  # fmt: skip
+    assert told["explain"]["fits"] is False
+    assert told["explain"]["missing_bytes"] > 0
+
+
+def test_a_model_that_fits_nowhere_says_how_much_is_short_and_three_ways_out(tmp_path: Path) -> None:
+    done = phalanx("plan", LLAMA, "--cluster", "2xT4", "--json", "--out", tmp_path / "plan.json")
+    assert done.exit_code == 2
+    told = json.loads(done.output)
+    assert told["missing_bytes"] > 0
+    assert len(told["ways_out"]) == 3
+    assert not (tmp_path / "plan.json").exists()
+    shown = phalanx("plan", LLAMA, "--cluster", "2xT4").output
+    assert "nothing fits" in shown
+    assert "T4" in shown
+    # The way out by devices is true: as many more nodes as it says make it fit.
+    more = next(int(way.split()[0]) for way in told["ways_out"] if "more node" in way)
+    enough = planned(tmp_path / "plan.json", LLAMA, "--cluster", f"{1 + more}x(2xT4)")
+    assert enough["used"]["devices"] > 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no recipe"),
+        ([LLAMA], "--cluster"),
+        ([LLAMA, "--cluster", NODES, "--hardware", "x.json"], "one cluster"),
+        ([LLAMA, "--cluster", "2x(8xA1000)"], "character 6"),
+        ([LLAMA, "--cluster", NODES, "--tokens", "many"], "--tokens"),
+        ([LLAMA, "--cluster", NODES, "--price", "2"], "--tokens"),
+        ([LLAMA, "--cluster", NODES, "--explain", "faster"], "key=value"),
+        ([LLAMA, "--cluster", NODES, "--explain", "parallel.tensr=2"], "tensr"),
+        ([LLAMA, "--cluster", NODES, "parallel.tensor=5"], "parallel.tensor"),
+        ([LLAMA, "--cluster", NODES, "parallel.tensor=16"], "come out even"),
+        ([LLAMA, "train.dtype=bf16", "--cluster", "8xV100-32GB"], "no bf16"),
+        ([LLAMA, "--hardware", "nowhere.json"], "nowhere.json"),
+        ([LLAMA, "model.code=mine.py", "--cluster", NODES], "model.code"),
+        (["--simulate"], "--gpus"),
+        (["--simulate", "--gpus", "12"], "whole nodes"),
+        (["--simulate", "--gpus", "8", "--mtbf", "often"], "--mtbf"),
+        ([LLAMA, "--cluster", NODES, "--simulate", "--gpus", "8"], "two clusters"),
+    ],
+)
+def test_mistakes_are_sentences(words: list[object], said: str) -> None:
+    assert said in failing(*words)
+
+
+def test_a_bert_and_unlike_types() -> None:
+    cluster = parse.cluster("2xA100-40GB, 2xV100-16GB")
+    config = recipe.load(ROOT / "recipes" / "bert-base-pretrain.yaml")
+    from phalanx.plan.recipe_keys import shape_of
+
+    spec = shape_of(config)
+    work = work_of(config, spec, cluster)
+    assert (work.gated, work.biases, work.precision, work.gather_bytes) == (False, True, "fp16", 4)
+    assert work.parameters() == pytest.approx(parameter_count(spec), rel=0.02)
+
+
+def test_every_rule_has_bytes_of_state() -> None:
+    assert set(STATE_BYTES) == set(RULES)
+
+
+# ------------------------------------------------------------------------------------------------------------- measured
+
+
+def device(rank: int, model: str, seconds: float, node: int = 0, **more: Any) -> Device:
+    told: dict[str, Any] = {
+        "rank": rank, "node": node, "local_rank": rank, "host": "h", "name": "gpu", "model": model,
+        "memory_bytes": 40 * 2**30, "most": 4, "times": ((1, seconds), (4, 4 * seconds)),
+        "host_to_device_bytes_per_s": 2e10,
+    }  # fmt: skip
+    return Device(**{**told, **more})
+
+
+SPEC = PRESETS["llama-3.2-1b"]
+WORK = {**{key: value for key, value in asdict(SPEC).items()}, "positions": 2048, "dtype": "bf16", "parameters": 1}
+
+
+def test_devices_of_a_file_are_as_fast_as_they_were_measured() -> None:
+    slow = device(2, "NVIDIA A100-SXM4-40GB", 0.8)
+    names = [device(rank, "NVIDIA A100-SXM4-40GB", 0.4) for rank in range(2)]
+    found = measured.cluster_of(Hardware(WORK, (*names, slow), Link(1e10, 1e-4)))
+    fast, slower = (group.kind for group in found.groups)
+    assert [group.per_node for group in found.groups] == [2, 1]
+    assert fast.peak("bf16") == pytest.approx(2 * slower.peak("bf16"), rel=0.02)
+    assert fast.memory_bytes == 40 * 2**30
+    assert fast.host_bytes_per_s == 2e10
+
+
+def test_an_all_reduce_takes_what_it_was_measured_to_take() -> None:
+    from phalanx.plan import links
+    from phalanx.plan.constants import DEFAULT
+
+    nodes = tuple(device(rank, "NVIDIA A100-SXM4-40GB", 0.4, node=rank) for rank in range(4))
+    found = measured.cluster_of(Hardware(WORK, nodes, Link(1e9, 1e-5)))
+    assert (found.nodes, found.devices) == (4, 4)
+    ring = links.ring_of(0, 4, 1, found)
+    assert links.all_reduce_s(1e9, ring, found, DEFAULT) == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_cpu_an_unknown_accelerator_and_one_of_two_memories() -> None:
+    cpu = device(0, "a cpu", 3.0, host_to_device_bytes_per_s=None)
+    assert measured.like(cpu).name == "CPU"
+    assert measured.like(device(0, "Gaudi", 1.0)).name == measured.LIKE
+    assert measured.like(device(0, "NVIDIA H100 80GB HBM3", 1.0)).name == "H100-80GB"
+    assert measured.like(device(0, "NVIDIA A100-SXM4-80GB", 1.0, memory_bytes=79 * 2**30)).name == "A100-80GB"
+    assert measured.like(device(0, "NVIDIA GeForce RTX 4090", 1.0)).name == "RTX-4090"
+
+
+def test_a_plan_for_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "hardware.json"
+    names = tuple(device(rank, "NVIDIA A100-SXM4-40GB", 0.4) for rank in range(4))
+    hardware.write(file, Hardware(WORK, names, Link(1e11, 1e-5)))
+    told = planned(tmp_path / "plan.json", ROOT / "recipes" / "llama-3.2-1b.yaml", "--hardware", file)
+    assert told["used"]["devices"] == 4
+
+
+def test_a_file_of_a_network_of_ones_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--cluster"):
+        measured.cluster_of(Hardware({"parameters": 5}, (device(0, "x", 1.0),), None))
+
+
+# ------------------------------------------------------------------------------------------------------------ simulated
+
+
+def test_a_month_of_a_thousand_devices() -> None:
+    done = phalanx("plan", "--simulate", "--gpus", 1024, "--mtbf", "3h", "--days", 30, "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.output)
+    assert sum(told["seconds"].values()) == pytest.approx(30 * 86400)
+    assert 0.85 < told["goodput"] < told["closed_form"] < 0.97
+    assert told["hard"] + told["soft"] == pytest.approx(240, abs=60)  # 720 h / 3 h
+    assert [row["devices"] for row in told["scaling"]][-1] == 16384
+    rates = [row["goodput"] for row in told["scaling"]]
+    assert rates == sorted(rates, reverse=True)
+    again = phalanx("plan", "--simulate", "--gpus", 1024, "--mtbf", "3h", "--days", 30, "--json")
+    assert again.output == done.output
+
+
+def test_a_simulated_plan_has_the_plans_steps(tmp_path: Path) -> None:
+    words = ("plan", LLAMA, "--cluster", NODES, "--simulate", "--mtbf", "1d", "--days", 10)
+    told = json.loads(phalanx(*words, "--json").output)
+    assert told["job"]["step_assumed"] is False
+    assert told["job"]["nodes"] == 2
+    assert told["scaling"][2]["tokens_per_s"] > 2 * told["scaling"][1]["tokens_per_s"]
+    shown = phalanx(*words)
+    assert max(map(len, shown.output.splitlines())) <= 100
+    assert "goodput" in shown.output
+
+
+def test_llama_3s_failures_by_what_is_kept() -> None:
+    words = ("plan", "--simulate", "--gpus", 1024, "--mtbf", f"{54 * 24 / 419:.4f}h", "--days", 54, "--spares", 32)
+    found = {}
+    for keep in ("checkpoints", "memory", "copies"):
+        told = json.loads(phalanx(*words, "--keep", keep, "--json").output)
+        assert told["ended"] is None
+        assert told["goodput"] == pytest.approx(told["closed_form"], rel=0.01)
+        found[keep] = told["goodput"]
+    assert found["checkpoints"] < found["memory"] < found["copies"]
+
+
+def test_saving_is_by_the_rate_of_failures_of_so_many_devices() -> None:
+    assert record.DEVICE_MTBF_S / 16384 == pytest.approx(54 * 86400 / 419)

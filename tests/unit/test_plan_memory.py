@@ -1,0 +1,138 @@
+"""Bytes that a device holds: published formulas by hand, and this project's own engine as a dry run counts it."""
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx import recipe
+from phalanx.models.spec import PRESETS
+from phalanx.plan.choice import Choice
+from phalanx.plan.cluster import Cluster, Group
+from phalanx.plan.constants import DEFAULT
+from phalanx.plan.cost import predict
+from phalanx.plan.kinds import KINDS
+from phalanx.plan.memory import block_activations, held, loss_bytes, parameters_of
+from phalanx.plan.work import Work
+from phalanx.train.dry_run import dry_run
+
+# GPT-3's block as Korthikanti et al. 2022 count it: fp16, dropout, scores written.
+GPT = Work(
+    layers=96, hidden=12288, heads=96, kv_heads=96, ffn=4 * 12288, vocabulary=51200, seq_len=2048, global_batch=8,
+    tied=True, gated=False, biases=True, dropout=True, positions=2048, precision="fp16", reduce_bytes=2,
+)  # fmt: skip
+A100 = KINDS["A100-80GB"]
+
+
+def megatron(**choice: object) -> Choice:
+    return Choice(engine="megatron", attention="plain", **choice)  # type: ignore[arg-type]
+
+
+def test_activations_are_those_of_korthikanti() -> None:
+    tokens_hidden, scores = 2048 * 12288, 96 * 2048**2
+    assert block_activations(GPT, megatron())[0] == 34 * tokens_hidden + 5 * scores
+    assert block_activations(GPT, megatron(tensor=8))[0] == (10 + 24 / 8) * tokens_hidden + 5 * scores / 8
+    assert block_activations(GPT, megatron(tensor=8, sequence=True))[0] == (34 * tokens_hidden + 5 * scores) / 8
+    kept, again = block_activations(GPT, megatron(tensor=8, sequence=True, recompute="selective"))
+    assert (kept, again) == (34 * tokens_hidden / 8, 5 * scores / 8)
+    assert block_activations(GPT, megatron(recompute="full")) == (2 * tokens_hidden, 34 * tokens_hidden + 5 * scores)
+
+
+def test_a_kernel_that_writes_no_scores_keeps_none_and_one_without_dropout_no_masks() -> None:
+    flash = Choice(engine="megatron")
+    assert block_activations(GPT, flash)[0] == 34 * 2048 * 12288
+    assert block_activations(replace(GPT, dropout=False), flash)[0] == 32 * 2048 * 12288
+
+
+def test_the_state_of_each_engine_by_hand() -> None:
+    # Two ranks, 2-byte weights: bytes of a parameter.
+    whole = parameters_of(GPT, 1, 96, True, True)[0]
+
+    def each(**choice: object) -> dict[str, float]:
+        parts = held(GPT, A100, Choice(**choice), 2, 0, 96, 1, 2, 0.5, DEFAULT).parts  # type: ignore[arg-type]
+        names = ("weights", "master weights", "optimizer state", "gradients")
+        return {name: parts[name] / whole for name in names}
+
+    assert each(zero=0, engine="megatron") == pytest.approx(
+        {"weights": 2, "master weights": 4, "optimizer state": 8, "gradients": 2}
+    )
+    assert each(zero=1, engine="megatron")["optimizer state"] == pytest.approx(4)  # Rajbhandari et al. 2020
+    assert each(zero=1) == pytest.approx({"weights": 2, "master weights": 2, "optimizer state": 4, "gradients": 4})
+    assert each(zero=1, slots=2)["optimizer state"] == pytest.approx(8)
+    assert each(zero=2, reduce="per_step")["gradients"] == pytest.approx(4 * 1.5)  # several micro-batches: own and all
+    assert each(zero=2, reduce="per_micro_batch")["gradients"] == pytest.approx(4 * (0.5 + 3 / 96), rel=0.02)
+    sharded = each(zero=3, engine="fsdp")
+    assert sharded["master weights"] == pytest.approx(2) and sharded["weights"] < 0.1
+
+
+def test_one_forward_one_backward_holds_a_micro_batch_for_each_stage_behind() -> None:
+    def activations(stage: int, **choice: object) -> float:
+        layout = megatron(pipeline=4, tensor=8, sequence=True, **choice)
+        parts = held(GPT, A100, layout, 1, stage, 24, 1, 16, 1.0, DEFAULT).parts
+        return parts["activations"] / 24 / block_activations(GPT, layout)[0]
+
+    assert [activations(stage) for stage in range(4)] == pytest.approx([4, 3, 2, 1])
+    # Interleaved: 1 + (p - 1) / (p m) times as many as there are stages, Korthikanti et al. 2022.
+    assert activations(0, virtual=2) == pytest.approx(4 * (1 + 3 / 8))
+
+
+def test_offload_keeps_two_inputs_of_blocks_on_the_device() -> None:
+    def activations(offload: bool) -> float:
+        layout = megatron(recompute="full", offload=offload)
+        return held(GPT, A100, layout, 1, 0, 96, 1, 1, 1.0, DEFAULT).parts["activations"]
+
+    assert activations(False) - activations(True) == pytest.approx(94 * 2 * 2048 * 12288)
+
+
+def test_our_own_loss_holds_a_chunk_of_logits() -> None:
+    work = replace(GPT, vocabulary=32000, hidden=1000, precision="bf16", seq_len=4096)
+    # 4096 tokens in one chunk: logits in bf16 and fp32 and their logarithms, 10 bytes; and the head's gradient.
+    assert loss_bytes(work, A100, 1, 1) == 4096 * 32000 * 10 + 32000 * 1000 * 4 + 4096 * 1000 * 2
+    # In two chunks there is a chunk's part of the gradient beside.
+    assert loss_bytes(work, A100, 1, 2) == 4096 * 32000 * 10 + 32000 * 1000 * 6 + 8192 * 1000 * 2
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    cluster = Cluster((Group(1, 8, A100),))
+    small, large = (predict(replace(GPT, layers=layers), cluster, Choice(zero=3)) for layers in (2, 96))
+    assert small.fits and not large.fits
+    fullest = large.memory[0]
+    assert fullest.left == fullest.kind.memory_bytes - fullest.total < 0
+
+
+@pytest.mark.parametrize(
+    ("preset", "parallel", "activations", "micro_batch"),
+    [
+        ("llama-2-7b", {"zero": 1, "reduce": "per_step"}, "none", 1),
+        ("llama-3.2-1b", {"zero": 2, "reduce": "per_micro_batch"}, "full", 4),
+        ("llama-2-7b", {"zero": 3, "reduce": "per_micro_batch"}, "selective", 2),
+        ("llama-3.2-1b", {"zero": 2, "reduce": "per_micro_batch", "tensor": 2, "sequence": True}, "none", 2),
+    ],
+)
+def test_our_own_engine_holds_what_a_dry_run_counts(
+    preset: str, parallel: dict[str, object], activations: str, micro_batch: int
+) -> None:
+    """Tied and untied, within a few hundredths: of every part that is state exactly, of activations nearly."""
+    spec = PRESETS[preset]
+    config = recipe.check(
+        {
+            "model": {"preset": preset, "layers": 4},
+            "data": {"seq_len": 1024},
+            "train": {"global_batch": 64, "micro_batch": micro_batch, "dtype": "bf16"},
+            "parallel": {"data": "sharded", **parallel},
+            "memory": {"activations": activations},
+        },
+        "a recipe",
+    )
+    counted = dry_run(config, 8)
+    work = Work(
+        layers=4, hidden=spec.hidden, heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
+        ffn=spec.intermediate, vocabulary=spec.vocab_size, seq_len=1024, global_batch=64, tied=spec.tie_embeddings,
+    )  # fmt: skip
+    choice = Choice(micro_batch=micro_batch, recompute=activations, **parallel)  # type: ignore[arg-type]
+    choice = replace(choice, tensor=int(str(parallel.get("tensor", 1))))
+    found = predict(work, Cluster((Group(1, 8, A100),)), choice).memory[0]
+    same = {"weights": "weights in use", "gradients": "gradients", "master weights": "master weights",
+            "optimizer state": "optimizer state"}  # fmt: skip
+    for mine, other in same.items():
+        assert found.parts[mine] == pytest.approx(counted["memory"][other], rel=0.005), mine
+    assert 0.97 <= (found.total - found.parts["reserved"]) / counted["memory_total"] <= 1.05
