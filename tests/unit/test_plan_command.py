@@ -153,6 +153,13 @@ def test_a_bert_and_unlike_types() -> None:
     assert work.parameters() == pytest.approx(parameter_count(spec), rel=0.02)
 
 
+def test_what_is_used_computes_in_its_own_type(tmp_path: Path) -> None:
+    told = planned(tmp_path / "plan.json", LLAMA, "--cluster", "8xH100-80GB, 1xT4, 1Gb/s")
+    assert told["used"]["text"] == "8xH100-80GB"
+    assert told["model"]["precision"] == "bf16"
+    assert told["idle"].startswith("1 of 9 devices is idle: with the T4")
+
+
 def test_every_rule_has_bytes_of_state() -> None:
     assert set(STATE_BYTES) == set(RULES)
 
