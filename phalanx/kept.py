@@ -114,7 +114,8 @@ def _holders(step: int, by_rank: Mapping[int, list[tuple[int, Held]]]) -> dict[i
 def missing(held: Mapping[int, Iterable[Held]]) -> list[int]:
     """The ranks of the newest generation of which no node holds anything; empty where nothing at all is held."""
     every = [each for files in held.values() for each in files if each.layout != BARE]
-    newest = [each for each in every if each.generation == max(each.generation for each in every)]
+    generation = max((each.generation for each in every), default=0)
+    newest = [each for each in every if each.generation == generation]
     if not newest:
         return []
     return sorted(set(range(newest[0].world)) - {each.rank for each in newest})

@@ -18,11 +18,12 @@ from phalanx.cluster import affairs
 from phalanx.cluster.affairs import Phase
 from phalanx.cluster.supervisor import decide
 from phalanx.errors import ConfigError
+from phalanx.kept import Held
 from phalanx.records import ExitCode
 
 DAY_S = 86400.0
 MOST_EVENTS = 5_000_000  # beyond which it would take many minutes
-KIND = "device"  # all nodes are alike here
+KIND, SHARD = "device", "shard"  # all nodes, and what they hold of the state, are alike here
 ROUNDED = 1e-6  # of a step: what may be lost by rounding
 BUCKETS = (
     "working", "walked again", "commits", "checkpoints", "detecting", "restarting", "waiting", "slower", "stalled",
@@ -294,19 +295,27 @@ class _Job:
             return
         period = scenario.commit_steps
         step = _whole(self.work_s / (period * scenario.step_s)) * period
-        rank_of = {node: rank for rank, node in enumerate(self.state.seats)}
-        nodes = []
-        for node in self.state.nodes:
-            rank = rank_of.get(node.node)
-            held: dict[int, tuple[int, ...]] = {}
-            if rank is not None and node.node not in self.lost:
-                held[rank] = (step,)
-                if scenario.copied:
-                    held[(rank - 1) % len(rank_of)] = (step,)
-            nodes.append(affairs.Node(node.node, node.host, node.ranks, node.model, node.ready, node.drained, held))
+        seats = self.state.seats
+        rank_of = {node: rank for rank, node in enumerate(seats)}
+        whose = {
+            node: (rank, (rank - 1) % len(seats)) if scenario.copied else (rank,)
+            for node, rank in rank_of.items()
+            if node not in self.lost
+        }
+        nodes = [
+            replace(
+                node, held=tuple(self.slot(rank, step, rank != rank_of[node.node]) for rank in whose.get(node.node, ()))
+            )
+            for node in self.state.nodes
+        ]
         self.state = replace(self.state, nodes=tuple(nodes))
-        if scenario.copied and {rank for node in nodes for rank in node.held} >= set(rank_of.values()):
+        if scenario.copied and {each.rank for node in nodes for each in node.held} >= set(rank_of.values()):
             self.tell(affairs.Progress(self.now, step))  # as safe as on a disk, and what comes after it is progress
+
+    def slot(self, rank: int, step: int, replica: bool) -> Held:
+        """What a node says of a rank's state in its memory."""
+        world = len(self.state.seats)
+        return Held(self.state.attempt, 0, rank, world, rank, world, (step,), SHARD, replica)
 
     # ----------------------------------------------------------------------------------------------- what is to be done
 
@@ -352,8 +361,7 @@ class _Job:
             ready = tuple(replace(each, ready=division) for each in others)
             self.state = replace(self.state, nodes=(*ready, last))
             node = last.node
-        held = next(each.held for each in self.state.nodes if each.node == node)
-        self.tell(affairs.Ready(self.now, node, division, held))
+        self.tell(affairs.Ready(self.now, node, division))
 
     def start(self, action: affairs.Start) -> None:
         self.outcome.attempts += 1

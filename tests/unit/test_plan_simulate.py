@@ -129,7 +129,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def all_ready(job: "simulate._Job", division: int, node: int | None) -> None:
         for each in [each for each in job.state.nodes if node in (None, each.node)]:
-            job.tell(affairs.Ready(job.now, each.node, division, each.held))
+            job.tell(affairs.Ready(job.now, each.node, division))
 
     monkeypatch.setattr(simulate._Job, "all_end", all_end)
     monkeypatch.setattr(simulate._Job, "all_ready", all_ready)
