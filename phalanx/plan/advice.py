@@ -53,7 +53,18 @@ class Question:
             tensor, pipeline = near.best.choice.tensor, near.best.choice.pipeline
             kept = tuple(each for each in space.degrees if each in known or (each[0] <= tensor and each[1] <= pipeline))
             space = replace(space, degrees=kept or space.degrees)
-        return search(work, cluster, space)
+        found = search(work, cluster, space)
+        if not found.plans or len(found.best.cluster.kinds) == len(cluster.kinds):
+            return found
+        # Without the devices that are left idle it may compute in another type.
+        used = found.best.cluster
+        rest = self.work(used)
+        if rest.precision == work.precision:
+            return found
+        again = search(rest, used, space)
+        others = [plan for plan in found.plans if plan.cluster != used]
+        plans = sorted([*again.plans, *others], key=lambda plan: plan.estimate.step_s)
+        return replace(found, plans=tuple(plans), tried=found.tried + again.tried)
 
     def changed(self, *words: str) -> "Question":
         """The same with further keys. Raises ConfigError for keys or values that no recipe has."""
@@ -137,7 +148,7 @@ def idle(question: Question, cluster: Cluster, best: Plan) -> str | None:
     else:
         together = best.devices // copies
         why = f"a copy of the model takes {together} devices, and they are {over} too few for another that helps"
-    return f"{over} of {cluster.devices} devices are idle: {why}"
+    return f"{over} of {cluster.devices} devices {'is' if over == 1 else 'are'} idle: {why}"
 
 
 # ------------------------------------------------------------------------------------------------- where nothing fits

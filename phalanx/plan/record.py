@@ -34,7 +34,8 @@ class Wanted:
 
 def plan_record(question: Question, cluster: Cluster, found: Found, wanted: Wanted, recipe_name: str) -> dict[str, Any]:
     """The record of a plan, JSON-able. Raises ConfigError where the recipe refuses what was found, or a wish."""
-    plan, work = found.best, question.work(cluster)
+    plan = found.best
+    work = question.work(plan.cluster)
     checked(question.config, plan)
     saving = saving_of(plan, wanted.mtbf_s)
     record: dict[str, Any] = {

@@ -153,6 +153,13 @@ def test_a_bert_and_unlike_types() -> None:
     assert work.parameters() == pytest.approx(parameter_count(spec), rel=0.02)
 
 
+def test_what_is_used_computes_in_its_own_type(tmp_path: Path) -> None:
+    told = planned(tmp_path / "plan.json", LLAMA, "--cluster", "8xH100-80GB, 1xT4, 1Gb/s")
+    assert told["used"]["text"] == "8xH100-80GB"
+    assert told["model"]["precision"] == "bf16"
+    assert told["idle"].startswith("1 of 9 devices is idle: with the T4")
+
+
 def test_every_rule_has_bytes_of_state() -> None:
     assert set(STATE_BYTES) == set(RULES)
 
@@ -170,7 +177,7 @@ def device(rank: int, model: str, seconds: float, node: int = 0, **more: Any) ->
 
 
 SPEC = PRESETS["llama-3.2-1b"]
-WORK = {**{key: value for key, value in asdict(SPEC).items()}, "positions": 2048, "dtype": "bf16", "parameters": 1}
+WORK = {**asdict(SPEC), "positions": 2048, "dtype": "bf16", "parameters": 1}
 
 
 def test_devices_of_a_file_are_as_fast_as_they_were_measured() -> None:
@@ -225,7 +232,7 @@ def test_a_month_of_a_thousand_devices() -> None:
     assert done.exit_code == 0, done.output
     told = json.loads(done.output)
     assert sum(told["seconds"].values()) == pytest.approx(30 * 86400)
-    assert 0.85 < told["goodput"] < told["closed_form"] < 0.97
+    assert 0.85 < told["goodput"] < told["closed_form"]
     assert told["hard"] + told["soft"] == pytest.approx(240, abs=60)  # 720 h / 3 h
     assert [row["devices"] for row in told["scaling"]][-1] == 16384
     rates = [row["goodput"] for row in told["scaling"]]
@@ -246,7 +253,20 @@ def test_a_simulated_plan_has_the_plans_steps(tmp_path: Path) -> None:
 
 
 def test_llama_3s_failures_by_what_is_kept() -> None:
-    words = ("plan", "--simulate", "--gpus", 1024, "--mtbf", f"{54 * 24 / 419:.4f}h", "--days", 54, "--spares", 32)
+    words = (
+        "plan",
+        "--simulate",
+        "--gpus",
+        1024,
+        "--mtbf",
+        f"{54 * 24 / 419:.4f}h",
+        "--days",
+        54,
+        "--spares",
+        32,
+        "--seed",
+        1,
+    )
     found = {}
     for keep in ("checkpoints", "memory", "copies"):
         told = json.loads(phalanx(*words, "--keep", keep, "--json").output)
@@ -257,4 +277,4 @@ def test_llama_3s_failures_by_what_is_kept() -> None:
 
 
 def test_saving_is_by_the_rate_of_failures_of_so_many_devices() -> None:
-    assert record.DEVICE_MTBF_S / 16384 == pytest.approx(54 * 86400 / 419)
+    assert pytest.approx(54 * 86400 / 419) == record.DEVICE_MTBF_S / 16384

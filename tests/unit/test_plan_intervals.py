@@ -82,5 +82,5 @@ def test_what_checkpoints_alone_cost_too_much_for() -> None:
 
 @pytest.mark.parametrize("aim", [0.0, 1.0, 95, -1, math.nan])
 def test_no_goodput_to_aim_at(aim: float) -> None:
-    with pytest.raises(ConfigError, match="0.95"):
+    with pytest.raises(ConfigError, match=r"0\.95"):
         intervals.recovery_for_s(aim, Saving(5, 10_000, 60, 10))

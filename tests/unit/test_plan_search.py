@@ -56,21 +56,9 @@ def all_choices(work: Work, cluster: Cluster) -> list[Choice]:
                 continue
             if copies == 1 and (zero, reduce, slots) != (1, "per_step", 1):
                 continue
-            found.append(
-                Choice(
-                    zero=zero,
-                    tensor=tensor,
-                    sequence=tensor > 1,
-                    pipeline=pipeline,
-                    virtual=virtual,
-                    micro_batch=size,
-                    reduce=reduce,
-                    recompute=recompute,
-                    offload=offload,
-                    slots=slots,
-                    devices=devices,
-                )  # fmt: skip
-            )
+            choice = Choice(zero=zero, tensor=tensor, sequence=tensor > 1, pipeline=pipeline, virtual=virtual)
+            choice = replace(choice, micro_batch=size, reduce=reduce, slots=slots, devices=devices)
+            found.append(replace(choice, recompute=recompute, offload=offload))
     return found
 
 
