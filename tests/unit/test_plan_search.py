@@ -188,9 +188,9 @@ def used(plan: Plan) -> tuple[int, int, int]:
 
 
 def test_seven_billion_on_one_node_needs_hardly_a_cut() -> None:
-    """112 GB of state over 8 devices are 14 GB each: nothing needs to be cut. Sharded data parallelism alone is what people
-    run (Llama 2's own recipe, MosaicML's tables); two stages or slices make room for larger micro-batches, which may pay
-    by a few thousandths, and more would be wrong."""
+    """112 GB of state over 8 devices are 14 GB each: nothing needs to be cut. Sharded data parallelism alone is what
+    people run (Llama 2's own recipe, MosaicML's tables); two stages or slices make room for larger micro-batches, which
+    may pay by a few thousandths, and more would be wrong."""
     found = on(LLAMA_7B, "8xA100-80GB")
     best = found.best
     assert best.choice.tensor * best.choice.pipeline <= 2
