@@ -1,6 +1,6 @@
 """How far the planner's cost model is from what others have measured and published.
 
-    python -m benchmarks.planner_accuracy --data vtrain_single.csv vtrain_multi.csv mpt_throughput.csv
+    python3 benchmarks/planner_accuracy.py --data vtrain_single.csv vtrain_multi.csv mpt_throughput.csv
 
 The files are not part of this project; a row is one run, and a file is known by its columns:
 
@@ -24,6 +24,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
 from phalanx.plan.choice import Choice
@@ -282,9 +284,8 @@ def main() -> None:
     parser = harness.options(__doc__ or "")
     parser.add_argument("--data", type=Path, nargs="*", default=[], metavar="FILE", help="files of published runs")
     args = parser.parse_args()
-    rows, checks = llama_rows()[0], []
-    off = llama_rows()[1]
-    checks.append(harness.at_most("Megatron-LLaMA: overlapped at 256 and 512, worst error", max(off), 0.05))
+    rows, off = llama_rows()
+    checks = [harness.at_most("Megatron-LLaMA: overlapped at 256 and 512, worst error", max(off), 0.05)]
     if not args.data:
         print("no --data: nothing of vTrain or MPT is compared; name the files of published runs to do that")
     for path in args.data:

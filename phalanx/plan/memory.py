@@ -135,7 +135,7 @@ def held(
         sums = (own + buckets) * gradient
     parts["gradients"] = sums * trained
     kept, again = block_activations(work, choice)
-    under_way: float = min(choice.pipeline - stage, micro_batches)
+    under_way = float(min(choice.pipeline - stage, micro_batches))
     if choice.virtual > 1 and choice.pipeline > 1:
         under_way = min(micro_batches, choice.pipeline) * (
             1.0 + (choice.pipeline - 1) / (choice.pipeline * choice.virtual)
