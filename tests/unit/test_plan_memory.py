@@ -135,4 +135,4 @@ def test_our_own_engine_holds_what_a_dry_run_counts(
             "optimizer state": "optimizer state"}  # fmt: skip
     for mine, other in same.items():
         assert found.parts[mine] == pytest.approx(counted["memory"][other], rel=0.005), mine
-    assert 0.97 <= (found.total - found.parts["reserved"]) / counted["memory_total"] <= 1.05
+    assert 0.97 <= (found.total - found.parts["reserved"]) / counted["memory_total"] <= 1.06  # more over tensor ranks
