@@ -208,8 +208,10 @@ class Member:
             launch.preload_tensorboard()
         self.planned = prepared.job.faults
         self.first_attempt, self.committed = prepared.attempt, ending.committed(self.paths)
+        # Here and not by the recorder, some time later: by the first event of all the run is known.
+        event = write_event(self.paths.events, Kind.RUN_STARTED, prepared.attempt, **facts)
         self.recorder = Recorder(self.paths, prepared.config.train.steps, prepared.unit)
-        self.recorder.note(Kind.RUN_STARTED, {"attempt": prepared.attempt, **facts})
+        self.recorder.show(Kind.RUN_STARTED, event)
         if noticed is not None:
             self.recorder.note(Kind.HEALTH, {"attempt": prepared.attempt, **noticed})
         for message in prepared.warnings:

@@ -106,6 +106,11 @@ class Memory:
             self._file = mine
             self.current, self.attached = mine.facts.steps[self._kept.step], True
         elif not self._make(index, slot_bytes, who):
+            if self.replicas is not None and self._replicate == "every_step":
+                raise ConfigError(
+                    f"{REPLICATE} is every_step, but shared memory has no room even for the state of each node's own "
+                    f"ranks; give the machine or container a larger /dev/shm, or set {REPLICATE}=auto or off"
+                )
             return False
         self.slots = [_views(self.file, slot, index) for slot in (0, 1)]
         self._begin_replicas(parts)

@@ -33,7 +33,7 @@ from phalanx.cluster.watchdog import Blame, Word
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import PhalanxError
 from phalanx.kept import Kept, KeptFile, choice_of, held_to_message
-from phalanx.records import ExitCode, Kind, StoreAddress
+from phalanx.records import ExitCode, Kind, RunPaths, StoreAddress
 
 LEAVE_S = 5.0  # what the leader gets, after a second SIGINT on another node, to say how the job ended
 
@@ -95,6 +95,7 @@ class Peer:
         self._hung: list[Blame] = []
         self._relay: tuple[Relay, Any] | None = None
         self._keeper: ReplicaKeeper | None = None
+        self._run = b""  # what the run is known by; asked for when its ranks begin, as later its folder may hang
         self._store_calls: list[tuple[Channel, Message, float]] = []
 
     def enter(
@@ -160,6 +161,7 @@ class Peer:
         """An attempt begins: with rank 0 here, whose store listens at a loopback port, or elsewhere."""
         assert self.start is not None
         self._running, self._ordered_to_end, self._hung = number, False, []
+        self._run = b""
         self._open_keeper()
         if port is not None:
             self._relay = beside_the_store(port)
@@ -274,7 +276,7 @@ class Peer:
             self._keeper.stop()
             self._keeper = None
         if self._keeper is None and job is not None and job.shared is not None and job.paths is not None:
-            self._keeper = ReplicaKeeper(job.shared, state_file.run_of(job.paths.events), self.secret)
+            self._keeper = ReplicaKeeper(job.shared, self._run_of(job.paths), self.secret)
         return self._keeper
 
     def _give_to_keeper(self, channel: Channel, writes: bool) -> None:
@@ -291,12 +293,16 @@ class Peer:
             self._keeper.stop()
             self._keeper = None
 
+    def _run_of(self, paths: RunPaths) -> bytes:
+        self._run = self._run or state_file.run_of(paths.events)
+        return self._run
+
     def _held(self) -> list[dict[str, Any]]:
         """What there is of the run's state in this node's memory, for the leader."""
         job = self._job
         if job is None or job.shared is None or job.paths is None:
             return []
-        return held_to_message(state_file.held_in(job.shared, state_file.run_of(job.paths.events)))
+        return held_to_message(state_file.held_in(job.shared, self._run_of(job.paths)))
 
     def _kept(self, shared: Path) -> Kept | None:
         """What an attempt begins with, as the order to start says; whatever else lies here is removed."""

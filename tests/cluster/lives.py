@@ -4,6 +4,7 @@ One rank of the harness stands for a node: it forks the command line from a warm
 say that it is time.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -13,9 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from phalanx import shared_memory
 from phalanx.cluster import node_requests
 from phalanx.cluster.fork import fork
 from phalanx.records import Placement, RunPaths, read_lines, read_steps
+from phalanx.replicas import SOCKET
 from tests.helpers import run_ranks, wait_until
 
 RECIPE = """
@@ -33,7 +36,7 @@ PATIENCE_S = 200.0
 
 # What happens to a node, one life after the other: `begin` and `end` are steps of the run at which it is started and
 # gets `signal` (0 and None: at once, and not at all); `thaw_s`: a stopped one goes on after so many seconds. Instead of
-# the signal it may be `asked` for: a node, and what is wanted of it.
+# the signal it may be `asked` for: a node, and what is wanted of it; or the `keeper` of a node gets it.
 Life = dict[str, Any]
 
 
@@ -91,12 +94,24 @@ def _live(folder: str, arguments: list[str], told: Life, paths: RunPaths, out: P
         if told["asked"] is not None:
             node_requests.ask(paths, told["asked"][0], node_requests.Wanted(told["asked"][1]), "its fan is loud")
         else:
-            os.kill(pid, told["signal"])
+            os.kill(_keeper(paths, told["keeper"]) if "keeper" in told else pid, told["signal"])
         if told["thaw_s"] is not None:
             time.sleep(told["thaw_s"])
             os.kill(pid, signal.SIGCONT)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return [status, out.read_text() if out.exists() else ""]
+
+
+def _keeper(paths: RunPaths, node: int) -> int:
+    """The process of a node that keeps replicas: who holds the socket by which ranks reach it."""
+    path = shared_memory.folder_of(paths, node) / SOCKET
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    (inode,) = [row[6] for row in rows if row[7:] == [str(path)] and row[3] == "00010000"]  # it listens
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it is gone by now
+            if os.readlink(link) == f"socket:[{inode}]":
+                return int(link.parts[2])
+    raise AssertionError(f"nobody holds {path}")
 
 
 def _over(pid: int) -> bool:

@@ -60,6 +60,18 @@ def test_a_node_is_lost_and_its_replica_goes_to_the_spare(place: Path, lost: int
     print(f"from the loss of node {lost} to the next step: {incident['seconds']:.2f} s")
 
 
+@pytest.mark.parametrize("whose", [0, 1])
+def test_a_keeper_is_killed_and_the_run_goes_on_with_another(place: Path, whose: int) -> None:
+    run = f"keeper-{whose}"
+    ended = train(place, run, [[life(end=20) | {"keeper": whose}], [life()]], 2)
+    assert [each[-1][0] for each in ended] == [0, 0], ended
+    [(step, memory)] = resumed(place / run)
+    assert memory and step >= 19
+    [died] = events(place / run, Kind.WORKER_DIED)
+    assert "replica" in died["reason"], died
+    assert_calm(place, run)
+
+
 def test_without_replicas_a_lost_node_takes_the_run_back_and_it_is_said(place: Path) -> None:
     ended = train(place, "off", [[life()], [life(end=20)], [life()]], 2, OFF, "checkpoint.every=6")
     assert [each[-1][0] for each in ended] == [0, -9, 0], ended

@@ -149,6 +149,10 @@ MALFORMED = [
     ("checkpoint: {keep: 0}", "checkpoint.keep must be at least 1, not 0"),
     ("comm: {timeout_s: 0}", "comm.timeout_s must be above 0, not 0"),
     ("comm: {timeout_s: 1.0e+300}", "comm.timeout_s must be at most 604800, not 1e+300"),
+    (
+        "resilience: {replicate: every_step, memory: false}",
+        "resilience.replicate every_step keeps on a second node what resilience.memory keeps on the first",
+    ),
     ("resilience: {max_restarts: -1}", "resilience.max_restarts must be at least 0, not -1"),
     ("comm: {compress: int4}", "comm.compress must be"),
     ("model: {rope_scaling: {factor: -5}}", "model.rope_scaling.factor must be above 0, not -5"),
