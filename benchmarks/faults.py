@@ -443,7 +443,7 @@ def _dead_times(run: Run, strikes: Sequence[Strike]) -> None:
     starts = [float(event["time"]) for event in run.events(Kind.ATTEMPT_STARTED)]
     for strike in strikes:
         begun = next((at for at in starts if at > strike.at), None)
-        if strike.at == 0.0 or begun is None or strike.kind in HARMLESS or strike.during:
+        if strike.at == 0.0 or strike.attempt < 0 or begun is None or strike.kind in HARMLESS or strike.during:
             continue
         first = next((float(line["time"]) for line in lines if float(line["time"]) > begun), None)
         if first is not None:
