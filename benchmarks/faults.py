@@ -48,7 +48,7 @@ train: {steps: 40, global_batch: 4, micro_batch: 2, eval_sequences: 0, dtype: fp
 optim: {lr: 1e-2}
 balance: {work: even}
 checkpoint: {every: 3, keep: 4}
-comm: {timeout_s: 60}
+comm: {timeout_s: 30}
 resilience: {max_restarts: 1000, same_crash: 50, hang_s: 4, checksum_every: 3, health: "off", on_spike: "off"}
 report: {tensorboard: false}
 """
@@ -400,7 +400,8 @@ def _causes(run: Run, strikes: list[Strike]) -> list[str]:
     said = run.events(Kind.WORKER_DIED, Kind.NODE_LOST, Kind.CHECKPOINT_FAILED, Kind.CORRUPTED, Kind.STEP_SKIPPED)
     left = list(said)
     ordered = sorted(strikes, key=lambda each: each.at)
-    for strike, following in zip(ordered, [*ordered, None][1:], strict=True):
+    pairs = zip(ordered, [*ordered, None][1:], strict=True)
+    for strike, following in sorted(pairs, key=lambda pair: pair[0].during):  # first those that have to be named
         lone_agent = run.plan.nodes == 1 and strike.kind.endswith("agent")
         if strike.kind not in EXPECTED or lone_agent:
             continue
@@ -408,7 +409,7 @@ def _causes(run: Run, strikes: list[Strike]) -> list[str]:
         fitting = [
             event
             for event in left
-            if event["kind"] == kind and words in str(event.get("reason", "")) and event["time"] >= strike.at - 1.0
+            if event["kind"] == kind and words in str(event.get("reason", "")) and event["time"] >= strike.at
             and event.get("node", event.get("rank", strike.victim)) == strike.victim
         ]  # fmt: skip
         # What hits a run that is ending its ranks already may find nobody, and is no incident of its own; nor is a rank
@@ -442,7 +443,7 @@ def _dead_times(run: Run, strikes: Sequence[Strike]) -> None:
     starts = [float(event["time"]) for event in run.events(Kind.ATTEMPT_STARTED)]
     for strike in strikes:
         begun = next((at for at in starts if at > strike.at), None)
-        if strike.at == 0.0 or begun is None or strike.kind in HARMLESS or strike.during:
+        if strike.at == 0.0 or strike.attempt < 0 or begun is None or strike.kind in HARMLESS or strike.during:
             continue
         first = next((float(line["time"]) for line in lines if float(line["time"]) > begun), None)
         if first is not None:
