@@ -129,6 +129,8 @@ def train(
         with stoppable():
             found, accelerators = warmed(on_cpu)
         devices = devices_of_ranks(found, accelerators, ranks)
+        for folder in shared_memory.sweep():
+            _say(meeting, f"removed {folder}, which a run had left behind more than a day ago")
         if meeting.node == 0 and not _goes_on(paths, meeting):
             try:
                 return _lead(wanted, paths, devices, meeting, planned)

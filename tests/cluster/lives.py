@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -55,7 +56,11 @@ def train(
          f"file://{place}/meet-{run}", "--rendezvous-timeout", "60"]
         for node in range(total)
     ]  # fmt: skip
-    return run_ranks(_node, total, timeout_s=280, folder=str(place), run=run, commands=commands, lives=lives)
+    try:
+        return run_ranks(_node, total, timeout_s=280, folder=str(place), run=run, commands=commands, lives=lives)
+    finally:
+        for node in range(total):  # what is killed leaves its memory behind
+            shutil.rmtree(shared_memory.folder_of(RunPaths(place / run), node), ignore_errors=True)
 
 
 def _node(placement: Placement, folder: str, run: str, commands: list[list[str]], lives: list[list[Life]]) -> Any:
