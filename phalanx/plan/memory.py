@@ -16,6 +16,9 @@ HORIZON = 2  # blocks' inputs that stay on the device with offload
 # Tokens of a chunk of this project's own loss, on an accelerator and on a CPU, and bytes of its logits in fp32.
 CHUNK_TOKENS, CHUNK_LEAST_BYTES, CHUNK_MOST_BYTES = 4096, 512 << 20, 2 << 30
 CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES = 512, 4 << 20
+# Of a device, that layouts of this project's own engine leave free: a run that ends for want of memory costs more than
+# a smaller micro-batch, and train.micro_batch=auto leaves twice as much.
+ROOM = 0.1
 LOGIT_BYTES = 6  # of an element of whole logits of two bytes: themselves, their logarithms, and the gradient
 
 
@@ -152,5 +155,6 @@ def held(
     if last and choice.engine != "sharded":
         logits = sequences * work.seq_len * work.vocabulary / choice.tensor * LOGIT_BYTES * work.width / 2
         parts["logits"] = logits
-    parts["reserved"] = kind.reserved_bytes + constants.slack * kind.memory_bytes
+    slack = max(constants.slack, ROOM) if choice.engine == "sharded" else constants.slack
+    parts["reserved"] = kind.reserved_bytes + slack * kind.memory_bytes
     return Held(devices, kind, stage, parts)

@@ -189,15 +189,15 @@ def used(plan: Plan) -> tuple[int, int, int]:
 
 def test_seven_billion_on_one_node_needs_hardly_a_cut() -> None:
     """112 GB of state over 8 devices are 14 GB each: nothing needs to be cut. Sharded data parallelism alone is what
-    people run (Llama 2's own recipe, MosaicML's tables); two stages or slices make room for larger micro-batches, which
-    may pay by a few thousandths, and more would be wrong."""
+    people run (Llama 2's own recipe, MosaicML's tables); two stages or slices make room to keep more activations, which
+    may pay by a few hundredths, and more would be wrong."""
     found = on(LLAMA_7B, "8xA100-80GB")
     best = found.best
     assert best.choice.tensor * best.choice.pipeline <= 2
     assert best.choice.zero in (1, 2)
     assert best.choice.recompute in ("none", "selective")
     plain = min(plan.estimate.step_s for plan in found.plans if used(plan) == (1, 1, 8))
-    assert plain <= 1.01 * best.estimate.step_s
+    assert plain <= 1.03 * best.estimate.step_s
 
 
 def test_seventy_billion_on_32_nodes_is_not_replicated() -> None:
