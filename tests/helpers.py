@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import random
 import select
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,17 @@ from phalanx.records import Placement
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 120  # what the zygote gets to import torch on a busy machine
+
+
+def free_port() -> int:
+    """A loopback port for who binds it a moment later: none of those that the kernel gives to whoever asks for any, so
+    that no other test's process gets it meanwhile."""
+    least = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, max(10_001, min(least, 32_768)))
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(

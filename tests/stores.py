@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 
-from tests.helpers import wait_until
+from tests.helpers import free_port, wait_until
 
 BUCKET = "phalanx"
 
@@ -25,9 +24,7 @@ class S3Server:
     """moto's server in a process of its own, with an empty bucket. `environment` leads a process's S3 driver to it."""
 
     def __init__(self, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.address = f"http://127.0.0.1:{port}"
         self.environment = {
             "AWS_ENDPOINT_URL": self.address,

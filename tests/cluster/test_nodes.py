@@ -19,7 +19,7 @@ from phalanx.cluster.door import MOST_STRANGERS, Door
 from phalanx.cluster.first_node import FirstNode
 from phalanx.cluster.greeting import own_hello
 from phalanx.records import ExitCode
-from tests.helpers import ROOT, is_alive, wait_until
+from tests.helpers import ROOT, free_port, is_alive, wait_until
 
 SECRET = {"PHALANX_SECRET": "a secret of the tests' own"}
 
@@ -93,19 +93,13 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
     return [event["kind"] for event in events]
 
 
-def free_port() -> int:
-    with socket.socket() as asking:
-        asking.bind(("127.0.0.1", 0))
-        return int(asking.getsockname()[1])
-
-
 @pytest.mark.parametrize("scheme", ["file", "tcp"])
 def test_ranks_of_nodes_with_different_numbers_find_each_other(cluster: Cluster, scheme: str) -> None:
     if scheme == "tcp":
         cluster.meet = f"tcp://127.0.0.1:{free_port()}"
     others = [cluster.start("tells", 2, 3, nodes=3), cluster.start("tells", 1, 1, nodes=3)]
-    code, _, events = cluster.start("tells", 0, 2, nodes=3).finish()
-    assert code == 0
+    code, said, events = cluster.start("tells", 0, 2, nodes=3).finish()
+    assert code == 0, said
     assert [other.finish()[0] for other in others] == [0, 0]
     assert cluster.noted("told", 1, 0) == [1, 2, 3, 4, 5]
     places = [cluster.noted("place", 1, rank) for rank in range(6)]

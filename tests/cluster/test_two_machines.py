@@ -158,7 +158,7 @@ def test_a_rank_killed_on_the_other_machine_changes_nothing(wired: Networks, pla
     (died,) = events(place / "killed", Kind.WORKER_DIED)
     assert (died["rank"], died["signal"]) == (2, "SIGKILL")
     (resumed,) = events(place / "killed", Kind.RESUMED)
-    assert resumed["step"] in (6, 12, 18)
+    assert resumed["step"] in (9, 10)  # the newest that all had committed
     assert SECRET not in json.dumps(ended)
     assert not [path for path in (place / "killed").rglob("*") if path.is_file() and SECRET in _text(path)]
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.cluster.fork import fork
 from phalanx.comm.backend import Options, counters
 from phalanx.records import Placement, StoreAddress
-from tests.helpers import ROOT, process_group, run_ranks
+from tests.helpers import ROOT, free_port, process_group, run_ranks
 
 FAR_S = 60  # the groups' timeout: what raises much earlier did not wait for it
 
@@ -309,9 +309,7 @@ def test_a_script_of_anyone(tmp_path: Path) -> None:
         "dist.all_reduce(ranks)\n"
         "print(ranks.item(), dist.get_backend())\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "error", "-c", script], env=common | {"RANK": str(rank)}, cwd=ROOT, text=True,

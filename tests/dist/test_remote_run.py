@@ -14,7 +14,7 @@ from phalanx import mirror, storage
 from phalanx.checkpoint.read import find
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, Url, read_lines, read_steps
 from tests.dist.command import RECIPE, call, phalanx, write_place
-from tests.helpers import run_ranks
+from tests.helpers import free_port, run_ranks
 from tests.stores import S3Server, register
 
 OFTEN = ["train.steps=40", "checkpoint.every=2", "optim.decay_steps=40", "train.dtype=fp64"]
@@ -108,10 +108,7 @@ def as_a_machine(placement: Placement, folder: str, arguments: list[str], enviro
 
 
 def test_ranks_that_share_no_disk(here: Path, bucket: str, s3_server: S3Server) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo",
+    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
                 "TORCHELASTIC_RESTART_COUNT": "0"}  # fmt: skip
     arguments = ["train", "recipe.yaml", "--run-dir", f"{bucket}/run"]
     for steps in (2, 4):

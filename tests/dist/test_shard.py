@@ -21,7 +21,7 @@ import phalanx
 from phalanx.errors import PhalanxError
 from phalanx.records import Placement
 from phalanx.sharded_model import ShardedModel
-from tests.helpers import ROOT, process_group, run_ranks
+from tests.helpers import ROOT, free_port, process_group, run_ranks
 
 STEPS, SAMPLES = 4, 13
 LR, DECAY, CLIP = 1e-2, 0.1, 0.7
@@ -458,12 +458,6 @@ def script(placement: Placement, port: int, folder: str | None = None) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     return printed.getvalue()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_the_example_ends_alike_on_one_rank_and_on_three(tmp_path: Path) -> None:
