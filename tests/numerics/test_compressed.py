@@ -62,7 +62,7 @@ def on_two_nodes(placement: Placement, run: str, data: str, changes: dict[str, A
             loop.parts.engine.close()
 
 
-@pytest.mark.parametrize(("ranks", "compress"), [(4, "int8"), (2, "bf16")])
+@pytest.mark.parametrize(("ranks", "compress"), [(2, "int8"), (4, "int8"), (4, "bf16")])
 def test_interrupted_it_goes_on_bit_by_bit(
     ranks: int, compress: str, alone: Outcome, tokens: Path, tmp_path: Path
 ) -> None:

@@ -15,15 +15,14 @@ from tests.numerics.runs import Outcome, walk
 from tests.numerics.test_ranks import assert_same
 
 
-@pytest.mark.parametrize(("ranks", "zero"), [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (5, 1), (5, 3)])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_even_shards_in_float64(ranks: int, zero: int, alone: Outcome, tokens: Path, tmp_path: Path) -> None:
     assert_same(walk(ranks, tmp_path, tokens, parallel__data="sharded", parallel__zero=zero), alone)
 
 
-@pytest.mark.parametrize(
-    ("state", "zero"),
-    [([4, 2, 1], 1), ([4, 2, 1], 3), ([1, 0, 2], 1), ([1, 0, 2], 2), ([1, 0, 2], 3), ([0, 0, 1], 1), ([0, 0, 1], 3)],
-)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("state", [[4, 2, 1], [1, 0, 2], [0, 0, 1]])
 def test_uneven_shards(state: list[int], zero: int, alone: Outcome, tokens: Path, tmp_path: Path) -> None:
     assert_same(walk(3, tmp_path, tokens, balance__state=state, parallel__zero=zero), alone)
 
@@ -35,7 +34,8 @@ def test_micro_batches(zero: int, reduce: str, alone: Outcome, tokens: Path, tmp
     assert_same(walk(2, tmp_path, tokens, **changes, train__micro_batch=1), alone)
 
 
-@pytest.mark.parametrize(("clip", "zero"), [(None, 1), (0.9, 1), (0.9, 2), (100.0, 2)])
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.9, 100.0])
 def test_two_slots(zero: int, clip: float | None, tokens: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"optim__clip_norm": clip, "train__steps": 15}
     one = walk(1, tmp_path / "one", tokens, **changes)
@@ -43,10 +43,8 @@ def test_two_slots(zero: int, clip: float | None, tokens: Path, tmp_path: Path) 
     assert_same(two, one)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "state", "zero"),
-    [(4, "auto", 1), (4, "auto", 3), (4, [3, 1], 1), (4, [3, 1], 2), (6, [2, 1], 2), (6, [2, 1], 3)],
-)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "state"), [(4, "auto"), (4, [3, 1]), (6, [2, 1])])
 def test_copies_of_the_state(
     ranks: int, state: list[int] | str, zero: int, alone: Outcome, tokens: Path, tmp_path: Path
 ) -> None:
