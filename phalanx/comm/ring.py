@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from phalanx.comm.collectives import Traffic
 from phalanx.phases import phase
 
 PIECE_BYTES = 512 * 1024  # long enough that a step of Python per piece costs little, short enough to fill a slow link
-PIECES_PER_SHARD = 4  # at least, where shards are small: what is passed on must not wait for a whole shard
+PIECES_PER_SHARD = 2  # at least, where shards are small: what is passed on must not wait for a whole shard
 LEAST_BYTES = 64 * 1024  # but pieces are not shorter than that
 WINDOW_BYTES = 2 * 2**20  # of pieces that a rank is ready to receive: what may be on the way to it
 _TAGS = 2**30
@@ -118,6 +119,8 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, piece_bytes: int = PIECE_BYTES) -> None:
         self._group, self._traffic, self._piece_bytes = group, traffic, piece_bytes
+        # Without torch's own checks and bookkeeping around it, which take longer than the call: there are many pieces.
+        self._backend: Any = group._get_backend(torch.device("cpu"))
         self.rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._next, self._previous = (self.rank + 1) % self._world, (self.rank - 1) % self._world
         self._tag = 0
@@ -230,11 +233,9 @@ class Ring:
         return blocks
 
     def _send(self, tensor: torch.Tensor, piece: _Piece) -> dist.Work:
-        work = dist.isend(tensor[piece.start : piece.stop], group=self._group, group_dst=self._next, tag=piece.tag)
-        assert work is not None
+        work: dist.Work = self._backend.send([tensor[piece.start : piece.stop]], self._next, piece.tag)
         return work
 
     def _receive(self, part: torch.Tensor, tag: int) -> dist.Work:
-        work = dist.irecv(part, group=self._group, group_src=self._previous, tag=tag)
-        assert work is not None
+        work: dist.Work = self._backend.recv([part], self._previous, tag)
         return work

@@ -1,7 +1,9 @@
 """What a rank holds of one bucket while it trains: whole parameters, gradients on their way, and its own range."""
 
 import contextlib
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -149,9 +151,18 @@ class Held:
         self._parameters = [replaced.get(id(parameter), parameter) for parameter in parameters]
 
     def watch(self, fold: Callable[["Held", int, torch.Tensor], None]) -> None:
-        """Call `fold` with the number of each member whose gradient a backward pass has completed."""
+        """Call the method `fold` with the number of each member whose gradient a backward pass has completed."""
+        # What a tensor's hooks hold the garbage collector does not see: without weak references the model, and all that
+        # is held of it here, would never be given back.
+        here, method = weakref.ref(self), weakref.WeakMethod(fold)
+
+        def completed(index: int, parameter: torch.Tensor) -> None:
+            held, call = here(), method()
+            if held is not None and call is not None:
+                call(held, index, parameter)
+
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(lambda p, index=index: fold(self, index, p))
+            parameter.register_post_accumulate_grad_hook(functools.partial(completed, index))
 
     def members(self) -> Iterator[tuple[Member, torch.Tensor]]:
         """Each parameter with its whole values, flat."""

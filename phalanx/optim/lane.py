@@ -103,6 +103,7 @@ class Lane:
             with torch.no_grad(), self._stream if self._stream is not None else contextlib.nullcontext():
                 while (task := self._next()) is not None:
                     task()
+                    del task  # and what it holds, for the next may be long in coming
         except BaseException as error:
             with self._changed:
                 self.error = self.error or error

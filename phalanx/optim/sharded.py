@@ -13,6 +13,7 @@ parameters are whole only while they are used, and gathered for the forward and 
 
 import contextlib
 import functools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from phalanx.comm.collectives import Pending, Traffic
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.ways import ways
 from phalanx.optim import gradients, layout
+from phalanx.optim.agreement import Agreement
 from phalanx.optim.carrier import Carrier
 from phalanx.optim.engine import Allocator, Keeper, Outcome, Piece, Precision, Shard, Slot
 from phalanx.optim.held import IN_FLIGHT_RELEASED, Gradient, Held, Pool, place, reduced
@@ -41,6 +43,9 @@ from phalanx.optim.units import Unit, describe
 from phalanx.optim.update import NO_COPIES, Change, Read, Rule, zeros
 
 EVEN = Sharding()
+# How many gathers behind the last gradient the ranks begin to agree, and need to have agreed, where units are updated
+# early: the link would be idle meanwhile, and nobody needs to know before the first unit has been gathered.
+ASKED, HEARD = 1, 3
 NEAR_CLIPPING = 0.8  # of the limit: a norm that was below is taken to stay below it in the next step
 
 
@@ -210,8 +215,9 @@ class Sharded:
         sent = {id(held): held.gradient for held in self._trained_held}
         known = self._timetable.of(now.number)
         order = known.of(now.early) if last or self._released else known.reduces
-        reduces_left = sum(op.kind == "reduce" for op in order)
-        for op in order:
+        summed = max((at for at, op in enumerate(order) if op.kind == "reduce"), default=-1)
+        asks, hears = (min(summed + later, len(order) - 1) for later in ((ASKED, HEARD) if now.early else (0, 0)))
+        for at, op in enumerate(order):
             unit = self._units[op.bucket]
             if self._released and op.kind != "reduce":
                 self._put(self._gather_released, unit, op, passes.marks)
@@ -222,9 +228,12 @@ class Sharded:
                     if self._released and op.part == 0:
                         self._put(self._release_behind, unit, sent[id(held)], passes.marks)
                     self._put(self._reduce, now, unit, held, sent[id(held)], op.part, last)
-            reduces_left -= op.kind == "reduce"
-            if not reduces_left and op.kind == "reduce" and last:
-                self._put(self._agree, now)
+            if last and at == asks:
+                if asks == summed:  # else the transfer behind it has begun, so that it has ended
+                    self._put(self._carrier.settle)
+                self._put(self._ask, now)
+            if last and at == hears:
+                self._put(self._hear, now)
         if self._released:
             self._put(self._release_all)
         if last:
@@ -302,25 +311,24 @@ class Sharded:
         self._complete = collectives.all_reduce(torch.ones((), dtype=torch.int32), group, self.traffic)
         self._unconfirmed = False
 
-    def _agree(self, now: Step) -> None:
-        """The norm of the whole gradient, and which parameters have one: the same on all ranks from here on."""
-        self._carrier.settle()
+    def _ask(self, now: Step) -> None:
+        """Begin to agree on the norm of the whole gradient, and on which parameters have one."""
         self._await_others()
         zero = self._zero()
         squares = gradients.squares_once(reduced(self._trained_held, self._held_alike), zero.dtype, zero.device)
         names = [name for held in self._trained_held for name in held.names]
-        here = set().union(*now.used_here)
-        rates = self._timetable.rates()
-        told = [squares.item() / self._copies, *rates, *(float(name in here) for name in names)]
-        table = torch.tensor(told, dtype=torch.float64)
-        collectives.all_reduce(table, self.mesh.agreement, self.traffic).wait()
-        rates, counts = table[1 : 1 + len(rates)].tolist(), table[1 + len(rates) :].tolist()
-        used = {name for name, count in zip(names, counts, strict=True) if count}
+        mine, rates, here = squares.item() / self._copies, self._timetable.rates(), set().union(*now.used_here)
+        now.agreement = Agreement(mine, rates, names, here, self.mesh.agreement, self.traffic)
+
+    def _hear(self, now: Step) -> None:
+        """What the ranks have agreed on: the same on all of them from here on."""
+        assert now.agreement is not None
+        squares, rates, used = now.agreement.hear()
         now.makes_order = self._timetable.told(rates)
         now.loss_scale = self.loss_scale.factor.item() if self.loss_scale is not None else None
-        squares = gradients.over_model(table[0], self.mesh.model, self.traffic)
+        squares = gradients.over_model(squares, self.mesh.model, self.traffic)
         norm, divisor, skip = gradients.fold(
-            squares.to(zero), nominal_weight=self.nominal_weight, total_weight=now.weight.get(), clip=now.clip,
+            squares.to(self._zero()), nominal_weight=self.nominal_weight, total_weight=now.weight.get(), clip=now.clip,
             scale=self.loss_scale,
         )  # fmt: skip
         # The lane, and nobody else, waits for the device here.
@@ -346,6 +354,7 @@ class Sharded:
         now.again = now.gathered.copy()
 
     def _update(self, now: Step, unit: Unit, change: Change) -> None:
+        begun = time.perf_counter()
         self._state.begin()
         source, target = self._state.source, self._state.target
         for held in unit.trained:
@@ -357,6 +366,7 @@ class Sharded:
             if not self._released:
                 held.round([target[key]["param"] for key in keys])
         now.updated.add(unit.number)
+        self._timetable.updated(unit.number, begun)
 
     def _gather_updated(self, now: Step, unit: Unit, part: int, fresh: Mark | None) -> None:
         """`fresh` is set when the last part has arrived, and the ranks have agreed."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from phalanx.comm.collectives import Traffic
 from phalanx.optim import gradients
+from phalanx.optim.agreement import Agreement
 from phalanx.optim.lane import Mark
 from phalanx.optim.update import Change
 
@@ -17,6 +18,7 @@ class Step:
     clip: float | None
     weight: gradients.TotalWeight
     agreed: Mark
+    agreement: Agreement | None = None  # while it is under way
     early: bool = False  # a unit is updated as soon as it is reduced, by a divisor that is likely
     used_here: list[set[str]] = field(default_factory=list)  # parameters that have a gradient on this rank
     change: Change | None = None  # what updates go by

@@ -4,6 +4,7 @@ Every rank makes them itself, of numbers that a sum or a maximum over the ranks 
 holds from the second step on after that in which it was made, since another rank may have begun the next one by then.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +40,7 @@ class Timetable:
         self._has_root = bool(units) and not units[0].name
         self.laps = Laps(len(self._units), mesh.traffic)
         # An accelerator's passes end later than the host's calls, and alone there is nothing to move.
-        self._pacing = Pacing() if mesh.world > 1 and mesh.on_host else None
+        self._pacing = Pacing(len(self._units)) if mesh.world > 1 and mesh.on_host else None
         # By the first step that they hold for.
         self._orders = {1: orders(guess([unit.elements for unit in units], parts), sharding, self._has_root)}
         self._ended: dict[int, Mark] = {}
@@ -72,6 +73,11 @@ class Timetable:
         if self._pacing is not None:
             self._pacing.moved(size, begun)
 
+    def updated(self, unit: int, begun: float) -> None:
+        """The lane has just updated a unit, which it began at that time."""
+        if self._pacing is not None:
+            self._pacing.updated(unit, time.perf_counter() - begun)
+
     def rates(self) -> list[float]:
         """A rank's part of the table of all ranks' rates in this step, which adds up to it."""
         mine = [0.0] * self._mesh.world
@@ -85,15 +91,19 @@ class Timetable:
     def make(self, step: int) -> None:
         """Make the orders that hold from `step` on, of what the slowest rank takes. Collective."""
         assert self._pacing is not None
-        passes = torch.tensor(self.laps.table(), dtype=torch.float64)
-        all_reduce(passes, self._mesh.agreement, self._traffic, dist.ReduceOp.MAX).wait()
+        # Who came last has waited for nobody, so of restarts the shortest counts.
+        mine = [*self.laps.table(), *self._pacing.updates(), -self._pacing.restart_s()]
+        table = torch.tensor(mine, dtype=torch.float64)
+        all_reduce(table, self._mesh.agreement, self._traffic, dist.ReduceOp.MAX).wait()
+        *slowest, minus_restart_s = table.tolist()
+        passes_s, updates_s = slowest[: -len(self._units)], slowest[-len(self._units) :]
         wide, shared = self._ways.reduced(self._precision.master), self._ways.gathered(self._precision.shared)
         sent = []
         for unit in self._units:
             trained = sum(held.bucket.carried for held in unit.trained)
             frozen = sum(held.bucket.carried for held in unit.helds) - trained if self._sharding.zero == 3 else 0
             sent.append((wide * trained, shared * trained + self._precision.shared.itemsize * frozen))
-        work, rate = self._pacing.work(passes.tolist(), sent, self._parts)
+        work, rate = self._pacing.work(passes_s, updates_s, -minus_restart_s, sent, self._parts)
         last = max(self._orders)  # holds until then
         self._orders = {last: self._orders[last], step: orders(work, self._sharding, self._has_root)}
         moves_s = sum(work.reduce_s) + sum(work.gather_s)

@@ -1,9 +1,11 @@
 """The sharded engine around its steps: what it releases, what may be read, and what it answers to mistakes."""
 
 import copy
+import gc
 import re
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -469,3 +471,23 @@ def with_last(step: int, rank: int) -> list[Any]:
 @pytest.mark.parametrize("zero", [1, 2])
 def test_a_lane_that_lags_behind_is_waited_for(zero: int) -> None:
     assert max(run_ranks(lagging, 2, zero=zero)) < 1e-9
+
+
+def given_back(placement: Placement, zero: int) -> list[bool]:
+    """Whether anything is left of an engine, its model and their memory when nobody holds them."""
+    with join(placement, 20) as mesh:
+        model = five_units()
+        driven = Driven(mesh, model, model.units(), Sharding(zero))
+        driven.walk(2)
+        driven.engine.close()
+        held = driven.engine._trained_held[0]
+        things = [weakref.ref(each) for each in (driven.engine, model, held, held.values, model.blocks[0].weights[0])]
+        del driven, model, held
+        gc.collect()
+        return [thing() is None for thing in things]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_memory_is_given_back_with_the_model(zero: int) -> None:
+    for gone in run_ranks(given_back, 2, zero=zero):
+        assert all(gone), gone

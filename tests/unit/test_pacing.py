@@ -1,0 +1,49 @@
+"""What a lane measures of its transfers and updates, and the order that is made of it."""
+
+import pytest
+
+from phalanx.optim import pacing
+from phalanx.optim.overlap import plan
+from phalanx.optim.pacing import Pacing
+
+RATE, SIZE = 50e6, 1e6  # a transfer takes 20 ms
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What time it is."""
+    now = [0.0]
+    monkeypatch.setattr(pacing.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def moved(measured: Pacing, clock: list[float], begun: float, ended: float) -> None:
+    clock[0] = ended
+    measured.moved(SIZE, begun)
+
+
+def test_what_a_transfer_takes_longer_behind_a_pause_is_the_least_that_was_seen(clock: list[float]) -> None:
+    measured = Pacing(1)
+    moved(measured, clock, 1.000, 1.024)  # 4 ms longer: nothing was under way
+    moved(measured, clock, 1.010, 1.044)  # begun beside the one before
+    moved(measured, clock, 2.000, 2.050)  # this rank has waited for another one, too
+    for _ in range(2):
+        measured.told([RATE])
+    assert measured.restart_s() == pytest.approx(0.004)
+
+
+def test_an_order_knows_how_long_updates_take(clock: list[float]) -> None:
+    measured = Pacing(4)
+    for unit in range(4):
+        for seconds in (0.001, 0.003, 0.009):
+            measured.updated(unit, seconds)
+    assert measured.updates() == [0.003] * 4
+    for _ in range(2):
+        measured.told([RATE])
+    passes_s = [0.013] * 4 + [0.026] * 4
+    work, rate = measured.work(passes_s, measured.updates(), 0.004, [(SIZE, SIZE)] * 4, parts=4)
+    assert work.update_s == pytest.approx((0.007,) * 4) and rate == pytest.approx(RATE)
+    order = plan(work)
+    at = {(op.kind, op.bucket, op.part): number for number, op in enumerate(order)}
+    # The link has something else to do behind the last gradient of a unit; without updates nothing says so.
+    assert all(order[at["reduce", unit, 3] + 1].bucket != unit for unit in (2, 1))
