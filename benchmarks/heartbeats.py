@@ -27,6 +27,7 @@ if __name__ == "__main__":  # first of all: whoever forks agents must have no th
     agent.preload(("numpy", "torch", "torch._dynamo", "phalanx.cli", "phalanx.train.trainer", "phalanx.nodes"))
 
 from benchmarks.harness import Check, Row, at_most, machine, options, report, result
+from benchmarks.started import command_line
 from phalanx.cluster import peer
 from phalanx.cluster.beats import Beat, Beats
 from phalanx.cluster.circle import Circle
@@ -72,20 +73,11 @@ class Turns(Circle):
 
 def node(folder: Path, number: int, nodes: int) -> int:
     """Be the agent of a node until it is stopped, and leave what was seen."""
-    from phalanx import cli
-
-    with open(folder / f"node-{number}.txt", "wb", buffering=0) as output:
-        for each in (1, 2):
-            os.dup2(output.fileno(), each)
     peer.Beats, peer.Circle = Arrivals, Turns  # type: ignore[misc]
     os.chdir(folder)
-    sys.argv = ["phalanx", "train", "recipe.yaml", "--run-dir", "run", "--ranks", "1", "--nodes", str(nodes)]
-    sys.argv += ["--node-rank", str(number), "--rendezvous", f"file://{folder}/meet"]
-    code: Any = None
-    try:
-        cli.main()
-    except SystemExit as leaving:
-        code = leaving.code
+    words = ["train", "recipe.yaml", "--run-dir", "run", "--ranks", "1", "--nodes", str(nodes), "--node-rank"]
+    words += [str(number), "--rendezvous", f"file://{folder}/meet"]
+    code = command_line(words, folder / f"node-{number}.txt")
     seen = {"code": code, "arrivals": Arrivals.found, "turns": Turns.found}
     (folder / f"seen-{number}.json").write_text(json.dumps(seen))
     return 0

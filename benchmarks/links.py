@@ -53,6 +53,10 @@ class Links:
         _run("tc", "-n", self.names[node], "qdisc", "replace", "dev", INTERFACE, *shape)
         _run("tc", "-n", self.switch, "qdisc", "replace", "dev", f"port{node}", *shape)
 
+    def plug(self, node: int, plugged: bool) -> None:
+        """Pull the node's cable out, of which neither side is told, or put it in again."""
+        _run("ip", "-n", self.switch, "link", "set", f"port{node}", "up" if plugged else "down")
+
     def sent_bytes(self) -> list[int]:
         """Bytes that have left each node since it was made, with headers as its interface counts them."""
         return [self._count(node, "tx") for node in range(len(self.names))]

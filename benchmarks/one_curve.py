@@ -10,16 +10,13 @@ shares, the mean over each rank's own tokens, and the mean of these means. Answe
 something else. `--html` draws all six.
 """
 
-import contextlib
 import functools
 import inspect
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +24,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
+from benchmarks.started import Command, Run, start
 from benchmarks.throttle import LEAST, throttle
-from phalanx.records import Kind, RunPaths, read_lines, read_steps
+from phalanx.records import RunPaths, read_steps
 
 RECIPE = """
 model: {{hidden: 32, layers: 2, heads: 4, kv_heads: 2, intermediate: 64, dropout: 0.1}}
@@ -42,45 +40,30 @@ report: {{tensorboard: false}}
 SPLIT = 4  # ranks of the control
 SAME = 1e-9  # relative: losses of two runs in float64 that do the same
 APART = 1e-4  # what a wrong weight changes at least
-PATIENCE_S = 240.0
 PREPARED, PLAIN = "one rank", "plain PyTorch loop"
 WRONG = f"control: mean of {SPLIT} ranks' means"
 
 
-@dataclass
-class Started:
-    """A process of a run, the run's folder, and what the process says."""
+class Started(Run):
+    """One of the commands of a run: the first of its nodes, or another one."""
 
-    process: "subprocess.Popen[bytes]"
-    paths: RunPaths
-    output: Path
+    def __init__(self, paths: RunPaths, command: Command) -> None:
+        super().__init__(paths, {0: command})
+        self.command = command
 
     def step(self) -> int:
         return max((record["step"] for record in read_steps(self.paths.metrics)), default=0)
 
-    def wait(self, condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() < until, f"nothing has happened for {PATIENCE_S:g} s; see {self.paths.root}"
-            time.sleep(0.01)
+    def until(self, condition: Callable[[], bool]) -> None:
+        self.wait(condition, look_s=0.01)
 
     def ranks(self) -> list[int]:
-        """The processes of this node that train, in order of rank: those that write a rank's log."""
-        pid, found = self.process.pid, {}
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            with contextlib.suppress(OSError):  # it has just ended
-                log = os.readlink(f"/proc/{child}/fd/1")
-                if Path(log).name.startswith("rank-"):
-                    found[log] = int(child)
-        return [found[log] for log in sorted(found)]
+        """The processes of this node that train, in order of rank."""
+        return [pid for _, pid in sorted(self.command.ranks().items())]
 
     def finish(self) -> None:
-        code = self.process.wait(PATIENCE_S)
-        assert code == 0, self.said()
-
-    def said(self) -> str:
-        return f"{self.output.stem} ended with {self.process.returncode}:\n{self.output.read_text()[-3000:]}"
+        self.wait(self.command.over)
+        assert self.command.code == 0, self.command.said()
 
 
 @dataclass
@@ -93,22 +76,15 @@ class Place:
 
     def start(self, name: str, *arguments: str) -> Started:
         run = self.folder / name.replace(" ", "-")
-        command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", *arguments, "--run-dir", str(run)]
-        environment = dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parents[1]))
+        words = ["-m", "phalanx", "train", "recipe.yaml", *arguments, "--run-dir", str(run)]
         said = self.folder / f"{run.name}-{len(self.started)}.txt"
-        with open(said, "wb") as output:
-            process = subprocess.Popen(
-                command, cwd=self.folder, env=environment, stdout=output, stderr=subprocess.STDOUT
-            )
-        self.started.append(Started(process, RunPaths(run), said))
+        self.started.append(Started(RunPaths(run), start(words, self.folder, said, warm=False)))
         return self.started[-1]
 
     def stop(self) -> None:
         """Leave no process behind."""
         for each in self.started:
-            if each.process.poll() is None:
-                each.process.kill()
-                each.process.wait()
+            each.command.end()
 
 
 def write_answers(file: Path, most: int = 600) -> None:
@@ -149,7 +125,7 @@ def unlike(place: Place, name: str) -> Started:
     """Two ranks, the second with a third of the first one's time."""
     with throttle(2) as limits:
         run = place.start(name, "--ranks", "2")
-        run.wait(lambda: len(run.ranks()) == 2)
+        run.until(lambda: len(run.ranks()) == 2)
         for rank, pid in enumerate(run.ranks()):
             limits.limit(rank, (0.9, 0.3)[rank])
             limits.enter(rank, pid)
@@ -163,29 +139,22 @@ def disturbed(place: Place, name: str) -> Started:
     node = functools.partial(place.start, name, "--ranks", "2", *meet, "--node-rank")
     first, second = node("0"), node("1")
     at = [place.steps * part // 8 for part in (1, 2, 4, 6)]
-    first.wait(lambda: first.step() >= at[0])
+    first.until(lambda: first.step() >= at[0])
     os.kill(second.ranks()[0], signal.SIGKILL)
-    first.wait(lambda: attempts(first) >= 2 and first.step() >= at[1])
-    second.process.kill()
-    second.process.wait()
-    first.wait(lambda: attempts(first) >= 3 and first.step() >= at[2])
+    first.until(lambda: first.attempt() >= 2 and first.step() >= at[1])
+    second.command.end()
+    first.until(lambda: first.attempt() >= 3 and first.step() >= at[2])
     with throttle(2) as limits:
         for rank, pid in enumerate(first.ranks()):  # so that the run lasts until the node has come back
             limits.limit(rank, LEAST)
             limits.enter(rank, pid)
         second = node("1")
-        first.wait(lambda: attempts(first) >= 4)
-    first.wait(lambda: first.step() >= at[3])
+        first.until(lambda: first.attempt() >= 4)
+    first.until(lambda: first.step() >= at[3])
     os.kill(first.ranks()[0], signal.SIGKILL)
     first.finish()
     second.finish()
     return first
-
-
-def attempts(run: Started) -> int:
-    """The attempt that was started last."""
-    found = [event["attempt"] for event in read_lines(run.paths.events) if event["kind"] == Kind.ATTEMPT_STARTED]
-    return max(found, default=0)
 
 
 def control(prepared: RunPaths, steps: int, split: int) -> list[float]:
@@ -312,7 +281,7 @@ def main() -> None:
 def judge(runs: dict[str, Started], curves: dict[str, list[float]]) -> tuple[list[Row], list[Check]]:
     first = curves[PREPARED]
     rows: list[Row] = [
-        {"cluster": way, "attempts": attempts(runs[way]) if way in runs else 1,
+        {"cluster": way, "attempts": runs[way].attempt() if way in runs else 1,
          "last loss": f"{curve[-1]:.6f}", "relative difference": apart(curve, first)}
         for way, curve in curves.items()
     ]  # fmt: skip
@@ -322,7 +291,7 @@ def judge(runs: dict[str, Started], curves: dict[str, list[float]]) -> tuple[lis
         if way not in (PREPARED, WRONG)
     ]
     checks.append(at_least(f"{WRONG}: difference to {PREPARED}", apart(curves[WRONG], first), APART))
-    checks.append(at_least("attempts of the disturbed run", float(attempts(list(runs.values())[-1])), 5))
+    checks.append(at_least("attempts of the disturbed run", float(list(runs.values())[-1].attempt()), 5))
     return rows, checks
 
 

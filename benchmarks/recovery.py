@@ -1,309 +1,471 @@
-"""How long a run that lost a rank takes until it goes on, beside torchrun; and what it costs to be ready for that.
+"""How long a run takes until it goes on after something has failed, beside torchrun; and what it costs to be ready.
 
-    python3 benchmarks/recovery.py [--quick] [--json FILE] [--ranks N]
+    python3 benchmarks/recovery.py [--quick] [--json FILE] [--on local nodes slurm] [--kinds KIND ...] [--mtbf S ...]
 
-A LLaMA of 10 million parameters trains on the CPU by `phalanx train`, tokenizer, loader, checkpoints and all. Its ranks
-are killed by SIGKILL from outside, one after the other, at random moments. The same recipe runs under torchrun, which
-starts its ranks again too, with a checkpoint every 10 steps. Then what a committed step costs: two runs in the same
-ranks take turns step by step, one with its state in shared memory and one without. docs/benchmarks.md says how to read
-the figures.
+A LLaMA of 10 million parameters trains on the CPU by `phalanx train`, tokenizer, loader, checkpoints and all. On this
+machine (`local`) ranks are killed by SIGKILL, and the same recipe runs under torchrun, which starts its ranks again
+too, with a checkpoint every 10 steps. On two nodes with a spare, joined by 1 Gbit/s (`nodes`: network namespaces;
+`slurm`: a real Slurm in namespaces; both need root), nodes crash, lose their power, freeze, and lose the one that
+leads. With `--mtbf` faults come by chance, so many seconds apart, and what counts is how many steps are committed.
+docs/benchmarks.md says how to read the figures.
 """
 
-import functools
-import json
+import argparse
+import contextlib
+import itertools
 import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from phalanx.cluster import agent
 
 if __name__ == "__main__":  # first of all: whoever forks ranks must have no thread of a numerical library
-    agent.preload(("numpy", "torch", "torch._dynamo", "phalanx.train.trainer"))
+    agent.preload(("numpy", "torch", "torch._dynamo", "phalanx.cli", "phalanx.train.trainer", "phalanx.nodes"))
 
-from benchmarks.harness import Check, Row, at_most, machine, options, report, result, spread
-from phalanx import shared_memory, state_file
-from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
+from benchmarks import node_faults
+from benchmarks.commit_cost import cost
+from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
+from benchmarks.node_faults import MBIT, Place
+from benchmarks.started import Run, children, start
+from phalanx import state_file
+from phalanx.records import Kind, RunPaths
 
 RECIPE = """
-model: {{hidden: 288, layers: 8, heads: 6, intermediate: 768}}
+model: {{hidden: {hidden}, layers: {layers}, heads: {heads}, intermediate: {intermediate}}}
 data: {{source: stdlib, tokenizer_vocab: 4096, seq_len: 128, cache: {cache}}}
-train: {{steps: {steps}, global_batch: {batch}, micro_batch: {micro}, dtype: fp32, compile: false, eval_sequences: 0}}
+train: {{steps: 100000, global_batch: {batch}, micro_batch: 2, dtype: fp32, compile: false, eval_sequences: 0}}
 balance: {{work: even}}
 checkpoint: {{every: {every}, keep: 1}}
 resilience: {{max_restarts: 1000, memory: {memory}}}
 report: {{tensorboard: false}}
 """
+MODELS = {
+    "10M": {"hidden": 288, "layers": 8, "heads": 6, "intermediate": 768},
+    "100M": {"hidden": 800, "layers": 12, "heads": 10, "intermediate": 2136},
+}
 OURS, TORCHRUN = "Phalanx", "torchrun"
-LOOK_S = 0.002  # between two looks at the commit words
-PATIENCE_S = 120.0
-DEAD_S, PART_OF_TORCHRUN, COST = 0.5, 1 / 8, 1.02  # what is asked
-STALL_S = 0.05
-SAVES = 5
-FOUND = "found.json"
+LOCAL = "local"
+KILL, CRASH, POWER, FREEZE, LEADER, COST = KINDS = ("kill", "crash", "power-loss", "freeze", "leader", "cost")
+ON = {LOCAL: (KILL, COST), "nodes": KINDS[:-1], "slurm": KINDS[:-1]}
+RATED = (KILL, CRASH, POWER)  # those of which steps are counted with --mtbf
+
+# What is asked.
+DEAD_S, PART_OF_TORCHRUN, COST_RATIO, STALL_S, FENCED_S = 0.5, 1 / 8, 1.02, 0.05, 1.0
+HEARTBEAT_S = 1.0  # the default of resilience.heartbeat_s
+STEPS_COMMITTED = {60.0: {KILL: 0.98, CRASH: 0.96, POWER: 0.94}, 15.0: {KILL: 0.94, CRASH: 0.85, POWER: 0.78}}
+LOADED = 3.0  # times as long, on a machine that does other work as well
+BACK_S = 3.0  # after which a node that was lost is started again
+SETTLED_S = 3.0  # what one that is a member again gets to prepare its part
+THAWED_S = 3.0  # for which a node is frozen, beyond its recovery
 
 
 @dataclass(frozen=True)
 class Size:
-    """`kills` of each system, so many steps apart; `pairs` of steps for the cost."""
+    """`times` that each fault comes, so many steps `apart`; `pairs` of steps for the cost; `seconds` of faults by
+    chance; `calm_s` before and after them."""
 
-    kills: int = 10
+    times: int = 10
     apart: int = 6
     pairs: int = 60
+    seconds: float = 600.0
+    calm_s: float = 30.0
 
 
-QUICK = Size(kills=3, apart=4, pairs=15)
+QUICK = Size(times=3, apart=4, pairs=15, seconds=45.0, calm_s=10.0)
 
 
-@dataclass
-class Started:
-    """A run that goes on: its process, its folder."""
-
-    process: "subprocess.Popen[bytes]"
-    paths: RunPaths
-
-    def committed(self) -> int:
-        """The newest step that all ranks hold in shared memory."""
-        return state_file.committed(shared_memory.folder_of(self.paths), state_file.run_of(self.paths.events))
-
-    def recorded(self) -> tuple[int, int]:
-        """(attempt, step) of the last line of its metrics."""
-        lines = [(int(line["attempt"]), int(line["step"])) for line in read_lines(self.paths.metrics)]
-        return lines[-1] if lines else (0, 0)
-
-    def wait(self, condition: Any) -> float:
-        """Seconds since the epoch when a condition came to hold."""
-        until = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert self.process.poll() is None, f"the run ended with {self.process.returncode}; see {self.paths.root}"
-            assert time.monotonic() < until, f"nothing has happened for {PATIENCE_S:g} s; see {self.paths.root}"
-            time.sleep(LOOK_S)
-        return time.time()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
+def tell(text: str) -> None:
+    """A line of progress."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def start(system: str, folder: Path, ranks: int, every: int, memory: str = "true") -> Started:
-    """Start a run that would go on for ever."""
-    paths, recipe = RunPaths(folder / "run"), folder / "recipe.yaml"
+def recipe(model: str, cache: Path, ranks: int, every: int, memory: str = "true") -> str:
+    return RECIPE.format(cache=cache, batch=2 * ranks, every=every, memory=memory, **MODELS[model])
+
+
+# --------------------------------------------------------------------------------------------------------- this machine
+
+
+def begin(system: str, folder: Path, model: str, ranks: int) -> Run:
+    """Start a run on this machine that would go on for ever."""
+    run, ours = Run(RunPaths(folder / "run")), system == OURS
     folder.mkdir(parents=True)
-    batch = 2 * ranks
-    recipe.write_text(
-        RECIPE.format(cache=folder.parent / "cache", steps=100_000, batch=batch, micro=2, every=every, memory=memory)
-    )
-    train = ["train", str(recipe), "--run-dir", str(paths.root)]
-    phalanx, environment = (
-        [sys.executable, "-m", "phalanx"],
-        dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1])),
-    )
-    command = [*phalanx, *train, "--ranks", str(ranks)]
-    if system == TORCHRUN:
-        # Without it torchrun's own restart fails where its store is kept.
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1000"]
-        torchrun += ["--monitor-interval", "0.1", "--nproc-per-node", str(ranks), "-m", "phalanx"]
-        command = [*torchrun, *train]
-    with open(folder / "output.txt", "wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    return Started(process, paths)
+    text = recipe(model, folder.parent / "cache", ranks, 100 if ours else 10, "true" if ours else "auto")
+    (folder / "recipe.yaml").write_text(text)
+    words = ["train", "recipe.yaml", "--run-dir", str(run.paths.root)]
+    if ours:
+        run.commands[0] = start([*words, "--ranks", str(ranks)], folder, folder / "output.txt")
+        return run
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "1000", "--monitor-interval", "0.1"]
+    torchrun += ["--nproc-per-node", str(ranks), "-m", "phalanx", *words]
+    # Without it torchrun's own restart fails where its store is kept.
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    run.commands[0] = start(torchrun, folder, folder / "output.txt", warm=False, environment=own)
+    return run
 
 
-def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def steady_s(run: Started) -> float:
-    """Seconds of a step by the records of the run so far, first steps of attempts left out."""
-    steps = read_steps(run.paths.metrics)
-    return statistics.median(now["step_s"] for now, before in zip(steps[1:], steps, strict=False)
-                             if now["attempt"] == before["attempt"])  # fmt: skip
-
-
-def kills(system: str, run: Started, size: Size, seed: int) -> Iterator[tuple[float, float]]:
+def kills(system: str, run: Run, size: Size, seed: int) -> Iterator[tuple[float, float]]:
     """Kill a rank again and again; (seconds until a step was committed that was not before, until a run that lost
     steps is as far as it was), both without the steps themselves."""
     draw = random.Random(seed)
-    ours = system == OURS
-    for _ in range(size.kills):
-        attempt, reached = run.recorded()
-        far = reached + size.apart
+    for number in range(size.times):
+        far = run.recorded()[1] + size.apart
         run.wait(lambda far=far: run.recorded()[1] >= far)
         time.sleep(draw.uniform(0.0, 0.5))
-        victim = draw.choice(children(run.process.pid))
-        before, (attempt, reached) = run.committed(), run.recorded()
-        begun = time.time()
-        os.kill(victim, signal.SIGKILL)
-        step_s = steady_s(run)
-        if ours:
-            # What was committed while the signal was on its way has not been lost.
-            run.wait(lambda attempt=attempt: attempts(run) > attempt)
-            before = max(before, run.committed())
-            took = run.wait(lambda before=before: run.committed() > before) - begun - step_s
-            yield took, took
+        attempt, reached = run.recorded()
+        if system == OURS:
+            found = draw.choice(sorted(run.commands[0].ranks().values()))
+            dead_s, _ = recover(run, lambda found=found: os.kill(found, signal.SIGKILL))
+            again_s = dead_s
         else:
+            begun = time.time()
+            os.kill(draw.choice(children(run.commands[0].pid)), signal.SIGKILL)
+            step_s = run.step_s()
             # A line is written when the next step has come to its backward pass.
-            first = run.wait(lambda attempt=attempt: run.recorded()[0] > attempt) - begun - 2 * step_s
-            again = run.recorded()[1]
-            caught_up = run.wait(lambda reached=reached: run.recorded()[1] > reached) - begun - 2 * step_s
-            yield first, caught_up
-            assert again <= reached + 1, (again, reached)
+            dead_s = run.wait(lambda attempt=attempt: run.recorded()[0] > attempt) - begun - 2 * step_s
+            assert run.recorded()[1] <= reached + 1, "the run has gone on as if nothing had happened"
+            again_s = run.wait(lambda reached=reached: run.recorded()[1] > reached) - begun - 2 * step_s
+        tell(f"{system}: kill {number + 1} of {size.times}: dead for {dead_s:.2f} s")
+        yield dead_s, again_s
 
 
-def attempts(run: Started) -> int:
-    """The attempt that was started last."""
-    started = [int(event["attempt"]) for event in read_lines(run.paths.events) if event["kind"] == Kind.ATTEMPT_STARTED]
-    return max(started, default=0)
+def recover(run: Run, harm: Callable[[], object]) -> tuple[float, int]:
+    """Do some harm; seconds until a step is committed that was not before, less the step itself, and how many steps
+    are lost that the harm found to be safe."""
+    attempt, before = run.attempt(), run.committed()
+    safe = min(before, run.replicated()) if run.nodes > 1 else before
+    begun, step_s = time.time(), run.step_s()
+    harm()
+    # What was committed while it was on its way has not been lost.
+    run.wait(lambda: run.attempt() > attempt)
+    before = max(before, run.committed())
+    took = run.wait(lambda: run.committed() > before) - begun - step_s
+    began = [int(event["step"]) for event in run.events(Kind.RESUMED) if int(event["attempt"]) > attempt]
+    return took, max(0, safe - (began[0] if began else 0))
 
 
-def recovery(folder: Path, ranks: int, size: Size) -> list[Row]:
-    """Both systems, one after the other."""
+def on_this_machine(folder: Path, model: str, ranks: int, size: Size, seed: int) -> list[Row]:
+    """Kills of both systems, one after the other."""
     rows: list[Row] = []
-    for system, every in ((OURS, 100), (TORCHRUN, 10)):
-        run = start(system, folder / system, ranks, every, "true" if system == OURS else "auto")
-        try:
-            run.wait(lambda run=run: run.recorded()[1] >= 12)
-            found = list(kills(system, run, size, seed=1))
-            step_s = steady_s(run)
-        finally:
-            run.end()
-            remove(run)
+    for system in (OURS, TORCHRUN):
+        tell(f"{system} on this machine, {ranks} ranks")
+        with begin(system, folder / system, model, ranks).ending() as run:
+            begun_at = 12 if system == TORCHRUN else 3  # behind its first checkpoint
+            run.wait(lambda run=run, begun_at=begun_at: run.recorded()[1] >= begun_at)
+            found = list(kills(system, run, size, seed))
+            step_s = run.step_s()
         low, middle, high = spread([first for first, _ in found])
         rows.append(
-            {"after kill -9 of one rank": system, "ranks": ranks, "step, s": step_s, "dead, s": middle, "lower": low,
-             "upper": high, "longest": max(first for first, _ in found),
+            {"after kill -9 of one rank": system, "parameters": model, "ranks": ranks, "step, s": step_s,
+             "dead, s": middle, "lower": low, "upper": high, "longest": max(first for first, _ in found),
              "until as far as before, s": statistics.median(again for _, again in found)}
         )  # fmt: skip
     return rows
 
 
-def remove(run: Started) -> None:
-    """What a run that was killed leaves in shared memory."""
-    folder = shared_memory.folder_of(run.paths)
-    if folder.is_dir():
-        with shared_memory.held(folder) as memory:
-            memory.keeps = False
+# ---------------------------------------------------------------------------------------------------------------- nodes
 
 
-# ---------------------------------------------------------------------------------------------------------------- cost
+def shard_s(run: Run) -> float:
+    """What a cable takes to carry the state of a node's rank."""
+    found = [
+        facts for folder in run.folders() for facts in state_file.there(folder, state_file.run_of(run.paths.events))
+    ]
+    return max(facts.slot_bytes for facts in found) * 8 / (MBIT * 1e6)
 
 
-def take_turns(placement: Placement, folder: str, tokens: str, config: str, pairs: int) -> int:
-    """One rank: two loops in turns, with and without a keeper; rank 0 leaves the seconds of all steps, and how long
-    checkpoints of the one with a keeper stall it."""
-    import torch
-    import yaml
-
-    from phalanx import accelerator, recipe
-    from phalanx.checkpoint.disk import Saver
-    from phalanx.comm.mesh import join
-    from phalanx.comm.objects import JsonGroup
-    from phalanx.train.build import build
-    from phalanx.train.restore import memory_of
-    from phalanx.train.sinks import Records
-    from phalanx.train.subject import spec_if_any
-    from phalanx.train.trainer import Loop, Run, StopRequest
-
-    settings, spent = recipe.check(yaml.safe_load(config), "the benchmark's recipe"), []
-    accelerator.use(torch.device("cpu"), 1)
-    with join(placement, 60.0) as mesh:
-        loops = []
-        for name in ("kept", "plain"):
-            paths = RunPaths(Path(folder) / name)
-            paths.root.mkdir(exist_ok=True)
-            records = Records(paths, 1, [], active=mesh.rank == 0)
-            memory = memory_of(settings, placement, mesh, paths, records) if name == "kept" else None
-            spec, rows = spec_if_any(settings, paths), [(Path(tokens), 1.0)]
-            parts = build(settings, spec, mesh, rows, {}, keeper=memory)
-            saver = Saver(paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 1, records.event)
-            run = Run(settings, spec, paths, rows, {})
-            loops.append(Loop(run, placement, mesh, parts, records, saver, StopRequest(), memory=memory))
-            loops[-1].restore()
-        for step in range(1, pairs + 4):
-            seconds = []
-            for loop in loops if step % 2 else reversed(loops):
-                mesh.sum([0.0])
-                begun = time.perf_counter()
-                loop.train_one(step)
-                list(loop.parts.engine.pieces())  # waits until all of the step is done
-                mesh.sum([0.0])
-                seconds.append(time.perf_counter() - begun)
-            if step > 3:
-                spent.append(seconds if step % 2 else seconds[::-1])
-        saves = []
-        for _ in range(SAVES):
-            mesh.sum([0.0])
-            begun = time.perf_counter()
-            loops[0].save(pairs + 3)
-            saves.append(mesh.max([time.perf_counter() - begun])[0])
-            loops[0].saver.wait()
-        for loop in loops:
-            loop.parts.close()
-    if placement.rank == 0:
-        (Path(folder) / FOUND).write_text(json.dumps({"steps": spent, "saves": saves}))
-    return 0
+def strike(place: Place, kind: str, draw: random.Random) -> int:
+    """Have something happen to a node that trains; returns which."""
+    leader, seated = place.leader(), place.seated()
+    others = [node for node in seated if node != leader] or seated
+    node = leader if kind == LEADER else draw.choice(others)
+    match kind:
+        case "kill":
+            os.kill(draw.choice(sorted(place.ranks(node).values())), signal.SIGKILL)
+        case "crash":
+            place.crash(node)
+        case "freeze":
+            place.signal_all(node, signal.SIGSTOP)
+        case _:
+            place.cut(node)
+            place.crash(node)
+    return node
 
 
-def cost(folder: Path, ranks: int, size: Size, prepared: RunPaths) -> list[Row]:
-    """What a step takes with every step committed, over what it takes without."""
-    tokens = next((folder / "cache").rglob("*.bin"), None)
-    assert tokens is not None, "the run before has made its token files"
-    shared = folder / "shared"
-    shared.mkdir()
-    place = shared_memory.PLACE / f"phalanx-benchmark-{os.getpid()}"
-    worker = functools.partial(
-        take_turns, folder=str(shared), tokens=str(tokens.parent), config=prepared.config.read_text(), pairs=size.pairs
-    )
-    place.mkdir(mode=0o700)
+def thaw(place: Place, node: int, ranks: Sequence[int]) -> float:
+    """Let a frozen node go on: seconds until all of its ranks have been ended."""
+    time.sleep(THAWED_S)
+    begun = time.time()
+    place.signal_all(node, signal.SIGCONT)
+    return place.run.wait(lambda: not any(_lives(pid) for pid in ranks), patience_s=60.0) - begun
+
+
+def _lives(pid: int) -> bool:
     try:
-        job = agent.Job(world=ranks, worker=worker, paths=RunPaths(shared / "logs"), shared=place)
-        assert agent.run(job) == 0, f"see {shared / 'logs'}"
-    finally:
-        for path in place.iterdir():
-            path.unlink()
-        place.rmdir()
-    found = json.loads((shared / FOUND).read_text())
-    spent, saves = found["steps"], found["saves"]
-    kept, plain = (statistics.median(each[which] for each in spent) for which in (0, 1))
-    low, middle, high = spread([with_it / without for with_it, without in spent])
-    return [
-        {"every step committed": OURS, "ranks": ranks, "step, s": kept, "without, s": plain, "ratio": middle,
-         "lower": low, "upper": high, "a save stalls, s": statistics.median(saves), "the first": saves[0]}
-    ]  # fmt: skip
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def settle(place: Place, apart: int) -> None:
+    """Wait until all nodes that there are have their part in the run, and some steps are done."""
+    if place.returns:
+        place.run.wait(place.whole)
+        time.sleep(SETTLED_S)
+    far = place.run.recorded()[1] + apart
+    place.run.wait(lambda: place.run.recorded()[1] >= far)
+
+
+def harm(place: Place, kinds: Sequence[str], times: int, size: Size, draw: random.Random) -> Iterator[Row]:
+    """Each kind of fault so often; a row for each one that happened."""
+    for kind in [kind for kind in kinds for _ in range(times)]:
+        settle(place, size.apart)
+        time.sleep(draw.uniform(0.0, 0.5))
+        pids = {node: sorted(place.ranks(node).values()) for node in place.seated()}
+        struck: list[int] = []
+        dead_s, lost = recover(place.run, lambda kind=kind, struck=struck: struck.append(strike(place, kind, draw)))
+        fenced_s = thaw(place, struck[0], pids[struck[0]]) if kind == FREEZE else None
+        if kind != KILL and place.returns:
+            place.bring_back(struck[0])
+        told = "" if fenced_s is None else f", fenced {fenced_s:.2f} s after its thaw"
+        tell(f"{place.name}: {kind} of node {struck[0]}: dead for {dead_s:.2f} s{told}")
+        yield {"kind": kind, "dead_s": dead_s, "lost": lost, "fenced_s": fenced_s}
+
+
+def on_nodes(
+    where: str, folder: Path, model: str, kinds: Sequence[str], times: int, size: Size, draw: random.Random
+) -> list[Row]:
+    """What became of each kind of fault on nodes."""
+    text = recipe(model, folder.parent / "cache", node_faults.TRAINING, 100)
+    found: list[Row] = []
+    if where == node_faults.Namespaces.name:
+        with node_faults.namespaces(folder, text) as place:
+            tell(f"{place.name}: {place.total} nodes begin")
+            found += harm(place, kinds, times, size, draw)
+            step_s, shard = place.run.step_s(), shard_s(place.run)
+    else:  # a job of Slurm that loses a node has lost it for good, so each round is another job
+        deadly = sum(kind != KILL for kind in kinds)
+        for number in range(times):
+            with node_faults.slurm(folder / str(number), text, max(1, deadly)) as of_slurm:
+                tell(f"{of_slurm.name}: {of_slurm.total} nodes begin, job {number + 1} of {times}")
+                found += harm(of_slurm, kinds, 1, size, draw)
+                step_s, shard = of_slurm.run.step_s(), shard_s(of_slurm.run)
+    rows: list[Row] = []
+    for kind in kinds:
+        mine = [each for each in found if each["kind"] == kind]
+        low, middle, high = spread([each["dead_s"] for each in mine])
+        fenced = [each["fenced_s"] for each in mine if each["fenced_s"] is not None]
+        rows.append(
+            {"after": kind, "on": where, "parameters": model, "times": len(mine), "step, s": step_s, "dead, s": middle,
+             "lower": low, "upper": high, "longest": max(each["dead_s"] for each in mine),
+             "asked, s": asked(kind, shard, model), "steps lost": sum(each["lost"] for each in mine),
+             "fenced, s": max(fenced, default=None)}
+        )  # fmt: skip
+    return rows
+
+
+def asked(kind: str, shard: float, model: str = "10M") -> float | None:
+    """Seconds that a run on nodes may be dead, where a cable carries a node's state in `shard` seconds."""
+    if kind == KILL or model != "10M":
+        return None
+    return 1.0 + shard + (0.0 if kind == CRASH else HEARTBEAT_S)
+
+
+# ----------------------------------------------------------------------------------------------------- faults by chance
+
+
+def times_of(mtbf_s: float, seconds: float, seed: int) -> list[float]:
+    """When faults come: the same trace for all."""
+    draw = random.Random(seed)
+    at = itertools.accumulate(draw.expovariate(1 / mtbf_s) for _ in itertools.count())
+    return list(itertools.takewhile(lambda each: each < seconds, at))
+
+
+def another(run: Run, done: Callable[[], int], turn: Callable[[], object] = lambda: None) -> None:
+    """Wait until one more step is done."""
+    now = done()
+
+    def is_done() -> bool:
+        turn()
+        return done() > now
+
+    run.wait(is_done)
+
+
+def calm(run: Run, seconds: float, done: Callable[[], int]) -> float:
+    """Steps a second while nothing happens."""
+    another(run, done)
+    begun, first = time.monotonic(), done()
+    time.sleep(seconds)
+    another(run, done)
+    return (done() - first) / (time.monotonic() - begun)
+
+
+def under_faults(
+    run: Run, size: Size, trace: Sequence[float], done: Callable[[], int], turn: Callable[[bool], bool]
+) -> tuple[float, int]:
+    """The part of the steps of an undisturbed run that are committed in spite of faults, and how many there were.
+    `turn(due)` does what is to be done and says whether the fault that is due has happened."""
+    before = calm(run, size.calm_s, done)
+    begun, first, left, happened = time.monotonic(), done(), list(trace), 0
+    while (now := time.monotonic() - begun) < size.seconds:
+        if turn(bool(left) and now >= left[0]):
+            left.pop(0)
+            happened += 1
+        time.sleep(0.02)
+    steps, took = done() - first, time.monotonic() - begun
+    another(run, done, lambda: turn(False))
+    settled = time.monotonic() + 2 * BACK_S
+    run.wait(lambda: turn(False) or time.monotonic() > settled)
+    after = calm(run, size.calm_s, done)
+    return steps / took / ((before + after) / 2), happened
+
+
+def by_chance(where: str, system: str, kind: str, mtbf_s: float, folder: Path, given: argparse.Namespace) -> Row:
+    """A run with faults of a kind by chance."""
+    size: Size = given.size
+    trace = times_of(mtbf_s, size.seconds, given.seed)
+    draw, cache = random.Random(given.seed), folder.parent / "cache"
+    tell(f"{system} on {where}: {kind}, {len(trace)} times in {size.seconds:g} s")
+    with contextlib.ExitStack() as held:
+        if where == LOCAL:
+            run = held.enter_context(begin(system, folder, given.parameters, given.ranks).ending())
+            done = run.committed if system == OURS else lambda: run.recorded()[1]
+
+            def turn(due: bool) -> bool:
+                ranks = run.commands[0].ranks() if system == OURS else dict(enumerate(children(run.commands[0].pid)))
+                if due and ranks:
+                    os.kill(draw.choice(sorted(ranks.values())), signal.SIGKILL)
+                return due and bool(ranks)
+        else:
+            text = recipe(given.parameters, cache, node_faults.TRAINING, 100)
+            place = held.enter_context(node_faults.namespaces(folder, text))
+            run, done, away = place.run, place.run.committed, dict[int, float]()
+
+            def turn(due: bool) -> bool:
+                for node, since in list(away.items()):
+                    if time.monotonic() > since + BACK_S:
+                        del away[node]
+                        place.bring_back(node)
+                ready = due and not away and place.whole() and len(place.seated()) == node_faults.TRAINING
+                if ready and (node := strike(place, kind, draw)) >= 0 and kind != KILL:
+                    away[node] = time.monotonic()
+                return ready
+
+        highest = 0
+
+        def furthest() -> int:
+            nonlocal highest
+            highest = max(highest, done())
+            return highest
+
+        run.wait(lambda: run.recorded()[1] >= 5)
+        part, happened = under_faults(run, size, trace, furthest, turn)
+    target = STEPS_COMMITTED.get(mtbf_s, {}).get(kind) if system == OURS else None
+    tell(f"{system} on {where}: {kind} every {mtbf_s:g} s: {part:.1%} of the steps, {happened} faults")
+    return {"steps committed by": system, "on": where, "fault": kind, "every, s": mtbf_s, "seconds": size.seconds,
+            "faults": happened, "of an undisturbed run's": part, "asked": target}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------------ all
+
+
+def checks_of(rows: Sequence[Row], loaded: float) -> list[Check]:
+    """What is asked of the figures; times on a loaded machine are `loaded` times as long."""
+    checks: list[Check] = []
+    local = {row["after kill -9 of one rank"]: row for row in rows if "after kill -9 of one rank" in row}
+    if local and local[OURS]["parameters"] == "10M":
+        checks.append(at_most("seconds dead after kill -9 of a rank", local[OURS]["dead, s"], loaded * DEAD_S))
+    if local:
+        ratio = local[OURS]["dead, s"] / local[TORCHRUN]["dead, s"]
+        checks.append(at_most("of torchrun's", ratio, PART_OF_TORCHRUN))
+    for row in rows:
+        if row.get("asked, s") is not None:
+            what = f"seconds dead after {row['after']} on {row['on']}"
+            checks.append(at_most(what, row["dead, s"], loaded * row["asked, s"]))
+        if "steps lost" in row:
+            checks.append(at_most(f"steps lost by {row['after']} on {row['on']}", float(row["steps lost"]), 0.0))
+        if row.get("fenced, s") is not None:
+            what = f"seconds until a thawed node has ended its ranks, on {row['on']}"
+            checks.append(at_most(what, row["fenced, s"], loaded * FENCED_S))
+        if row.get("asked") is not None:
+            what = f"of the steps committed at a {row['fault']} every {row['every, s']:g} s on {row['on']}"
+            checks.append(at_least(what, row["of an undisturbed run's"], row["asked"]))
+        if "every step committed" in row:
+            what = "a step with every step committed, over one without"
+            checks.append(at_most(what, row["ratio"], COST_RATIO))
+            what = "seconds that a checkpoint on the disk stalls training"
+            checks.append(at_most(what, row["a save stalls, s"], STALL_S))
+    return checks
+
+
+def parsed() -> argparse.Namespace:
+    parser = options("Time until a run goes on after something failed, and what it costs to be ready for it.")
+    parser.add_argument("--on", nargs="+", choices=ON, help="where (default: wherever it can; local with --quick)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="what happens, or is measured (default: all)")
+    parser.add_argument("--mtbf", nargs="+", type=float, metavar="S", help="instead: faults by chance, so far apart")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine (default 2)")
+    parser.add_argument("--times", type=int, help="of each kind (default 10; 3 with --quick; on nodes 5 and 1)")
+    parser.add_argument("--seconds", type=float, help="of faults by chance (default 600; 45 with --quick)")
+    parser.add_argument("--parameters", choices=MODELS, default="10M", help="of the model (default 10M)")
+    parser.add_argument("--seed", type=int, default=1, help="what is drawn (default 1)")
+    parser.add_argument("--loaded", action="store_true", help="others compute too: ask for times three times as long")
+    given = parser.parse_args()
+    given.size = QUICK if given.quick else Size()
+    if given.seconds is not None:
+        given.size = Size(**{**vars(given.size), "seconds": given.seconds})
+    missing = {where: why for where in ON if where != LOCAL and (why := node_faults.why_not(where)) is not None}
+    if given.on is None:
+        given.on = [LOCAL] if given.quick else [where for where in ON if where not in missing]
+    if given.mtbf:
+        given.on = [where for where in given.on if where != node_faults.Slurm.name] or parser.error(
+            "--mtbf is for --on local and --on nodes: a job of Slurm that loses a node has lost it for good"
+        )
+    for where in given.on:
+        if where in missing:
+            parser.error(f"--on {where}: {missing[where]}")
+    return given
 
 
 def main() -> None:
-    parser = options("Time until a run goes on after a rank was killed, and what it costs to be ready for it.")
-    parser.add_argument("--ranks", type=int, default=2, help="local ranks (default 2)")
-    given = parser.parse_args()
-    size = QUICK if given.quick else Size()
+    given = parsed()
+    size: Size = given.size
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="phalanx-recovery-") as name:
-        folder = Path(name)
-        rows = recovery(folder, given.ranks, size)
-        costs = cost(folder, given.ranks, size, RunPaths(folder / OURS / "run"))
-    ours, torchrun = rows
-    checks: list[Check] = [
-        at_most("seconds dead after kill -9 of a rank", ours["dead, s"], DEAD_S),
-        at_most("of torchrun's", ours["dead, s"] / torchrun["dead, s"], PART_OF_TORCHRUN),
-        at_most("a step with every step committed, over one without", costs[0]["ratio"], COST),
-        at_most("seconds that a checkpoint on the disk stalls training", costs[0]["a save stalls, s"], STALL_S),
-    ]
-    outcome = result("recovery", machine(None, 1), [*rows, *costs], checks)
-    report(outcome, given.json)
+        folder, draw = Path(name), random.Random(given.seed)
+        for mtbf_s in given.mtbf or ():
+            kinds = [kind for kind in RATED if kind in (given.kinds or RATED)]
+            places = [(where, kind) for where in given.on for kind in kinds if where == "nodes" or kind == KILL]
+            for where, kind in places:
+                for system in (OURS, TORCHRUN) if where == LOCAL else (OURS,):
+                    of = folder / f"{where}-{system}-{kind}-{mtbf_s:g}"
+                    rows.append(by_chance(where, system, kind, mtbf_s, of, given))
+        for where in given.on if not given.mtbf else ():
+            kinds = [kind for kind in ON[where] if kind in (given.kinds or KINDS)]
+            if where != LOCAL and kinds:
+                times = given.times or (1 if given.quick else 5)
+                rows += on_nodes(where, folder / where, given.parameters, kinds, times, size, draw)
+                continue
+            if KILL in kinds:
+                counted = Size(**{**vars(size), "times": given.times or size.times})
+                rows += on_this_machine(folder, given.parameters, given.ranks, counted, given.seed)
+            if COST in kinds:
+                tell("what a committed step costs")
+                if not (folder / OURS).exists():
+                    with begin(OURS, folder / OURS, given.parameters, given.ranks).ending() as run:
+                        run.wait(lambda: run.recorded()[1] >= 2)
+                rows += cost(folder, given.ranks, size.pairs, RunPaths(folder / OURS / "run"))
+    checks = checks_of(rows, LOADED if given.loaded else 1.0)
+    report(result("recovery", machine(None, 1), rows, checks), given.json)
     sys.exit(0 if all(check.holds for check in checks) else 1)
 
 

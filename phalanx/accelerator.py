@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from phalanx import host_memory
+
 # Dense peak in FLOP/s by device name (whole words of it) and compute type, from the makers' data sheets, without
 # sparsity. An A100 of either memory size has the same peak. The longest matching name wins.
 PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
@@ -241,13 +243,7 @@ def memory_free(device: torch.device, local_world: int) -> int:
         return int(free)
     import psutil  # only here, so that a machine with an accelerator need not have it
 
-    return min([psutil.virtual_memory().available, *_control_group_room()]) // local_world
-
-
-def host_memory_free() -> int:
-    """Bytes that this machine and its control group leave, as far as Linux says; no bound where it does not."""
-    available = [int(line.split()[1]) * 1024 for line in _lines(Path("/proc/meminfo")) if "MemAvailable" in line]
-    return min([*available, *_control_group_room()], default=1 << 62)
+    return min([psutil.virtual_memory().available, *host_memory.group_room()]) // local_world
 
 
 def forget_unused(device: torch.device) -> None:
@@ -302,18 +298,6 @@ def _lines(path: Path) -> Sequence[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
-
-
-def _control_group_room() -> list[int]:
-    """What the control group (cgroup v2, then v1) leaves, in bytes; empty when it sets no limit."""
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        values = [_lines(Path("/sys/fs/cgroup") / part) for part in (limit, usage)]
-        if all(values) and values[0][0].isdigit() and values[1][0].isdigit():
-            return [max(0, int(values[0][0]) - int(values[1][0]))]
-    return []
 
 
 def cache_flushes(device: torch.device) -> int:

@@ -35,6 +35,12 @@ def recorded(paths: RunPaths) -> int:
     return max((event["step"] for event in saved if type(event.get("step")) is int), default=0)
 
 
+def rolled_back(paths: RunPaths) -> list[int]:
+    """The attempt of each time that training went back behind what it had done."""
+    events = (event for event in read_lines(paths.events) if event.get("kind") == Kind.ROLLED_BACK)
+    return [event["attempt"] for event in events if type(event.get("attempt")) is int]
+
+
 def stopped_early(paths: RunPaths, asked: str) -> str:
     """What to say of a start that the signal `asked` has stopped before there were ranks."""
     step = recorded(paths)
@@ -92,7 +98,7 @@ def close(paths: RunPaths, code: int, asked: bool = False, kept: Path | None = N
     elif kept is not None:
         terminal.print(
             f"the run failed (exit code {code}); the ranks' own words are in {paths.root / 'logs'}. Its last step is "
-            f"newer than its checkpoints and kept in {kept}: the same command on this machine goes on from it",
+            f"newer than its checkpoints and kept in {kept}: the same command here goes on from it",
             style="red",
         )
     elif asked:

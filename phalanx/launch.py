@@ -211,6 +211,7 @@ def _in_memory(job: agent.Job, shared: SharedMemory, prepared: Prepared, paths: 
         shared.touch()
 
     shared.keeps = False
+    state_file.remove_passed(shared.folder, run, ending.rolled_back(paths))
     code = int(ExitCode.FAILED)
     try:
         code = agent.run(dataclasses.replace(job, shared=shared.folder, progress=progress, kept=kept, on_idle=idle))

@@ -12,14 +12,14 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from phalanx import ending, faults, fitness, hardware, launch, mirror, recipe
+from phalanx import ending, faults, fitness, hardware, launch, mirror, recipe, state_file
 from phalanx.axes import axes_of
 from phalanx.cluster import epochs, rendezvous
 from phalanx.cluster.affairs import Policy
@@ -36,11 +36,13 @@ from phalanx.config import Config
 from phalanx.devices import Device
 from phalanx.errors import ConfigError, RunError
 from phalanx.faults import Fault
+from phalanx.kept import Held
 from phalanx.launch import Prepared
 from phalanx.recorder import Recorder
 from phalanx.records import BASE_WEIGHTS, ExitCode, Kind, RunPaths, write_atomic, write_event
 from phalanx.remote_run import fetch_records
 from phalanx.report import words
+from phalanx.shared_memory import SharedMemory
 
 WEIGHTS = "model.from_hf"  # what a new run begins with: each rank reads its own part of it
 CHECK_S = 120.0  # what a look at this node may take, before it is trained on
@@ -121,10 +123,16 @@ class Member:
     first_attempt: int = 0
     committed: int = 0
     planned: tuple[Fault, ...] = ()
+    held: Mapping[int, tuple[Held, ...]] = field(default_factory=dict)  # in nodes' memories, since a job before
+    code: int = int(ExitCode.FAILED)
+    cut_off: bool = False
+    records: RunPaths = field(init=False)  # of the run, as they are seen from here
+    known: bytes = b""  # by which its state files are told from others; asked for early, as later its folder may hang
     limits: Callable[[], bool] = field(init=False)
     watch: fitness.Watch = field(init=False)
 
     def __post_init__(self) -> None:
+        self.records = self.paths
         self.limits = hardware.lowered(self.paths)
         self.watch = fitness.Watch(self.paths, fitness.used(self.devices), self._seen)
 
@@ -156,6 +164,7 @@ class Member:
         elif self.where.node > 0:
             paths = mirror.working(paths.url.text, config.data.cache, paths.url.timeout_s, self.where.node)
             fetch_records(paths, tend)
+        self.tidy(paths, tend)
         ranks = dict(zip(offer["seats"], (ranks for ranks, _ in offer["slots"]), strict=True))
         mine = ranks.get(self.where.node, min(len(self.devices), max(ranks.values())))
         # In a child: devices and disks may take their time, and an agent may not.
@@ -183,6 +192,35 @@ class Member:
             after_out_of_memory=self._limit_has_fallen,
             shared=self.shared,
         )
+
+    def tidy(self, paths: RunPaths, tend: Tend) -> None:
+        """Have nothing in this node's memory that a job is not to go on from: what belongs to a way that the run, whose
+        records are at `paths`, has given up since; or all, where the recipe keeps nothing there."""
+        self.records, self.known = paths, state_file.run_of(paths.events)
+        until = time.monotonic() + state_file.DEATH_S
+        while not state_file.are_dead(self.shared) and time.monotonic() < until:  # ranks whose agent was killed
+            tend()
+            time.sleep(state_file.LOOK_S)
+        if self.wanted.resilience.memory is False:
+            state_file.remove_others(self.shared, ())
+        else:
+            state_file.remove_passed(self.shared, self.known, ending.rolled_back(paths))
+
+    def leave(self, shared: SharedMemory) -> None:
+        """Take this node's memory of the run away, unless a later job may have to go on from there."""
+        shared.keeps = self._has_more()
+
+    def _has_more(self) -> bool:
+        """Whether this node's memory has a newer step than the disk."""
+        at_url = self.paths.url is not None  # what is saved there is not known here at once
+        if self.code == ExitCode.DONE or (self.code == ExitCode.STOPPED and at_url):
+            return False
+        held = state_file.held_in(self.shared, self.known or state_file.run_of(self.records.events))
+        newest = max((step for each in held for step in each.steps), default=0)
+        if self.cut_off:  # who has had to leave the others may not reach the disk either, and would hang
+            return newest > 0
+        look_again(self.records.has_checkpoints)
+        return newest > ending.committed(self.records)
 
     def _limit_has_fallen(self) -> bool:
         look_again(self.paths.limit(0).parent)  # another node may have written it
@@ -232,7 +270,9 @@ class Member:
                 "node 0, which alone may write to the run's URL, was lost; start all again",
             )
         heard = (self.recorder.safe, self.recorder.asked)
-        return take_lead(peer, self.said, self.first_attempt, self.committed, self.prepare, self._tell, *heard)
+        return take_lead(
+            peer, self.said, self.first_attempt, self.committed, self.prepare, self._tell, *heard, held=self.held
+        )
 
     def _tell(self, kind: str, details: dict[str, Any]) -> None:
         """Record what the leader says; a death on this node is looked into."""
@@ -282,9 +322,12 @@ class Member:
                 peer.close()
                 self.watch.close()
         recorder, self.recorder = self.recorder, None
+        self.code, self.cut_off = code, peer.circle.fenced is not None
         if peer.circle.fenced is not None:
             if recorder is not None:
-                recorder.abandon()
+                # One that has given the lead away still says so; one that was given up may not write any more.
+                end = recorder.close if peer.over is not None else recorder.abandon
+                end()
             self.say(f"this node has ended its ranks and leaves: {peer.circle.fenced}")
             return code
         if recorder is None:
@@ -293,8 +336,9 @@ class Member:
         recorder.close()
         self.paths.sign.unlink(missing_ok=True)
         code, asked = ending.outcome(self.paths, code, self.first_attempt)
+        self.code = code
         ending.tell_missed(self.paths, self.planned, self.first_attempt)
-        ending.close(self.paths, code, asked)
+        ending.close(self.paths, code, asked, self.shared if self._has_more() else None)
         return code
 
 

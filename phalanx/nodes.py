@@ -34,6 +34,7 @@ from phalanx.config import Config
 from phalanx.devices import Device, devices_of_ranks, warmed
 from phalanx.errors import ConfigError, PhalanxError, RunError
 from phalanx.faults import Fault
+from phalanx.kept import held_of
 from phalanx.records import ExitCode, RunPaths
 from phalanx.remote_run import mirrored
 from phalanx.report import words
@@ -273,11 +274,14 @@ def _lead(
             until_all_meet.callback(paths.sign.unlink, missing_ok=True)
             offer(first, lambda node: told, tend)
             shared = held.enter_context(shared_memory.held(shared_memory.folder_of(paths, meeting.node)))
-            shared.keeps = False
             where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
             run = member.Member(wanted, paths, devices, where, said, shared.folder, functools.partial(_say, meeting))
+            held.callback(run.leave, shared)
+            run.tidy(paths, tend)
             peer = Peer(first.secret, run.make, run.lead)
             peer.prepared(told, run.job(prepared.job, len(devices), world))
+            run.held = {0: held_of(peer.held())}
+            run.held |= {node: held_of(each.get("held", [])) for node, each in first.answered().items()}
             hosts = [each["host"] for each in hellos[: meeting.nodes]]
             run.begin(launch.facts(prepared, everywhere, world) | {"hosts": hosts}, prepared, noticed)
             epoch = 1 if run.claim is None else epochs.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
@@ -379,12 +383,14 @@ def _follow(
 ) -> int:
     said = hello(wanted, devices, meeting, planned=planned)
     with shared_memory.held(shared_memory.folder_of(paths, meeting.node)) as shared:
-        shared.keeps = False
         where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
         run = member.Member(wanted, paths, devices, where, said, shared.folder, functools.partial(_say, meeting))
         works = Works(run.make, run.lead, run.claim, wanted.resilience.heartbeat_s)
-        peer = take_part(said, meeting, works, functools.partial(_leader, paths))
-        return peer if isinstance(peer, int) else run.to_the_end(peer)
+        try:
+            peer = take_part(said, meeting, works, functools.partial(_leader, paths))
+            return peer if isinstance(peer, int) else run.to_the_end(peer)
+        finally:
+            run.leave(shared)
 
 
 @dataclass(frozen=True)
@@ -438,7 +444,7 @@ def _take_part(node: OtherNode, meeting: Meeting, works: Works) -> Peer | int | 
             wait(node, lambda: settled() or node.offer is not None or node.roster is not None)
             if node.offer is not None and not settled():
                 peer.prepared(node.offer, works.make(node.offer, tend))
-                node.say({"answer": {}})
+                node.say({"answer": {"held": peer.held()}})
                 wait(node, lambda: settled() or node.roster is not None)
     except StopAsked as asked:
         node.tell_stop(str(asked))

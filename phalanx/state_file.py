@@ -287,9 +287,7 @@ def held(facts: Facts, replica: bool = False) -> Held:
 
 def held_in(folder: Path, run: bytes) -> list[Held]:
     """All that a run has in a folder, replicas for other nodes too; nothing while ranks of before still live."""
-    try:
-        await_the_dead(folder, timeout_s=0.0)
-    except RunError:
+    if not are_dead(folder):
         return []
     own = [held(facts) for facts in there(folder, run)]
     return own + [held(facts, replica=True) for facts in there(folder / REPLICAS, run)]
@@ -330,6 +328,15 @@ def await_the_dead(folder: Path, timeout_s: float = DEATH_S) -> None:
         os.close(descriptor)
 
 
+def are_dead(folder: Path) -> bool:
+    """Whether no process may write to state files of a folder any more."""
+    try:
+        await_the_dead(folder, timeout_s=0.0)
+    except RunError:
+        return False
+    return True
+
+
 def committed(folder: Path, run: bytes) -> int:
     """The newest step that all ranks of a run hold there; 0: none."""
     kept = newest(there(folder, run))
@@ -345,6 +352,18 @@ def to_go_on_from(folder: Path, run: bytes, on_disk: float) -> Kept | None:
         kept = None
     remove_others(folder, {file.path for file in kept.files} if kept is not None else set())
     return kept
+
+
+def remove_passed(folder: Path, run: bytes, rolled_back: Iterable[int]) -> list[Path]:
+    """Remove the state files of a run in a folder, replicas too, that were not there when training went back:
+    `rolled_back` has the attempt of each time. What they hold belongs to a way that was given up; returns them."""
+    attempts, passed = list(rolled_back), []
+    for facts in (*there(folder, run), *there(folder / REPLICAS, run)):
+        # Who was there has made void what it held, and says how often.
+        if facts.way < sum(attempt >= facts.generation for attempt in attempts):
+            facts.path.unlink(missing_ok=True)
+            passed.append(facts.path)
+    return passed
 
 
 def remove_others(folder: Path, used: Collection[str]) -> None:

@@ -24,7 +24,7 @@ PLAIN = {
     "config", "combinations", "recipe", "explain", "models.spec", "optim.overlap", "optim.timeline",
     "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
     "shared_memory", "state_file", "kept", "pairing", "pulse", "faults", "slurm_config", "resilience_config",
-    "fencing", "replicas",
+    "fencing", "replicas", "host_memory",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kept": set(),
     "state_file": {"errors", "kept", "records"},
     "replicas": {"errors", "kept", "state_file"},
+    "host_memory": set(),
     "fencing": {"errors", "records"},
     "balance": {"errors"},
     "pairing": set(),
@@ -73,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": PLAIN | {"cluster", "report"},  # what decides in a run decides in a simulated one, and words are the same
     "report": PLAIN,
     # level 1 with torch
-    "accelerator": set(),
+    "accelerator": {"host_memory"},
     "phases": set(),
     "models": {"models.spec", "errors", "records"},
     "comm": PLAIN | {"accelerator", "phases"},

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from phalanx import accelerator, state_file
+from phalanx import accelerator, host_memory, state_file
 from phalanx.checkpoint.kept_state import open_kept, tensor_of
 from phalanx.checkpoint.snapshot import DTYPE_NAMES
 from phalanx.comm.mesh import Mesh
@@ -214,7 +214,7 @@ class Memory:
         """Make this rank's file. False, on all ranks, where it would not fit on one of them."""
         mesh, found = self._mesh, os.statvfs(self._folder)
         # Asked before any rank of this node takes some of it.
-        shared, host = found.f_bavail * found.f_frsize, accelerator.host_memory_free()
+        shared, host = found.f_bavail * found.f_frsize, host_memory.free()
         needs = mesh.gather(float(state_file.file_bytes(index, slot_bytes)))
         node = mesh.topology.node_of
         need = sum(each for rank, each in enumerate(needs) if node[rank] == node[mesh.rank])

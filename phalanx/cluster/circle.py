@@ -138,6 +138,10 @@ class Circle:
         """Give a member up, as the leader may."""
         self._lose(node, why)
 
+    def leave(self, why: str) -> None:
+        """Leave the others to themselves, who choose another leader where this one led."""
+        self._fence(why)
+
     def close(self, farewell: Message | None = None) -> None:
         """Leave; members that can be reached hear a last word first."""
         for node, link in self._links.items():

@@ -107,8 +107,12 @@ class FirstNode:
         return self.arrived() and all(seat.answer is not None for seat in self._seats.values())
 
     def answers(self) -> list[Message]:
-        """What the other nodes said with their being ready."""
-        return [seat.answer for _, seat in sorted(self._seats.items()) if seat.answer is not None]
+        """What the other nodes said with their being ready, in order of node."""
+        return list(self.answered().values())
+
+    def answered(self) -> dict[int, Message]:
+        """The same, by node."""
+        return {node: seat.answer for node, seat in sorted(self._seats.items()) if seat.answer is not None}
 
     def interface(self) -> str | None:
         """The interface of this machine through which the other nodes reach it."""

@@ -48,7 +48,7 @@ from phalanx.cluster.succession import beginning_state, budget_of, node_of, succ
 from phalanx.cluster.supervisor import decide
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import PhalanxError
-from phalanx.kept import choice_to_message, held_of
+from phalanx.kept import Held, choice_to_message, held_of
 from phalanx.records import ExitCode, Kind
 
 PREPARE_S = 3600.0  # what resolving another division gets: token files may have to be made anew
@@ -280,10 +280,10 @@ class Leader:
             case Start():
                 self._start(action)
             case Drop():
-                self.circle.tell(action.node, {"dropped": action.why, "code": action.code})
                 if action.node == self.circle.me.node:
-                    self._finish(action.code, action.why)
+                    self._leave(action.code, action.why)
                 else:
+                    self.circle.tell(action.node, {"dropped": action.why, "code": action.code})
                     self.circle.drop(action.node, action.why)
             case Note():
                 self.notice(action.kind, {"attempt": max(self.state.attempt, 1), **action.details})
@@ -294,6 +294,17 @@ class Leader:
         if code == ExitCode.FAILED:
             self.notice(Kind.WARNING, {"attempt": max(self.state.attempt, 1), "message": f"giving up: {why}"})
         self.peer.over = code, why
+
+    def _leave(self, code: int, why: str) -> None:
+        """This node cannot take part any more: the others go on under another leader, if there are any."""
+        if len(self.circle.living()) == 1:
+            self._finish(code, why)
+        else:
+            host, number = self.circle.me.host, self.circle.me.node
+            said = f"node {number} ({host}), which led, leaves the others, as it cannot take part any more: {why}"
+            self.notice(Kind.WARNING, {"attempt": max(self.state.attempt, 1), "message": said})
+            self.peer.over = code, why
+            self.circle.leave(why)
 
     def _begin_preparing(self, action: Prepare) -> None:
         if self._preparing is not None:
@@ -363,12 +374,14 @@ def take_lead(
     notice: Callable[[str, dict[str, Any]], None],
     safe: Callable[[], list[int]] = list,
     asked: Callable[[], list[Request]] = list,
+    held: Mapping[int, tuple[Held, ...]] | None = None,
 ) -> Leader:
-    """Lead from now on: a job that begins with `attempt` from the step `committed`, or what its leader has left."""
+    """Lead from now on: a job that begins with `attempt` from the step `committed`, or from a newer one that nodes have
+    `held` in their memories since a job before; or what its leader has left."""
     circle = peer.circle
     assert peer.offer is not None, "who was offered nothing has not been let in"
     if circle.before is None:
-        state = beginning_state(peer.offer, circle.roster, attempt, committed)
+        state = beginning_state(peer.offer, circle.roster, attempt, committed, held or {})
     else:
         state = succeeding_state(peer.offer, peer.start, circle.before, circle.votes, attempt)
     return Leader(peer, state, hello, prepare, notice, safe, asked)

@@ -118,7 +118,7 @@ class Peer:
         if self._running:
             return None
         attempt = 0 if self.start is None else int(self.start["attempt"])
-        return {"ready": self._division, "attempt": attempt, "last": self._last, "held": self._held()}
+        return {"ready": self._division, "attempt": attempt, "last": self._last, "held": self.held()}
 
     def about(self, following: Roster) -> dict[str, Any]:
         """What an epoch's file says of the run: the oldest attempt whose ranks may still write."""
@@ -297,7 +297,7 @@ class Peer:
         self._run = self._run or state_file.run_of(paths.events)
         return self._run
 
-    def _held(self) -> list[dict[str, Any]]:
+    def held(self) -> list[dict[str, Any]]:
         """What there is of the run's state in this node's memory, for the leader."""
         job = self._job
         if job is None or job.shared is None or job.paths is None:
@@ -328,7 +328,7 @@ class Peer:
         """Tell the leader how an attempt ended here."""
         ended = [asdict(end) for end in ends]
         self._last = {"attempt": number, "code": int(code), "ends": ended, "lowered": lowered}
-        self.circle.tell(self.circle.roster.leader, {"ended": self._last, "held": self._held()})
+        self.circle.tell(self.circle.roster.leader, {"ended": self._last, "held": self.held()})
 
     # ------------------------------------------------------------------------------------------------------- the loop
 
@@ -356,7 +356,7 @@ class Peer:
             self.say_ready()
 
     def say_ready(self) -> None:
-        self.circle.tell(self.circle.roster.leader, {"ready": self._division, "held": self._held()})
+        self.circle.tell(self.circle.roster.leader, {"ready": self._division, "held": self.held()})
 
     def starting(self) -> tuple[int, Seat | None] | None:
         """The attempt that is to be started, and this node's seat in it; once."""

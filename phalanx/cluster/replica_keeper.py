@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx import state_file
+from phalanx import host_memory, state_file
 from phalanx.cluster.fork import fork, kill_group
 from phalanx.cluster.relay import CALL_S
 from phalanx.cluster.wire import call, watch
@@ -262,7 +262,7 @@ class _Node:
         found, need = os.statvfs(self._folder), state_file.file_bytes(index, slot_bytes)
         free = found.f_bavail * found.f_frsize
         short = too_large(
-            "a replica of the state of another node's rank", need, free, _host_free(), form["asked"] is True
+            "a replica of the state of another node's rank", need, free, host_memory.free(), form["asked"] is True
         )
         if short is None:
             try:
@@ -285,11 +285,3 @@ class _Node:
             if zlib.crc32(data) != told:
                 file.void(slot)
                 raise CheckpointError(f"the replica of step {step} was damaged on its way")
-
-
-def _host_free() -> int:
-    """Bytes of memory that this machine has free."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62

@@ -11,11 +11,12 @@ from typing import Any
 from phalanx.cluster.affairs import Node, Phase, Policy, Slot, State
 from phalanx.cluster.roster import Member, Roster
 from phalanx.cluster.wire import Message
+from phalanx.kept import Held
 
 
-def node_of(member: Member, ready: int = 0) -> Node:
+def node_of(member: Member, ready: int = 0, held: tuple[Held, ...] = ()) -> Node:
     """A member as the supervisor knows it."""
-    return Node(member.node, member.host, len(member.devices), member.devices[0][1], ready)
+    return Node(member.node, member.host, len(member.devices), member.devices[0][1], ready, held=held)
 
 
 def division_of(division: int, plan: Sequence[tuple[int, int]], devices: Iterable[Any], policy: Policy) -> Message:
@@ -37,12 +38,16 @@ def budget_of(state: State) -> Message:
     }  # fmt: skip
 
 
-def beginning_state(offer: Message, roster: Roster, attempt: int, committed: int) -> State:
-    """The state of a job whose nodes are all ready for what was offered; `attempt` is its first."""
+def beginning_state(
+    offer: Message, roster: Roster, attempt: int, committed: int, held: Mapping[int, tuple[Held, ...]]
+) -> State:
+    """The state of a job whose nodes are all ready for what was offered; `attempt` is its first. `held`: what nodes
+    have in their memories of a job of the same run before."""
+    division = int(offer["division"])
     return State(
         policy=policy_of(offer),
-        nodes=tuple(node_of(member, int(offer["division"])) for member in roster.members),
-        division=int(offer["division"]),
+        nodes=tuple(node_of(member, division, held.get(member.node, ())) for member in roster.members),
+        division=division,
         slots=tuple(Slot(int(ranks), str(model)) for ranks, model in offer["slots"]),
         seats=tuple(offer["seats"]),
         attempt=attempt - 1,

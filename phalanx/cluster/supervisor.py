@@ -63,6 +63,9 @@ def decide(state: State, event: Event) -> Decision:
         case Ready():
             return _ready(state, event)
         case Holds():
+            # Who comes while ranks run has state of a time before: if they go back and take another way, it is stale.
+            if state.phase == Phase.RUNNING and event.node not in state.seats:
+                return state, []
             return replace(
                 state, nodes=tuple(replace(n, held=event.held) if n.node == event.node else n for n in state.nodes)
             ), []
@@ -331,9 +334,9 @@ def _kept(state: State) -> Choice | None:
 
 
 def _lost_state(state: State) -> str | None:
-    """Why an attempt cannot begin from memory, where something is left there."""
+    """Why an attempt cannot begin from memory, where something is left there that is newer than the disk."""
     held = {node.node: node.held for node in state.nodes}
-    if not any(held.values()):
+    if not any(step > state.committed for files in held.values() for each in files for step in each.steps):
         return None
     where = f"the newest checkpoint, of step {state.committed}" if state.committed else "the start"
     ranks = missing(held)

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from phalanx import accelerator
+from phalanx import accelerator, host_memory
 
 LEAST_BYTES = 1024  # what is smaller is not worth a copy
 
@@ -65,7 +65,7 @@ class Pool:
                 return self._free.pop(min(fitting, key=lambda number: self._free[number].nbytes))
             if self._free:  # too small: micro-batches have grown
                 self.bytes -= self._free.pop().nbytes
-            if pinned and size > (free := accelerator.host_memory_free()):
+            if pinned and size > (free := host_memory.free()):
                 raise MemoryError(
                     f"an input of {size / 2**20:,.0f} MiB was to wait in host memory, of which {free / 2**20:,.0f} MiB "
                     f"are left beside {self.bytes / 2**20:,.0f} MiB that wait already"

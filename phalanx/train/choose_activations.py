@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx import accelerator
+from phalanx import accelerator, host_memory
 from phalanx.comm.mesh import join
 from phalanx.config import Config
 from phalanx.errors import ConfigError
@@ -115,7 +115,7 @@ def _why_not_offload(
         input_bytes = config.data.seq_len * subject.spec.hidden * dtype_bytes
         # Pinned memory is given out in powers of two.
         needed = (blocks - config.memory.horizon) * (1 << (input_bytes - 1).bit_length()) * local_world
-        if needed > (free := USABLE * accelerator.host_memory_free()):
+        if needed > (free := USABLE * host_memory.free()):
             return (
                 f"offload needs {needed / 2**30:.1f} GiB of this machine's memory for one sample of {local_world} "
                 f"ranks, and has {free / 2**30:.1f}"

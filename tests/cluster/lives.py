@@ -10,11 +10,11 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.started import command_line
 from phalanx import shared_memory
 from phalanx.cluster import node_requests
 from phalanx.cluster.fork import fork
@@ -37,7 +37,8 @@ PATIENCE_S = 200.0
 
 # What happens to a node, one life after the other: `begin` and `end` are steps of the run at which it is started and
 # gets `signal` (0 and None: at once, and not at all); `thaw_s`: a stopped one goes on after so many seconds. Instead of
-# the signal it may be `asked` for: a node, and what is wanted of it; or the `keeper` of a node gets it.
+# the signal it may be `asked` for: a node, and what is wanted of it; or the `keeper` of a node gets it; or `all` nodes.
+# One that is `emptied` has lost its memory since the life before.
 Life = dict[str, Any]
 
 
@@ -71,33 +72,28 @@ def _node(placement: Placement, folder: str, run: str, commands: list[list[str]]
     for number, each in enumerate(lives[placement.rank]):
         out = Path(folder) / f"{run}-node-{placement.rank}-life-{number}.txt"
         wait_until(functools.partial(_reached, paths, each["begin"]), timeout_s=PATIENCE_S)
-        results.append(_live(folder, commands[placement.rank], each, paths, out))
+        results.append(_live(folder, placement.rank, commands[placement.rank], each, paths, out))
     return results
 
 
-def _live(folder: str, arguments: list[str], told: Life, paths: RunPaths, out: Path) -> list[Any]:
+def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPaths, out: Path) -> list[Any]:
     def child() -> int:
-        from phalanx import cli
-
         os.chdir(folder)
-        sys.argv = ["phalanx", *arguments]
-        descriptor = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-        for each in (1, 2):  # those of the process itself, as its children write there too
-            os.dup2(descriptor, each)
-        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        try:
-            cli.main()
-        except SystemExit as leaving:
-            return int(leaving.code or 0)
-        return 99
+        return command_line(arguments, out)
 
+    if told.get("emptied"):
+        shutil.rmtree(shared_memory.folder_of(paths, node))
     pid, pidfd = fork(child)
     os.close(pidfd)
+    process = out.with_suffix(".pid")
+    process.write_text(str(pid))
     if told["end"] is not None:
         wait_until(lambda: _step(paths) >= told["end"] or _over(pid), timeout_s=PATIENCE_S)
         if told["asked"] is not None:
             node_requests.ask(paths, told["asked"][0], node_requests.Wanted(told["asked"][1]), "its fan is loud")
+        elif "all" in told:  # the other agents of the same life
+            for file in Path(folder).glob(out.with_suffix(".pid").name.replace(f"-node-{node}-", "-node-*-")):
+                os.kill(int(file.read_text()), told["signal"])
         else:
             os.kill(_keeper(paths, told["keeper"]) if "keeper" in told else pid, told["signal"])
         if told["thaw_s"] is not None:

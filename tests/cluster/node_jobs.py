@@ -28,7 +28,7 @@ from phalanx.cluster.peer import Peer, run
 from phalanx.cluster.stopping import Signals
 from phalanx.cluster.succession import division_of
 from phalanx.cluster.wire import Message
-from phalanx.errors import PhalanxError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.records import Placement, RunPaths
 from tests.unit import agent_jobs
 from tests.unit.agent_jobs import note
@@ -121,6 +121,8 @@ class Node:
         self.leads: Leader | None = None
 
     def make(self, offer: Message, tend: Callable[[], None]) -> Job:
+        if int(offer["division"]) == self.options.get("unfit_for"):
+            raise ConfigError("there is no room for that here")
         allowed = iter([True] * self.options.get("lowered", 0))
         return Job(self.ranks, **self.work, after_out_of_memory=lambda: next(allowed, False))
 

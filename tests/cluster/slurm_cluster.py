@@ -157,13 +157,26 @@ class SlurmCluster:
         """Pull a node's cable out, or put it in again."""
         self.run("ip", "link", "set", f"p-{node}", "up" if up else "down", name="sw")
 
-    def signal_all(self, node: str, number: signal.Signals) -> None:
-        """Send a signal to every process of a node: SIGSTOP freezes it, SIGCONT thaws it."""
-        space = os.readlink(f"/proc/{self.first(node)}/ns/pid")
+    def limit(self, node: str, mbit: float) -> None:
+        """Set what a node's cable carries, each way."""
+        shape = ["root", "tbf", "rate", f"{round(mbit * 1000)}kbit", "burst", "64kb", "limit", str(2**20)]
+        self.run("tc", "qdisc", "replace", "dev", "eth0", *shape, name=node)
+        self.run("tc", "qdisc", "replace", "dev", f"p-{node}", *shape, name="sw")
+
+    def processes(self, node: str) -> list[int]:
+        """All that live on a node, as they are known outside."""
+        space, found = os.readlink(f"/proc/{self.first(node)}/ns/pid"), []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if entry.name.isdecimal() and os.readlink(entry / "ns" / "pid") == space:
-                    os.kill(int(entry.name), number)
+                    found.append(int(entry.name))
+        return found
+
+    def signal_all(self, node: str, number: signal.Signals) -> None:
+        """Send a signal to every process of a node: SIGSTOP freezes it, SIGCONT thaws it."""
+        for pid in self.processes(node):
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
 
     # ------------------------------------------------------------------------------------------------------- beginning
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import faults
-from benchmarks.faults import OUTSIDE, Plan, Series, Strike
+from benchmarks.faults import Series
+from benchmarks.faulty_runs import OUTSIDE, Plan, Strike
 from phalanx.faults import parse
 from phalanx.records import Placement
 from tests.helpers import run_ranks

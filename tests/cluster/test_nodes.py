@@ -154,6 +154,22 @@ def test_without_a_spare_the_ranks_are_divided_anew(cluster: Cluster, lost: int)
     assert cluster.noted("place", 2, 0) == [0, 0]
 
 
+@pytest.mark.parametrize("unfit", [0, 1])
+def test_a_node_that_does_not_fit_a_new_division_leaves_and_the_others_go_on(cluster: Cluster, unfit: int) -> None:
+    """The leader, too: another one leads then."""
+    options = [{"unfit_for": 2} if number == unfit else {} for number in range(3)]
+    nodes = [cluster.start("second_time", number, nodes=3, max_restarts=1, **options[number]) for number in range(3)]
+    for rank in range(3):
+        cluster.noted("ready", 1, rank)
+    nodes[2].kill()
+    ended = [nodes[number].finish() for number in (0, 1)]
+    assert [code for code, _, _ in ended] == [2 if number == unfit else 0 for number in (0, 1)], ended
+    assert "there is no room for that here" in ended[unfit][1]
+    assert cluster.noted("place", 2, 0) == [0, 0]  # alone
+    said = [event.get("message", "") for event in ended[0][2]]
+    assert any("node 0 (" in each and "which led, leaves the others" in each for each in said) is (unfit == 0)
+
+
 def test_two_of_four_without_files_are_no_majority(cluster: Cluster) -> None:
     options: dict[str, Any] = {"nodes": 4, "files": False, "max_restarts": 3}
     nodes = [cluster.start("second_time", node, 1, **options) for node in range(4)]

@@ -137,3 +137,24 @@ def test_what_two_nodes_have_anyway_is_not_sent(place: Path) -> None:
     [(step, memory)] = resumed(place / "copies")
     assert memory and step >= 19, (step, warnings(place / "copies"))
     assert curve(place / "copies") == pytest.approx(curve(place / "calm"), rel=1e-9)
+
+
+@pytest.mark.parametrize("emptied", [[], [1], [0, 1]])
+def test_a_run_all_of_whose_agents_were_killed_goes_on_from_the_memory_of_its_nodes(
+    place: Path, emptied: list[int]
+) -> None:
+    """There is no checkpoint at all. A node that was started anew has nothing, and its replica does."""
+    run = f"all-{len(emptied)}"
+    first = [life(end=20) | {"all": True}, life()]
+    lives = [[each, life(begin=20) | {"emptied": node in emptied}] for node, each in enumerate(first)]
+    ended = train(place, run, lives, 2)
+    assert [[code for code, _ in each] for each in ended] == [[-9, 0], [-9, 0]], ended
+    found = resumed(place / run)
+    if emptied == [0, 1]:
+        assert found == []
+    else:
+        [(step, memory)] = found
+        assert memory and step >= 19, warnings(place / run)
+        assert f"resumed from step {step}, which was kept in memory" in ended[0][1][1]
+        assert not warnings(place / run)
+    assert_calm(place, run)

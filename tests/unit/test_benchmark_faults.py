@@ -1,8 +1,10 @@
 """The benchmarks of faults and of heartbeats: what is drawn can happen, and what went wrong is counted."""
 
+import argparse
 import random
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import faults as benchmark
-from benchmarks import heartbeats
-from benchmarks.faults import CHANGING, OUTSIDE, STEPS, Outcome, Plan, Strike
+from benchmarks import faulty_runs, heartbeats
+from benchmarks.faulty_runs import CHANGING, OUTSIDE, STEPS, Outcome, Plan, Strike
 from phalanx import faults
 from phalanx.faults import KINDS
 from tests.helpers import ROOT
@@ -20,8 +22,8 @@ from tests.helpers import ROOT
 
 @given(seed=st.integers(0, 10_000), most=st.integers(1, 9))
 def test_what_is_drawn_can_happen(seed: int, most: int) -> None:
-    plan = benchmark.draw_plan(random.Random(seed), most)
-    assert plan == benchmark.draw_plan(random.Random(seed), most)
+    plan = faulty_runs.draw_plan(random.Random(seed), most)
+    assert plan == faulty_runs.draw_plan(random.Random(seed), most)
     texts = [text for _, text in plan.injected] + [CHANGING[mark] for mark in plan.marks]
     found = faults.parse(texts)
     faults.check(found, 2, STEPS, local=True)
@@ -37,7 +39,7 @@ def test_what_is_drawn_can_happen(seed: int, most: int) -> None:
 
 
 def test_every_kind_of_fault_is_drawn() -> None:
-    plans = [benchmark.draw_plan(random.Random(seed), 9) for seed in range(200)]
+    plans = [faulty_runs.draw_plan(random.Random(seed), 9) for seed in range(200)]
     drawn = {strike.kind for plan in plans for strike, _ in (*plan.injected, *plan.outside)}
     assert drawn | {mark for plan in plans for mark in plan.marks} == {*KINDS, *OUTSIDE}
     assert any(plan.shrinks for plan in plans) and any(plan.spares for plan in plans)
@@ -45,11 +47,32 @@ def test_every_kind_of_fault_is_drawn() -> None:
 
 @given(st.integers(0, 10_000))
 def test_a_fault_is_known_by_how_the_run_writes_it(seed: int) -> None:
-    texts = [text for _, text in benchmark.draw_plan(random.Random(seed), 9).injected]
+    texts = [text for _, text in faulty_runs.draw_plan(random.Random(seed), 9).injected]
     for text in texts:
         (parsed,) = faults.parse([text])
-        assert benchmark._fault_of(parsed.text) == benchmark._fault_of(text)
-        assert [each for each in texts if benchmark._fault_of(each) == benchmark._fault_of(text)] == [text]
+        assert faulty_runs._fault_of(parsed.text) == faulty_runs._fault_of(text)
+        assert [each for each in texts if faulty_runs._fault_of(each) == faulty_runs._fault_of(text)] == [text]
+
+
+@given(seed=st.integers(0, 10_000), nodes=st.integers(1, 2), kind=st.sampled_from([*KINDS, *OUTSIDE]))
+def test_a_fault_that_comes_alone_can_happen_and_is_to_be_named(seed: int, nodes: int, kind: str) -> None:
+    plan = faulty_runs.plan_alone(kind, nodes, random.Random(seed))
+    strikes = [strike for strike, _ in (*plan.injected, *plan.outside)]
+    assert strikes[0].kind == kind
+    assert len(strikes) == 1 + (kind == "corrupt-checkpoint")
+    found = faults.parse([text for _, text in plan.injected])
+    faults.check(found, 2, STEPS, local=True)
+    assert [(each.kind, each.rank) for each in found] == [(each.kind, each.victim) for each, _ in plan.injected]
+    named = faulty_runs.EXPECTED | faulty_runs.EXPECTED_ALONE
+    assert all(strike.kind in named or strike.kind == "slow" for strike in strikes)
+
+
+def test_the_diagnosis_has_runs_of_every_kind_and_undisturbed_ones() -> None:
+    given = argparse.Namespace(quick=False, diagnosis=2, seed=1, clean=None)
+    plans = list(benchmark.alone(given))
+    kinds = Counter(plan.injected[0][0].kind if plan.injected else plan.outside[0][0].kind if plan.outside else None
+                    for plan in plans)  # fmt: skip
+    assert kinds == Counter(dict.fromkeys((*KINDS, *OUTSIDE), 2)) + Counter({None: 10})
 
 
 GOOD = Outcome(Plan(1, 0), [Strike("kill", 0, right=True, dead_s=0.5)], True, True, 0, [], Path())

@@ -212,3 +212,23 @@ def test_a_file_that_is_replaced_by_the_same_attempt_is_new(tmp_path: Path) -> N
     assert second.facts.steps == {}
     assert os.stat(second.facts.path).st_nlink == 1
     assert replace(second.facts, words=(0, 0)) == replace(first.facts, words=(0, 0))
+
+
+def test_what_was_not_there_when_training_went_back_is_removed(tmp_path: Path) -> None:
+    """Who was there says how often it has made void what it held; attempts before and after have seen other times."""
+    replicas = tmp_path / state_file.REPLICAS
+    away, there = made(tmp_path, generation=1, rank=0), made(tmp_path, generation=1, rank=1)
+    after, replica = made(tmp_path, generation=4, rank=0), made(replicas, generation=2, rank=1)
+    for file in (away, there, after, replica):
+        commit(file, 0, 50)
+    there.forget()
+    commit(there, 0, 41)
+    other = made(tmp_path, generation=1, rank=2, run=state_file.digest("another run"))
+    assert state_file.remove_passed(tmp_path, RUN, []) == []
+    # Training went back in attempt 3, whose ranks had taken up the files of attempt 1.
+    passed = state_file.remove_passed(tmp_path, RUN, [3])
+    assert passed == [away.facts.path, replica.facts.path]
+    left = [file.facts.path for file in (there, after, other)]
+    assert state_file.files_in(tmp_path) == sorted(left) and state_file.files_in(replicas) == []
+    # And in attempt 5 once more: nobody says that he was there.
+    assert state_file.remove_passed(tmp_path, RUN, [3, 5]) == [there.facts.path, after.facts.path]

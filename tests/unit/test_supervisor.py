@@ -236,6 +236,27 @@ def test_where_a_rank_is_lost_with_its_node_it_says_so_and_goes_back_to_the_disk
     assert done[-1].kept is not None  # type: ignore[union-attr]
 
 
+def test_a_job_begins_from_what_nodes_hold_since_the_one_before() -> None:
+    files = {0: (has(4, 0, 6, 7),), 1: (has(4, 1, 6), has(4, 0, 6, 7, replica=True))}
+    for committed, expected in ((5, 6), (6, 6), (7, None)):
+        nodes = tuple(replace(node(number), held=files[number]) for number in (0, 1))
+        state = replace(begun(), phase=Phase.READYING, nodes=nodes, attempt=4, first=5, committed=committed)
+        _, done = walk(state, Time(0))
+        assert len(done) == 1, done  # what is older than the disk is no loss to speak of
+        (start,) = done
+        assert isinstance(start, Start) and start.attempt == 5
+        assert (start.kept.step if start.kept is not None else None) == expected
+
+
+def test_who_comes_while_ranks_run_brings_nothing_to_go_on_from() -> None:
+    """They may go back, and take another way than what it brings."""
+    stale = (has(1, 0, 50), has(1, 1, 50, replica=True))
+    state, _ = walk(begun(spares=1), Holds(1, 2, stale))
+    assert state.node(2).held == ()  # type: ignore[union-attr]
+    state, _ = walk(begun(), Ended(1, 0, 1, 1, KILLED), Holds(1, 1, stale))
+    assert state.node(1).held == stale  # type: ignore[union-attr]
+
+
 def test_what_is_not_gone_on_from_is_not_counted_on_again() -> None:
     old = {0: (has(1, 0, 6), has(2, 0, 8)), 1: (has(1, 1, 6), has(2, 1, 8))}
     state, _ = ended_with(old)

@@ -1,0 +1,101 @@
+"""What it costs to have every step committed: two runs in the same ranks, which take turns, with and without."""
+
+import functools
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+from benchmarks.harness import Row, spread
+from phalanx import shared_memory
+from phalanx.cluster import agent
+from phalanx.records import Placement, RunPaths
+
+SAVES = 5
+FOUND = "found.json"
+
+
+def take_turns(placement: Placement, folder: str, tokens: str, config: str, pairs: int) -> int:
+    """One rank: two loops in turns, with and without a keeper; rank 0 leaves the seconds of all steps, and how long
+    checkpoints of the one with a keeper stall it."""
+    import torch
+    import yaml
+
+    from phalanx import accelerator, recipe
+    from phalanx.checkpoint.disk import Saver
+    from phalanx.comm.mesh import join
+    from phalanx.comm.objects import JsonGroup
+    from phalanx.train.build import build
+    from phalanx.train.restore import memory_of
+    from phalanx.train.sinks import Records
+    from phalanx.train.subject import spec_if_any
+    from phalanx.train.trainer import Loop, Run, StopRequest
+
+    settings, spent = recipe.check(yaml.safe_load(config), "the benchmark's recipe"), []
+    accelerator.use(torch.device("cpu"), 1)
+    with join(placement, 60.0) as mesh:
+        loops = []
+        for name in ("kept", "plain"):
+            paths = RunPaths(Path(folder) / name)
+            paths.root.mkdir(exist_ok=True)
+            records = Records(paths, 1, [], active=mesh.rank == 0)
+            memory = memory_of(settings, placement, mesh, paths, records) if name == "kept" else None
+            spec, rows = spec_if_any(settings, paths), [(Path(tokens), 1.0)]
+            parts = build(settings, spec, mesh, rows, {}, keeper=memory)
+            saver = Saver(paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 1, records.event)
+            run = Run(settings, spec, paths, rows, {})
+            loops.append(Loop(run, placement, mesh, parts, records, saver, StopRequest(), memory=memory))
+            loops[-1].restore()
+        for step in range(1, pairs + 4):
+            seconds = []
+            for loop in loops if step % 2 else reversed(loops):
+                mesh.sum([0.0])
+                begun = time.perf_counter()
+                loop.train_one(step)
+                list(loop.parts.engine.pieces())  # waits until all of the step is done
+                mesh.sum([0.0])
+                seconds.append(time.perf_counter() - begun)
+            if step > 3:
+                spent.append(seconds if step % 2 else seconds[::-1])
+        saves = []
+        for _ in range(SAVES):
+            mesh.sum([0.0])
+            begun = time.perf_counter()
+            loops[0].save(pairs + 3)
+            saves.append(mesh.max([time.perf_counter() - begun])[0])
+            loops[0].saver.wait()
+        for loop in loops:
+            loop.parts.close()
+    if placement.rank == 0:
+        (Path(folder) / FOUND).write_text(json.dumps({"steps": spent, "saves": saves}))
+    return 0
+
+
+def cost(folder: Path, ranks: int, pairs: int, prepared: RunPaths) -> list[Row]:
+    """What a step takes with every step committed, over what it takes without; of `pairs` of steps, with the recipe and
+    the tokens of a run that has been."""
+    tokens = next((folder / "cache").rglob("*.bin"), None)
+    assert tokens is not None, "the run before has made its token files"
+    shared = folder / "shared"
+    shared.mkdir()
+    place = shared_memory.PLACE / f"phalanx-benchmark-{os.getpid()}"
+    worker = functools.partial(
+        take_turns, folder=str(shared), tokens=str(tokens.parent), config=prepared.config.read_text(), pairs=pairs
+    )
+    place.mkdir(mode=0o700)
+    try:
+        job = agent.Job(world=ranks, worker=worker, paths=RunPaths(shared / "logs"), shared=place)
+        assert agent.run(job) == 0, f"see {shared / 'logs'}"
+    finally:
+        for path in place.iterdir():
+            path.unlink()
+        place.rmdir()
+    found = json.loads((shared / FOUND).read_text())
+    spent, saves = found["steps"], found["saves"]
+    kept, plain = (statistics.median(each[which] for each in spent) for which in (0, 1))
+    low, middle, high = spread([with_it / without for with_it, without in spent])
+    return [
+        {"every step committed": "Phalanx", "ranks": ranks, "step, s": kept, "without, s": plain, "ratio": middle,
+         "lower": low, "upper": high, "a save stalls, s": statistics.median(saves), "the first": saves[0]}
+    ]  # fmt: skip

@@ -1,0 +1,90 @@
+"""The benchmark of recovery: what is drawn, what is asked of figures, and what it can read of a run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import recovery
+from benchmarks.started import Run, Tail
+from phalanx import shared_memory, state_file
+from phalanx.records import RunPaths
+from phalanx.state_file import Who
+from tests.helpers import ROOT
+
+
+def test_faults_by_chance_are_the_same_for_all_and_come_as_often_as_they_should() -> None:
+    trace = recovery.times_of(15.0, 60_000.0, seed=3)
+    assert trace == recovery.times_of(15.0, 60_000.0, seed=3) != recovery.times_of(15.0, 60_000.0, seed=4)
+    assert trace == sorted(trace) and trace[-1] < 60_000
+    assert len(trace) == pytest.approx(4000, rel=0.1)
+    assert recovery.times_of(15.0, 30.0, seed=3) == [each for each in trace if each < 30]
+
+
+def row(kind: str, **more: Any) -> dict[str, Any]:
+    told = {"after": kind, "on": "nodes", "dead, s": 2.0, "asked, s": recovery.asked(kind, 0.5), "steps lost": 0}
+    return told | {"fenced, s": 0.4 if kind == recovery.FREEZE else None} | more
+
+
+@pytest.mark.parametrize(
+    ("bad", "loaded", "which"),
+    [
+        (row("power-loss"), 1.0, None),
+        (row("crash"), 1.0, "seconds dead after crash"),  # which is seen at once
+        (row("crash"), 3.0, None),
+        (row("freeze"), 1.0, None),
+        (row("freeze", **{"fenced, s": 1.2}), 1.0, "thawed"),
+        (row("leader", **{"steps lost": 1}), 1.0, "steps lost"),
+        (row("kill", **{"dead, s": 9.0}), 1.0, None),
+        ({"fault": "kill", "on": "local", "every, s": 60.0, "of an undisturbed run's": 0.97, "asked": 0.98}, 1.0, "60"),
+    ],
+)
+def test_what_is_asked(bad: dict[str, Any], loaded: float, which: str | None) -> None:
+    failed = [check.name for check in recovery.checks_of([bad], loaded) if not check.holds]
+    assert len(failed) == (which is not None), failed
+    assert which is None or which in failed[0]
+
+
+def test_what_all_ranks_hold_is_read_from_the_memories_of_nodes(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.events.write_text('{"kind": "run_started"}\n')
+    run = Run(paths, nodes=2, memory=lambda node: tmp_path / "shm")
+    assert run.committed() == run.replicated() == 0
+    known, index = state_file.run_of(paths.events), {"tensors": [], "pieces": []}
+    for node in range(2):
+        folder = shared_memory.folder_of(paths, node, tmp_path / "shm")
+        folder.mkdir(parents=True)
+        own = state_file.create(folder, Who(1, node, 2, known, node, 2), index, 16)
+        other = state_file.create(folder / state_file.REPLICAS, Who(1, 1 - node, 2, known, 1 - node, 2), index, 16)
+        for slot, step in enumerate((7, 8 + node)):
+            own.commit(slot, step, b"{}")
+        other.commit(0, 7, b"{}")
+        own.void(1 - node)  # 8 is on no rank but one
+    assert (run.committed(), run.replicated()) == (0, 7)
+    own.commit(0, 7, b"{}")
+    assert run.committed() == 7
+    first = state_file.StateFile(state_file.files_in(run.folders()[0])[0], writable=True)
+    first.commit(1, 9, b"{}")
+    assert run.committed() == 9
+
+
+def test_each_line_is_read_once_and_when_it_is_whole(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "events.jsonl")
+    assert tail.read() == []
+    with open(tail.path, "w") as file:
+        file.write(json.dumps({"a": 1}) + '\n{"torn\n{"a": ')
+        file.flush()
+        assert tail.read() == [{"a": 1}]
+        file.write("2}\n")
+    assert tail.read() == [{"a": 1}, {"a": 2}]
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    command = [sys.executable, "benchmarks/recovery.py", "--mtbf", "15", "--on", "slurm"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "--mtbf is for --on local and --on nodes" in done.stderr

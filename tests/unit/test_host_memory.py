@@ -1,0 +1,44 @@
+"""What a machine and the control groups of a process leave of memory."""
+
+from pathlib import Path
+
+import pytest
+
+from phalanx import host_memory
+
+
+def group(place: Path, limit: str, used: int, files: int, names: tuple[str, str, str]) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    (place / names[0]).write_text(f"{limit}\n")
+    (place / names[1]).write_text(f"{used}\n")
+    (place / "memory.stat").write_text(f"anon 5\n{names[2]} {files}\nshmem 1\n")
+
+
+@pytest.mark.parametrize("version", [2, 1])
+def test_every_group_from_the_own_one_up_has_a_say(version: int, tmp_path: Path) -> None:
+    names = host_memory.NAMES[0 if version == 2 else 1]
+    top = tmp_path / "groups" / ("" if version == 2 else "memory")
+    unlimited = "max" if version == 2 else str(2**63 - 4096)
+    group(top / "job" / "step", unlimited, 300, 0, names)
+    group(top / "job", "1000", 700, 100, names)
+    group(top, "5000", 900, 0, names)
+    own = tmp_path / "own"
+    own.write_text("9:cpu:/elsewhere\n" + ("0::/job/step\n" if version == 2 else "4:memory:/job/step\n"))
+    found = host_memory.group_room(tmp_path / "groups", own)
+    assert min(found) == 400  # files that nobody has used of late are given back
+    assert 4100 in found
+    assert all(each in (400, 4100) or each > 2**62 for each in found)
+
+
+def test_a_group_that_is_not_seen_from_here_is_that_of_the_container(tmp_path: Path) -> None:
+    names = host_memory.NAMES[0]
+    group(tmp_path / "groups", "1000", 1500, 0, names)
+    (tmp_path / "own").write_text("0::/../../of/the/host\n")
+    assert set(host_memory.group_room(tmp_path / "groups", tmp_path / "own")) == {0}
+    assert host_memory.group_room(tmp_path / "nothing", tmp_path / "nowhere") == []
+
+
+def test_here_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < host_memory.free() < 1 << 62
+    monkeypatch.setattr(host_memory, "group_room", lambda: [7])
+    assert host_memory.free() == 7
