@@ -261,6 +261,15 @@ def memory_total(device: torch.device, local_world: int) -> int:
     return (psutil.virtual_memory().total + psutil.swap_memory().total) // local_world
 
 
+def memory_limit(device_name: str) -> int:
+    """Bytes that a device has, by its own name: an accelerator's memory, or what Linux and the control group let the
+    processes of this machine have together."""
+    device = torch.device(device_name)
+    if device.type != "cpu":
+        return memory_total(device, 1)
+    return host_memory.limit()
+
+
 def start_memory_history(device: torch.device) -> bool:
     """Have the device's allocator note all that it gives out and takes back, with stacks; False where it cannot."""
     try:

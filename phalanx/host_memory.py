@@ -21,17 +21,26 @@ def free() -> int:
     return min([*available, *group_room()], default=1 << 62)
 
 
+def limit() -> int:
+    """Bytes that all processes here may take together: the machine's memory and swap, or less by a control group."""
+    told = dict(line.split(":", 1) for line in _lines(Path("/proc/meminfo")) if ":" in line)
+    total = [sum(int(told[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal") if name in told)]
+    return min([each for each in total if each] + [most for most, _ in _limits(GROUPS, OWN)], default=1 << 62)
+
+
 def group_room(groups: Path = GROUPS, own: Path = OWN) -> list[int]:
     """What each control group with a limit leaves, this process's own and all above it, in bytes. `groups`: where they
     are mounted; `own` says which is this one's, and in a container may name one that is not seen from here."""
-    found = []
+    return [max(0, most - used) for most, used in _limits(groups, own)]
+
+
+def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
+    """(the limit, what is used of it), in bytes, of each control group that has one."""
     for place, (limit, usage, files) in _places(groups, own):
         with contextlib.suppress(OSError, ValueError):  # no limit is said as `max`
             most, used = (int((place / name).read_text()) for name in (limit, usage))
             lines = [line.split() for line in _lines(place / "memory.stat")]
-            used -= sum(int(words[1]) for words in lines if words[:1] == [files])
-            found.append(max(0, most - used))
-    return found
+            yield most, used - sum(int(words[1]) for words in lines if words[:1] == [files])
 
 
 def _places(groups: Path, own: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
