@@ -33,6 +33,8 @@ PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
 # The kind of device, and its groups, that scripts of other libraries name outright.
 NAMED_IN_SCRIPTS, GROUPS_NAMED_IN_SCRIPTS = "cuda", "nccl"
 
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
 # Beside a name of the table, these words mean a slower or faster chip, or a part of one.
 _ANOTHER_CHIP = re.compile(r"\b(Laptop|Mobile|Max-Q|MIG|Ti|SUPER|D)\b", re.IGNORECASE)
 
@@ -257,12 +259,13 @@ def forget_unused(device: torch.device) -> None:
 
 
 def memory_total(device: torch.device, local_world: int) -> int:
-    """Bytes that one rank could ever have: the device's own, or its part of this machine's."""
+    """Bytes that one rank could ever have: the device's own, or its part of this machine's and its control group's."""
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[1])
     import psutil
 
-    return (psutil.virtual_memory().total + psutil.swap_memory().total) // local_world
+    whole = psutil.virtual_memory().total + psutil.swap_memory().total
+    return min([whole, *(limit for limit, _ in _memory_groups())]) // local_world
 
 
 def start_memory_history(device: torch.device) -> bool:
@@ -305,15 +308,29 @@ def _lines(path: Path) -> Sequence[str]:
 
 
 def _control_group_room() -> list[int]:
-    """What the control group (cgroup v2, then v1) leaves, in bytes; empty when it sets no limit."""
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        values = [_lines(Path("/sys/fs/cgroup") / part) for part in (limit, usage)]
-        if all(values) and values[0][0].isdigit() and values[1][0].isdigit():
-            return [max(0, int(values[0][0]) - int(values[1][0]))]
-    return []
+    """What each limit of this process's control groups leaves, in bytes; files that the kernel keeps but nobody uses
+    any more give way. Empty where there is no limit."""
+    return [max(0, limit - used) for limit, used in _memory_groups()]
+
+
+def _memory_groups(root: Path = CONTROL_GROUPS, own: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
+    """(limit, bytes in use) of this process's control group and of all around it that limit memory, version 2 or 1. In
+    a container the root is often its own group, whatever the process is said to be in."""
+    found = []
+    for line in _lines(own) or ["0::/"]:
+        _, controllers, name = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / controllers
+        files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        folder = top / name.strip("/")
+        for group in (folder, *(each for each in folder.parents if each.is_relative_to(top))):
+            limit, used = (_lines(group / file) for file in files)
+            if limit and used and limit[0].isdigit() and used[0].isdigit():
+                unused = "total_inactive_file " if controllers else "inactive_file "
+                cached = [int(each.split()[1]) for each in _lines(group / "memory.stat") if each.startswith(unused)]
+                found.append((int(limit[0]), int(used[0]) - sum(cached)))
+    return found
 
 
 def cache_flushes(device: torch.device) -> int:

@@ -1,5 +1,6 @@
 """What is known of a device by its name, and what is asked of it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -86,3 +87,29 @@ def test_the_user_may_say_how_many_threads_a_rank_has() -> None:
     assert accelerator.threads_of(3, 2) == 3
     assert accelerator.threads_of(0, 1) == accelerator.host_cores()
     assert accelerator.threads_of(0, 10**6) == 1
+
+
+def test_memory_is_limited_by_every_control_group_around_a_process(tmp_path: Path) -> None:
+    root, own = tmp_path / "groups", tmp_path / "own"
+    job = root / "memory" / "slurm" / "job"
+    job.mkdir(parents=True)
+    (job / "memory.limit_in_bytes").write_text("3000\n")
+    (job / "memory.usage_in_bytes").write_text("1200\n")
+    (job / "memory.stat").write_text("cache 500\ntotal_inactive_file 200\n")
+    (job.parent / "memory.limit_in_bytes").write_text("5000\n")
+    (job.parent / "memory.usage_in_bytes").write_text("4500\n")
+    own.write_text("4:memory:/slurm/job\n1:cpu:/\n0::/\n")
+    assert accelerator._memory_groups(root, own) == [(3000, 1000), (5000, 4500)]  # files that nobody uses give way
+
+
+def test_version_two_and_a_container_whose_root_is_its_own_group(tmp_path: Path) -> None:
+    root, own = tmp_path / "groups", tmp_path / "own"
+    root.mkdir()
+    own.write_text("0::/system.slice/somewhere\n")
+    assert accelerator._memory_groups(root, own) == []
+    (root / "memory.max").write_text("max\n")
+    (root / "memory.current").write_text("100\n")
+    assert accelerator._memory_groups(root, own) == []
+    (root / "memory.max").write_text("900\n")
+    (root / "memory.stat").write_text("inactive_file 40\nactive_file 10\n")
+    assert accelerator._memory_groups(root, own) == [(900, 60)]
