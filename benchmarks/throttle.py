@@ -1,7 +1,7 @@
 """Processes that may use no more than a part of a core: devices of chosen speeds on one machine.
 
 By a CPU quota of a control group (v1 or v2) where this process may make one, otherwise by a helper of each process that
-stops it for the rest of every period once it has had its part. Linux only.
+stops it for the rest of every period once it has had its part. Control groups may limit memory, too. Linux only.
 """
 
 import contextlib
@@ -30,19 +30,48 @@ class Throttle:
         """Allow the processes of `rank` so much of a core from now on."""
         raise AssertionError
 
+    def limit_memory(self, rank: int, most: int | None) -> None:
+        """Have the kernel kill a process of `rank` that would make them hold more than so many bytes; None: no limit.
+        Not everywhere: `limits_memory` says."""
+        raise AssertionError
+
+    @property
+    def limits_memory(self) -> bool:
+        """Whether `limit_memory` can be called."""
+        return False
+
 
 class ControlGroups(Throttle):
-    """One group for each rank below `parent`, a folder of the CPU controller of either version."""
+    """One group for each rank below `parent`, a folder of the CPU controller of either version; and of version 1 below
+    `memory`, one of the memory controller, where there is any."""
 
-    def __init__(self, parent: Path, ranks: int) -> None:
+    def __init__(self, parent: Path, ranks: int, memory: Path | None = None) -> None:
         self.second = (parent / "cgroup.controllers").exists()
         self.kind = f"control groups v{2 if self.second else 1}"
         self._groups = [parent / f"rank-{rank}" for rank in range(ranks)]
         for group in self._groups:
             group.mkdir()
+        self._memory = self._groups
+        if not self.second:
+            self._memory = [memory / f"rank-{rank}" for rank in range(ranks)] if memory is not None else []
+            for group in self._memory:
+                group.mkdir()
 
     def enter(self, rank: int, pid: int | None = None) -> None:
-        (self._groups[rank] / "cgroup.procs").write_text(str(pid or os.getpid()))
+        for group in {self._groups[rank], *self._memory[rank : rank + 1]}:
+            (group / "cgroup.procs").write_text(str(pid or os.getpid()))
+
+    @property
+    def limits_memory(self) -> bool:
+        return bool(self._memory) and all((group / self._memory_file).exists() for group in self._memory)
+
+    @property
+    def _memory_file(self) -> str:
+        return "memory.max" if self.second else "memory.limit_in_bytes"
+
+    def limit_memory(self, rank: int, most: int | None) -> None:
+        unlimited = "max" if self.second else "-1"
+        (self._memory[rank] / self._memory_file).write_text(unlimited if most is None else str(most))
 
     def limit(self, rank: int, cores: float) -> None:
         assert cores >= LEAST, cores
@@ -57,7 +86,7 @@ class ControlGroups(Throttle):
         (self._groups[rank] / "cpu.cfs_quota_us").write_text(str(quota))
 
     def remove(self) -> None:
-        for group in self._groups:
+        for group in {*self._groups, *self._memory}:
             group.rmdir()
 
 
@@ -111,12 +140,14 @@ def throttle(ranks: int, by_groups: bool | None = None) -> Iterator[Throttle]:
         with tempfile.TemporaryDirectory(prefix="phalanx-throttle-") as folder:
             yield StopAndGo(Path(folder), ranks)
         return
-    groups = ControlGroups(parent, ranks)
+    memory = _made_memory_parent(parent)
+    groups = ControlGroups(parent, ranks, memory)
     try:
         yield groups
     finally:
         groups.remove()
-        parent.rmdir()
+        for each in {parent, memory} - {None}:
+            each.rmdir()
 
 
 def _made_parent() -> Path | None:
@@ -133,6 +164,19 @@ def _made_parent() -> Path | None:
     return None
 
 
+def _made_memory_parent(parent: Path) -> Path | None:
+    """A folder of version 1's memory controller like `parent`, or None: there is none, or it is of version 2, whose
+    groups limit memory themselves."""
+    if (parent / "cgroup.controllers").exists():
+        return None
+    folder = Path("/sys/fs/cgroup/memory") / parent.name
+    try:
+        folder.mkdir()
+    except OSError:
+        return None
+    return folder
+
+
 def _has_quota(parent: Path) -> bool:
     if (parent / "cpu.cfs_quota_us").exists():
         return True
@@ -140,4 +184,6 @@ def _has_quota(parent: Path) -> bool:
         (parent / "cgroup.subtree_control").write_text("+cpu")
     except OSError:
         return False
+    with contextlib.suppress(OSError):  # without it there are no limits of memory
+        (parent / "cgroup.subtree_control").write_text("+memory")
     return True

@@ -35,6 +35,7 @@ PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
 # The kind of device, and its groups, that scripts of other libraries name outright.
 NAMED_IN_SCRIPTS, GROUPS_NAMED_IN_SCRIPTS = "cuda", "nccl"
 
+
 # Beside a name of the table, these words mean a slower or faster chip, or a part of one.
 _ANOTHER_CHIP = re.compile(r"\b(Laptop|Mobile|Max-Q|MIG|Ti|SUPER|D)\b", re.IGNORECASE)
 
@@ -253,21 +254,16 @@ def forget_unused(device: torch.device) -> None:
 
 
 def memory_total(device: torch.device, local_world: int) -> int:
-    """Bytes that one rank could ever have: the device's own, or its part of this machine's."""
+    """Bytes that one rank could ever have: the device's own, or its part of this machine's and its control group's."""
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[1])
-    import psutil
-
-    return (psutil.virtual_memory().total + psutil.swap_memory().total) // local_world
+    return host_memory.limit() // local_world
 
 
 def memory_limit(device_name: str) -> int:
     """Bytes that a device has, by its own name: an accelerator's memory, or what Linux and the control group let the
     processes of this machine have together."""
-    device = torch.device(device_name)
-    if device.type != "cpu":
-        return memory_total(device, 1)
-    return host_memory.limit()
+    return memory_total(torch.device(device_name), 1)
 
 
 def start_memory_history(device: torch.device) -> bool:

@@ -121,10 +121,10 @@ def block(work: Work, kind: Kind, choice: Choice, sequences: float, constants: C
         else:
             backward += constants.traffic * passes_forward * moving
         kernels_again = kernels_forward // 2
+    kernels_backward += kernels_again
     if kind.on_host:
-        return Pass(forward, backward, 0.0, 0.0)
-    launch = constants.launch_s
-    return Pass(forward, backward, kernels_forward * launch, (kernels_backward + kernels_again) * launch)
+        return Pass(forward + kernels_forward * kind.call_s, backward + kernels_backward * kind.call_s, 0.0, 0.0)
+    return Pass(forward, backward, kernels_forward * constants.launch_s, kernels_backward * constants.launch_s)
 
 
 def embedding(work: Work, kind: Kind, choice: Choice, sequences: float, constants: Constants) -> Pass:
@@ -152,6 +152,6 @@ def head(work: Work, kind: Kind, choice: Choice, sequences: float, constants: Co
     forward = product + tokens * columns * LOGITS_MOVED[0] * moving
     backward += tokens * columns * LOGITS_MOVED[1] * moving
     if kind.on_host:
-        return Pass(forward, backward, 0.0, 0.0)
+        return Pass(forward + CALLS_OF_EDGE[0] * kind.call_s, backward + CALLS_OF_EDGE[1] * kind.call_s, 0.0, 0.0)
     calls = constants.launch_s
     return Pass(forward, backward, CALLS_OF_EDGE[0] * calls, CALLS_OF_EDGE[1] * calls)

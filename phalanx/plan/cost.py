@@ -92,9 +92,10 @@ class Model:
         average = min(mean_s, longest)  # what a micro-batch would take if all were equally busy
         part = micro_batches * average / max(longest, 1e-30)
         critical = max(stages, key=lambda stage: stage.total_s)
+        taken = links.taken(run.kinds[stages.index(critical)], self.cluster, constants)
         terms = {
             "compute": part * (longest - critical.waits_s - critical.offload_s),
-            "communication": part * critical.waits_s + travel.exposed_s + constants.interference * travel.hidden_s,
+            "communication": part * critical.waits_s + travel.exposed_s + taken * travel.hidden_s,
             "bubble": fill,
             "imbalance": micro_batches * (longest - average),
             "optimizer": travel.update_s,

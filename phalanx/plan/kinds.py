@@ -2,7 +2,10 @@
 
 Speeds are what a maker promises, without sparsity; how much of them a training step reaches is said by `constants`,
 the same for all kinds. Only `sustained` is not on a data-sheet: the share of the promised matrix products per second
-that the best of all shapes holds for minutes, within the device's power, as measured by others.
+that the best of several shapes holds within the device's power, as measured by others: the maximum achievable matmul
+flop/s of Bekman's tables (bf16: A100 271.2, H100 794.5, B200 1,745 Tflop/s), and for kinds that are not there the best
+of torch's products of 1,024 to 10,240 rows in a public collection of such runs, which for an A100 is a tenth lower. A
+T4 is capped by its 70 W within seconds: products of 4,096 rows then go on at 24 Tflop/s.
 """
 
 from collections.abc import Mapping
@@ -34,7 +37,8 @@ class Kind:
     host_bytes_per_s: float = 12e9  # between device and host
     reserved_bytes: int = 3 * GIB // 4  # that the driver's context and the collectives' buffers take of its memory
     update: float = 1.0  # of its memory's bandwidth that updates reach, where a run has shown it
-    on_host: bool = False  # a CPU: nothing to launch, and its memory is the host's
+    on_host: bool = False  # a CPU: nothing is queued, its memory is the host's, and it carries all that is sent itself
+    call_s: float = 0.0  # of a CPU for an operation, beside what it computes
 
     def peak(self, dtype: str) -> float:
         """Matrix products per second in a type, flop/s. Raises ConfigError for one that the device has no unit for."""
@@ -47,10 +51,13 @@ class Kind:
     def scaled(self, speed: float) -> "Kind":
         """The same device as it was measured: `speed` times as fast as was thought, in memory and arithmetic alike."""
         faster = {dtype: flops * speed for dtype, flops in self.flop_per_s.items()}
-        return replace(self, flop_per_s=faster, memory_bytes_per_s=self.memory_bytes_per_s * speed)
+        found = replace(self, flop_per_s=faster, memory_bytes_per_s=self.memory_bytes_per_s * speed)
+        # What processes of one host exchange is copied by themselves.
+        return replace(found, link_bytes_per_s=self.link_bytes_per_s * speed) if self.on_host else found
 
 
 _MAMF = "sustained: S. Bekman, Machine Learning Engineering, table of maximum achievable matmul flop/s"
+_COLLECTED = "sustained: zzc0721, torch-performance-test-data, 2025-2026"
 
 
 def _kind(
@@ -74,20 +81,35 @@ _PCIE3, _PCIE4, _PCIE5 = 16.0, 32.0, 64.0  # GB/s of 16 lanes, in one direction
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        _kind("V100-16GB", 15.7, None, 125, 16, 900, 150, 80, "NVIDIA V100 SXM2 data-sheet, 2020"),
-        _kind("V100-32GB", 15.7, None, 125, 32, 900, 150, 80, "NVIDIA V100 SXM2 data-sheet, 2020"),
-        _kind("T4", 8.1, None, 65, 15, 300, _PCIE3, 40, "NVIDIA T4 data-sheet, 2019", link_latency_s=8e-6),
         _kind(
-            "A10G", 31.2, 70, 70, 22, 600, _PCIE4, 80, "AWS G5 instances and NVIDIA A10 data-sheet, 2021",
-            link_latency_s=8e-6, host_bytes_per_s=24e9,
+            "V100-16GB", 15.7, None, 125, 16, 900, 150, 80,
+            f"NVIDIA V100 SXM2 data-sheet, 2020; {_COLLECTED}, 97.4 Tflop/s",
+            sustained=0.779,
         ),
         _kind(
-            "A40", 37.4, 149.7, 149.7, 44, 696, _PCIE4, 84, "NVIDIA A40 data-sheet, 2021", link_latency_s=8e-6,
-            host_bytes_per_s=24e9,
+            "V100-32GB", 15.7, None, 125, 32, 900, 150, 80,
+            f"NVIDIA V100 SXM2 data-sheet, 2020; {_COLLECTED}, 97.4 Tflop/s",
+            sustained=0.779,
         ),
         _kind(
-            "L40S", 91.6, 362, 362, 44, 864, _PCIE4, 142, "NVIDIA L40S data-sheet, 2023", fp8=733,
-            link_latency_s=8e-6, host_bytes_per_s=24e9,
+            "T4", 8.1, None, 65, 15, 300, _PCIE3, 40,
+            "NVIDIA T4 data-sheet, 2019; sustained: NVIDIA developer forum, About GPU peak performance, 2023",
+            link_latency_s=8e-6, sustained=0.37,
+        ),
+        _kind(
+            "A10G", 35, 70, 70, 22, 600, _PCIE4, 80,
+            f"NVIDIA A10G data-sheet, 2021 (80 multiprocessors, an A10 has 72); {_COLLECTED}, 69.5 Tflop/s",
+            link_latency_s=8e-6, host_bytes_per_s=24e9, sustained=0.99,
+        ),
+        _kind(
+            "A40", 37.4, 149.7, 149.7, 44, 696, _PCIE4, 84,
+            f"NVIDIA A40 data-sheet, 2021; {_COLLECTED}, 122 Tflop/s",
+            link_latency_s=8e-6, host_bytes_per_s=24e9, sustained=0.817,
+        ),
+        _kind(
+            "L40S", 91.6, 362, 362, 44, 864, _PCIE4, 142,
+            f"NVIDIA L40S data-sheet, 2023; {_COLLECTED}, 269 Tflop/s",
+            fp8=733, link_latency_s=8e-6, host_bytes_per_s=24e9, sustained=0.743,
         ),
         _kind(
             "A100-40GB", 19.5, 312, 312, 40, 1555, 300, 108, f"NVIDIA A100 SXM data-sheet, 2021; {_MAMF}",
@@ -106,12 +128,18 @@ KINDS: dict[str, Kind] = {
             fp8=1978.9, sustained=0.803, attention=_HOPPER, host_bytes_per_s=50e9,
         ),
         _kind(
-            "B200", 75, 2250, 2250, 178, 7700, 900, 148, f"NVIDIA DGX B200 data-sheet, 2024; {_MAMF}", fp8=4500,
+            "B200", 75, 2250, 2250, 178, 7700, 900, 148, f"NVIDIA HGX B200 data-sheet, 2025; {_MAMF}", fp8=4500,
             sustained=0.776, attention=_HOPPER, host_bytes_per_s=50e9,
         ),
-        _kind("RTX-3090", 35.6, 71, 71, 24, 936, _PCIE4 / 2, 82, "NVIDIA GA102 whitepaper, 2020", link_latency_s=8e-6),
-        _kind("RTX-4090", 82.6, 165.2, 165.2, 24, 1008, _PCIE4 / 2, 128, "NVIDIA Ada whitepaper, 2022", fp8=330.3,
-              link_latency_s=8e-6),
+        _kind(
+            "RTX-3090", 35.6, 71, 71, 24, 936, _PCIE4 / 2, 82,
+            f"NVIDIA GA102 whitepaper, 2020; {_COLLECTED}: 75.6 Tflop/s, beyond the promised clock",
+            link_latency_s=8e-6, sustained=1.0,
+        ),
+        _kind(
+            "RTX-4090", 82.6, 165.2, 165.2, 24, 1008, _PCIE4 / 2, 128,
+            f"NVIDIA Ada whitepaper, 2022; {_COLLECTED}, 165 Tflop/s", fp8=330.3, link_latency_s=8e-6, sustained=1.0,
+        ),
         Kind(
             "CPU", {"fp32": 0.5e12, "bf16": 0.25e12, "fp16": 0.25e12}, 64 * GIB, 50e9, 10e9, 2e-5, 1,
             "16 cores of 32 flop a cycle at 1 GHz, DDR4-3200 in two channels: an order of magnitude, so measure it",

@@ -7,6 +7,10 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.constants import Constants
 from phalanx.plan.kinds import Kind
 
+# Passes over memory for a byte that a CPU hands on: read and written on its way out, and on its way in; and read with
+# what is there, and written, where it is added up.
+COPIES = 7.0
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -66,6 +70,21 @@ def skew_s(ring: Ring, constants: Constants) -> float:
     """Seconds that a collective which is waited for waits itself, until the last of its ranks has come: the expected
     maximum of n like delays grows about as the logarithm of n (David and Nagaraja 2003, extremes)."""
     return constants.skew_s * doublings(ring.ranks)
+
+
+def taken(kind: Kind, cluster: Cluster, constants: Constants) -> float:
+    """Of the time of a collective that computation hides, by how much computation is longer.
+
+    An accelerator's collectives take multiprocessors and memory from it for as long as they last. A CPU copies each
+    byte that it sends and receives into and out of the system's buffers and adds it up: COPIES of it, at the speed of
+    its memory, however long the bytes are under way.
+    """
+    if not kind.on_host:
+        return constants.interference
+    rate = kind.link_bytes_per_s * constants.near_share
+    if cluster.nodes > 1:
+        rate = min(rate, cluster.between_bits_per_s / 8.0 * constants.far_share)
+    return min(1.0, COPIES * rate / (kind.memory_bytes_per_s * constants.memory_share))
 
 
 def send_s(moved_bytes: float, near: bool, kind: Kind, cluster: Cluster, beside: int, constants: Constants) -> float:

@@ -3,11 +3,13 @@
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from phalanx import hardware
+from phalanx.balance import Speed
 from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware
 from phalanx.plan.choice import Choice
@@ -17,6 +19,7 @@ from phalanx.plan.cost import Model
 from phalanx.plan.kinds import GIB, KINDS, Kind
 from phalanx.plan.work import WIDTH, Work
 
+CALLS_AT_MOST = 2.0  # times as fast that a CPU may be without what its calls take
 LIKE = "A100-40GB"  # what an accelerator that nobody knows is taken to be made like, at the speed that was measured
 ALIKE_MEMORY = 1.02  # ratio of the memories of two devices that count as alike
 
@@ -26,11 +29,12 @@ def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
     work nobody can compare with other work."""
     work = _work_of(found.work)
     speeds = hardware.speeds(found)
-    kinds = []
-    for device, speed in zip(found.devices, speeds, strict=True):
-        size = device.times[-1][0] if device.times else 1
-        took = speed.seconds(size, 1) if device.times else None
-        kinds.append(_kind(device, size, took, work, constants))
+    kinds: list[Kind] = []
+    for same in _alike(found.devices, speeds):
+        lines = [speeds[device.rank] for device in same]
+        mean = Speed(fmean(line.sequence_s for line in lines), fmean(line.fixed_s for line in lines))
+        least = replace(same[0], memory_bytes=min(device.memory_bytes for device in same))
+        kinds += [_kind(least, mean, work, constants)] * len(same)
     if found.learnt is not None and found.learnt.update is not None:
         kinds = [replace(kind, update=found.learnt.update) for kind in kinds]
     groups = grouped([device.node for device in found.devices], kinds)
@@ -75,6 +79,21 @@ def _told_apart(kinds: Sequence[Kind]) -> list[Kind]:
     return found
 
 
+def _alike(devices: Sequence[Device], speeds: Sequence[Speed]) -> Iterator[list[Device]]:
+    """Neighbours on a node that are of one model and take about as long, together, since noise is no difference."""
+    same: list[Device] = []
+    for device in devices:
+        if same:
+            size = min(each.times[-1][0] for each in (same[0], device)) if same[0].times and device.times else 1
+            first, took = (speeds[each.rank].seconds(size, 1) for each in (same[0], device))
+            near = max(first, took) <= hardware.ALIKE * min(first, took)
+            if not near or (device.node, device.model) != (same[0].node, same[0].model):
+                yield same
+                same = []
+        same.append(device)
+    yield same
+
+
 def _work_of(told: dict[str, Any]) -> Work:
     needed = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab_size", "positions", "head_dim", "dtype")
     if any(name not in told for name in needed) or told["dtype"] not in (*WIDTH, "mixed"):
@@ -91,20 +110,32 @@ def _work_of(told: dict[str, Any]) -> Work:
     )  # fmt: skip
 
 
-def _kind(device: Device, size: int, took_s: float | None, work: Work, constants: Constants) -> Kind:
-    """A known kind with the device's own memory, and its speed for a pass of `size` sequences."""
+def _kind(device: Device, speed: Speed, work: Work, constants: Constants) -> Kind:
+    """A known kind with the device's own memory, and as fast as its line of times says: at the most sequences that were
+    tried; a CPU also with what each operation takes besides, by a pass of the fewest."""
     base = like(device)
     kind = replace(base, memory_bytes=device.memory_bytes)
     if device.host_to_device_bytes_per_s is not None:
         kind = replace(kind, host_bytes_per_s=device.host_to_device_bytes_per_s)
-    if took_s is None:
+    if not device.times:
         return kind
     if work.precision not in base.flop_per_s:
         work = replace(work, precision="fp32")
-    alone = Model(replace(work, global_batch=size), Cluster((Group(1, 1, base),)), constants)
-    thought_s = alone.predict(Choice(micro_batch=size)).terms["compute"]
-    speed = thought_s / took_s
-    return replace(kind.scaled(speed), name=f"{base.name} at {speed:.2g} of its speed")
+    few, size = device.times[0][0], device.times[-1][0]
+    few_s, took_s = speed.seconds(few, 1), speed.seconds(size, 1)
+
+    def thought_s(kind: Kind, sequences: int) -> float:
+        alone = Model(replace(work, global_batch=sequences), Cluster((Group(1, 1, kind),)), constants)
+        return alone.predict(Choice(micro_batch=sequences)).terms["compute"]
+
+    times, call_s = thought_s(base, size) / took_s, 0.0
+    if base.on_host and few < size:
+        # Two passes tell two numbers; a speed far from that of the large one would be noise.
+        more = (thought_s(base, size) - thought_s(base, few)) / (took_s - few_s)
+        faster = min(max(more, times), CALLS_AT_MOST * times)
+        of_calls_s = max(0.0, took_s - thought_s(base, size) / faster)
+        times, call_s = faster, of_calls_s / (thought_s(replace(base, call_s=1.0), few) - thought_s(base, few))
+    return replace(kind.scaled(times), call_s=call_s, name=f"{base.name} at {times:.3g} of its speed")
 
 
 def like(device: Device) -> Kind:
@@ -127,16 +158,15 @@ def kind_called(model: str, on_host: bool, memory_bytes: int) -> Kind:
 
 def _linked(cluster: Cluster, found: Hardware, constants: Constants) -> Cluster:
     """With the network, or the links of the one node, such that an all-reduce takes what it was measured to take: in a
-    ring each of n sends 2 (n - 1) / n of the bytes."""
+    ring of all ranks each of n sends 2 (n - 1) / n of the bytes, on to another node from the last of a node."""
     if found.link is None:
         return cluster
-    rate, latency = found.link.bytes_per_s, found.link.latency_s
+    rate, latency, count = found.link.bytes_per_s, found.link.latency_s, cluster.devices
+    share = 2 * (1 - 1 / count) if count > 1 else 1.0
     if cluster.nodes > 1:
-        share = 2 * (1 - 1 / cluster.nodes)
         bits = 8 * share * rate / constants.far_share
         return replace(cluster, between_bits_per_s=bits, between_latency_s=latency / (2 * cluster.nodes))
-    group, count = cluster.groups[0], cluster.devices
-    share = 2 * (1 - 1 / count) if count > 1 else 1.0
+    group = cluster.groups[0]
     kind = replace(
         group.kind, link_bytes_per_s=share * rate / constants.near_share, link_latency_s=latency / (2 * count)
     )

@@ -42,3 +42,11 @@ def test_here_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < host_memory.free() < 1 << 62
     monkeypatch.setattr(host_memory, "group_room", lambda: [7])
     assert host_memory.free() == 7
+
+
+def test_processes_here_may_take_what_the_least_limit_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = host_memory.limit()
+    assert host_memory.free() < whole < 1 << 62
+    group(tmp_path / "groups", "9000", 100, 0, host_memory.NAMES[0])
+    monkeypatch.setattr(host_memory, "GROUPS", tmp_path / "groups")
+    assert host_memory.limit() == 9000

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware, Link
 from phalanx.models.spec import PRESETS, parameter_count
 from phalanx.plan import measured, parse, record
+from phalanx.plan.choice import Choice
+from phalanx.plan.cluster import Cluster, Group
+from phalanx.plan.cost import predict
 from phalanx.plan.recipe_keys import STATE_BYTES, work_of
 from phalanx.rules import RULES
 from tests.helpers import ROOT
@@ -189,6 +192,26 @@ def test_devices_of_a_file_are_as_fast_as_they_were_measured() -> None:
     assert fast.peak("bf16") == pytest.approx(2 * slower.peak("bf16"), rel=0.02)
     assert fast.memory_bytes == 40 * 2**30
     assert fast.host_bytes_per_s == 2e10
+
+
+def test_noise_between_neighbours_is_no_difference_and_a_cpu_takes_time_to_be_called() -> None:
+    work = {**WORK, "dtype": "fp32"}
+
+    def cpu(rank: int, node: int, faster: float) -> Device:
+        times = ((1, 1.5 / faster), (5, 5.5 / faster))  # half a second besides one for each sequence
+        return device(rank, "cpu", 1.0, node=node, times=times, host_to_device_bytes_per_s=None, memory_bytes=rank + 5)
+
+    devices = (cpu(0, 0, 1.0), cpu(1, 0, 1.04), cpu(2, 1, 2.0), cpu(3, 1, 2.05))
+    found = measured.cluster_of(Hardware(work, devices, None))
+    assert [(group.nodes, group.per_node) for group in found.groups] == [(1, 2), (1, 2)]
+    slow, fast = (group.kind for group in found.groups)
+    assert fast.peak("fp32") == pytest.approx(2 * slow.peak("fp32"), rel=0.03)
+    assert (slow.memory_bytes, fast.memory_bytes) == (5, 7)
+    asked = replace(measured._work_of(work), global_batch=1)
+    for sequences, seconds in ((1, 1.5), (3, 3.5), (5, 5.5)):
+        alone = Cluster((Group(1, 1, slow),))
+        said = predict(replace(asked, global_batch=sequences), alone, Choice(micro_batch=sequences)).terms["compute"]
+        assert said == pytest.approx(seconds / 1.02, rel=0.03)
 
 
 def test_an_all_reduce_takes_what_it_was_measured_to_take() -> None:

@@ -333,6 +333,19 @@ def test_every_kind_can_be_planned_for(name: str) -> None:
     assert 0 < found.mfu < 1
 
 
+def test_a_cpu_sends_with_its_own_hands_and_calls_each_operation() -> None:
+    host = replace(PLAIN, memory_bytes_per_s=14e9, on_host=True)
+    near, far = Cluster((Group(1, 4, host),)), Cluster((Group(4, 1, host),), 8e8, 0.0)
+    assert links.taken(host, near, FULL) == pytest.approx(7 * 1e9 / 14e9)  # seven passes over what goes at 1 GB/s
+    assert links.taken(host, far, FULL) == pytest.approx(7 * 1e8 / 14e9)
+    assert links.taken(PLAIN, far, replace(FULL, interference=0.3)) == 0.3
+    slower = host.scaled(0.5)
+    assert (slower.link_bytes_per_s, PLAIN.scaled(0.5).link_bytes_per_s) == (0.5e9, 1e9)
+    calm, busy = (compute.block(SMALL, each, Choice(), 1, FULL) for each in (host, replace(host, call_s=1.0)))
+    assert busy.forward_s - calm.forward_s == pytest.approx(28)
+    assert busy.backward_s - calm.backward_s == pytest.approx(52)
+
+
 # ---------------------------------------------------------------------------------------------------------- any cluster
 
 

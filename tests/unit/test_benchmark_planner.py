@@ -1,0 +1,106 @@
+"""The planner judged on this machine in miniature, and the borrowed lab: they run what is planned, and report it."""
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import borrowed_lab, harness, lab, planner_here
+from benchmarks.planner_here import PICKED, Size, drawn, held_by, least, plan_of, used
+from phalanx.plan.choice import Choice
+from phalanx.plan.cluster import Cluster, Group
+from phalanx.plan.kinds import KINDS
+from phalanx.plan.memory import Held
+from phalanx.plan.search import Plan
+from phalanx.records import Placement
+from tests.helpers import run_ranks
+
+MODEL = {"hidden": 32, "layers": 3, "heads": 2, "intermediate": 64, "vocabulary": 300, "seq_len": 16,
+         "global_batch": 14}  # fmt: skip
+TINY = Size(cores=(0.2, 0.4), model=MODEL, layouts=(PICKED, "zero 3"), turns=1, steps=2, configurations=1, largest=1)
+GIB = 2**30
+LAB = borrowed_lab.Size(
+    cores=(0.8, 0.4), memory=(4 * GIB, 2 * GIB), model={**MODEL, "global_batch": 12}, turns=1, steps=2
+)
+
+
+class Mute(borrowed_lab.Teller):
+    """Says nothing."""
+
+    def say(self, text: Any) -> None: ...
+
+
+def here(placement: Placement) -> list[Any]:
+    return list(planner_here.measure(TINY, ["time", "memory"]))
+
+
+def borrowed(placement: Placement) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        rows, checks, found = borrowed_lab.story(LAB, Path(folder), Mute())
+        borrowed_lab.draw(found, Path(folder, "picture.html"))
+        return [harness.result("borrowed lab", {}, rows, checks), Path(folder, "picture.html").stat().st_size]
+
+
+needs_nodes = pytest.mark.skipif(lab.why_not() is not None, reason="needs network namespaces and control groups")
+
+
+@needs_nodes
+def test_runs_what_is_planned_and_compares_steps_and_bytes() -> None:
+    ((rows, checks),) = run_ranks(here, 1, timeout_s=280)
+    outcome = json.loads(json.dumps(harness.result("planner here", {}, rows, checks)))
+    *timed, held = outcome["rows"]
+    assert [row["layout"] for row in timed] == [PICKED, "zero 3"]
+    assert all(row["measured, s"] > 0 and row["predicted, s"] > 0 for row in timed)
+    assert held["held, MiB"] > 1 and held["fits"] is True
+    assert [check["target"] for check in outcome["checks"]] == [0.15, 1.05, 0.03, 0]
+
+
+@needs_nodes
+def test_the_lab_tells_its_story_to_the_end() -> None:
+    ((outcome, picture),) = run_ranks(borrowed, 1, timeout_s=280)
+    ways = [row["trained by"] for row in outcome["rows"] if "trained by" in row]
+    assert ways == [borrowed_lab.ALONE, borrowed_lab.EQUAL, borrowed_lab.SMALL, borrowed_lab.PLANNED]
+    nodes = [row for row in outcome["rows"] if "node" in row]
+    assert sum(row["sequences"] for row in nodes) == 12
+    assert [check["target"] for check in outcome["checks"]] == [1.0, 0.97]
+    assert picture > 1000
+
+
+def test_fifty_unlike_configurations_that_the_recipe_allows(tmp_path: Path) -> None:
+    found = drawn(50, 5)
+    assert len({(str(each.shape), each.world, each.words) for each in found}) == 50
+    assert {"parallel.tensor=2", "parallel.pipeline=2", "parallel.zero=3", "optim.slots=2"} <= {
+        word for each in found for word in each.words
+    }
+    for each in found[:6]:
+        plan, _ = plan_of(tmp_path, each)
+        assert plan.devices == each.world and plan.estimate.fits
+        for rank in range(each.world):
+            limited = _limited(held_by(plan, rank), least(held_by(plan, rank)))
+            assert limited.left >= 0
+            assert _limited(limited, round(0.99 * limited.kind.memory_bytes)).left < 0
+            assert used(limited) == pytest.approx(used(held_by(plan, rank)))
+
+
+def _limited(held: Held, most: int) -> Held:
+    """The same on a device with so much memory."""
+    slack = (held.parts["reserved"] - held.kind.reserved_bytes) / held.kind.memory_bytes
+    parts = {**held.parts, "reserved": held.kind.reserved_bytes + slack * most}
+    return replace(held, kind=replace(held.kind, memory_bytes=most), parts=parts)
+
+
+def test_nodes_are_found_in_the_order_of_a_plan() -> None:
+    slow, fast = (replace(KINDS["CPU"], name=name) for name in ("slow", "fast"))
+    cluster, nodes = Cluster((Group(1, 2, slow), Group(2, 2, fast))), [lab.Node((0.5, 0.5))] * 3
+
+    def order(used: Cluster, devices: int) -> list[tuple[int, int]]:
+        return planner_here.ranks_of(Plan(Choice(devices=devices), None, used), cluster, nodes)  # type: ignore[arg-type]
+
+    assert order(cluster, 6) == [(0, 2), (1, 2), (2, 2)]
+    assert order(replace(cluster, groups=tuple(reversed(cluster.groups))), 6) == [(1, 2), (2, 2), (0, 2)]
+    assert order(Cluster((Group(2, 2, fast),)), 3) == [(1, 2), (2, 1)]
+    cluster = Cluster((Group(1, 1, slow), Group(1, 1, fast), Group(2, 2, fast)))  # two of one node, measured unlike
+    assert order(cluster, 6) == [(0, 2), (1, 2), (2, 2)]
