@@ -175,7 +175,11 @@ def learn(made: Links, folder: Path, compress: str, steps: int) -> dict[str, Any
         )
         for node, name in enumerate(made.names)
     ]  # fmt: skip
-    said = [process.communicate()[0] for process in started]
+    try:
+        said = [process.communicate()[0] for process in started]
+    finally:
+        for process in started:  # where this process was told to end meanwhile
+            process.kill()
     if any(process.returncode for process in started):
         raise RuntimeError(f"training with comm.compress={compress} failed:\n{said[0]}\n{said[-1]}")
     losses = [record["loss"] for record in read_steps(RunPaths(run).metrics)]

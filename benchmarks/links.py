@@ -14,6 +14,7 @@ import os
 import re
 import select
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster.fork import fork, kill_group
+from phalanx.cluster.fork import fork, heeded, kill_group
 from phalanx.records import Placement, StoreAddress
 
 CLONE_NEWNET = 0x40000000
@@ -158,25 +159,54 @@ class _Children:
 
 @contextlib.contextmanager
 def links(mbit: Sequence[float]) -> Iterator[Links]:
-    """As many nodes as rates in Mbit/s, each way. Nothing of them is left afterwards, nor of a benchmark that was
-    killed before it could tidy up."""
+    """As many nodes as rates in Mbit/s, each way. Nothing of them is left afterwards, also when the process is told to
+    end meanwhile; nor of a benchmark that was killed before it could tidy up."""
     remove_stale()
     made = Links(
         tuple(f"{_PREFIX}{os.getpid()}-{node}" for node in range(len(mbit))),
         tuple(f"10.98.0.{1 + node}" for node in range(len(mbit))),
         f"{_PREFIX}{os.getpid()}-switch",
     )
+    with _heeding_signals():
+        try:
+            _run("ip", "netns", "add", made.switch)
+            _run("ip", "-n", made.switch, "link", "add", "bridge", "type", "bridge")
+            _run("ip", "-n", made.switch, "link", "set", "bridge", "up")
+            for node, rate in enumerate(mbit):
+                _connect(made, node)
+                made.limit(node, rate)
+            yield made
+        finally:
+            _remove((*made.names, made.switch))
+
+
+@contextlib.contextmanager
+def _heeding_signals() -> Iterator[None]:
+    """A signal to end raises SystemExit within, so that what was made is removed; a second one changes nothing."""
+
+    def leave(number: int, _: object) -> None:
+        for each in heeded():
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in heeded()}
     try:
-        _run("ip", "netns", "add", made.switch)
-        _run("ip", "-n", made.switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", made.switch, "link", "set", "bridge", "up")
-        for node, rate in enumerate(mbit):
-            _connect(made, node)
-            made.limit(node, rate)
-        yield made
+        for number in before:
+            signal.signal(number, leave)
+        yield
     finally:
-        for name in (*made.names, made.switch):
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _remove(names: Sequence[str]) -> None:
+    """Remove namespaces; signals to end wait until that is done."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
+    try:
+        for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _connect(made: Links, node: int) -> None:

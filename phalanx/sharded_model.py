@@ -262,8 +262,8 @@ class ShardedModel:
             raise ConfigError("this was called within a step or full_parameters(); leave that before")
         if self._failed:
             raise ConfigError(
-                "a step of this model has failed half-way, so that parameters of ranks may differ; shard it again and "
-                "load() what was saved"
+                "a step of this model has failed half-way, so that parameters of ranks may differ; close this, make "
+                "and shard the model again, and load() what was saved"
             )
 
     def _check_parameters(self) -> None:
@@ -290,9 +290,7 @@ class ShardedModel:
 
     def _rate(self, lr: float | None) -> float:
         rate = lr if lr is not None else self._lr(self.steps + 1) if callable(self._lr) else self._lr
-        if not 0 <= float(rate) < math.inf:
-            raise ConfigError(f"step {self.steps + 1} has the learning rate {rate:g}; give a finite one, 0 or above")
-        return float(rate)
+        return finite_rate(rate, f"step {self.steps + 1}")
 
 
 class Step(Generic[Batch]):
@@ -405,6 +403,17 @@ class _Asked:
         _, most, least = self._table.tolist()
         if most != -least:
             raise ConfigError(f"learning rates of step {step} are from {-least:g} to {most:g}; give all ranks the same")
+
+
+def finite_rate(rate: Any, whose: str) -> float:
+    """A learning rate as a number. Raises ConfigError for what is none."""
+    try:
+        number = float(rate)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ConfigError(f"{whose} has the learning rate {rate!r}; give a finite one, 0 or above")
+    return number
 
 
 def _memory(parameter: nn.Parameter) -> int:

@@ -26,6 +26,7 @@ from phalanx.optim.adamw8bit import AdamW8bit
 from phalanx.optim.engine import Precision, Shard
 from phalanx.optim.from_torch import from_torch
 from phalanx.optim.order import Sharding
+from phalanx.optim.passes import passes_of
 from phalanx.optim.sharded import Sharded
 from phalanx.optim.timetable import NOTHING_SAVED
 from phalanx.optim.update import AdamW, Rule
@@ -33,7 +34,7 @@ from phalanx.parallel.sliced import filled_by_rows
 from phalanx.parallel.slices import Slice, copies_of, whole_shapes
 from phalanx.parallel.transform import axis_of, parts_of
 from phalanx.records import Placement
-from phalanx.sharded_model import Rate, ShardedModel
+from phalanx.sharded_model import Rate, ShardedModel, finite_rate
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -97,6 +98,8 @@ def shard(
     Raises:
         ConfigError: what was asked for is impossible, or the ranks ask for unlike things.
     """
+    if not callable(lr):
+        finite_rate(lr, "phalanx.shard")
     chosen = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
     update, settings = _rule(
         rule, lr, {key: value for key, value in chosen.items() if value is not None}, options or {}
@@ -182,13 +185,16 @@ def _sharding(
             )
     if zero == 3 and slots == 2:
         raise ConfigError("slots=2 has no effect with zero=3, whose parameters are gathered anew; leave it out")
-    if shard_degree is not None and shard_degree < 1:
+    if shard_degree is not None and not (isinstance(shard_degree, int) and shard_degree >= 1):
         raise ConfigError(
-            f"shard_degree is {shard_degree}, which is no number of ranks; give a divisor of theirs, or None"
+            f"shard_degree is {shard_degree!r}, which is no number of ranks; give a divisor of theirs, or None"
         )
     if reduce == "auto":
         reduce = "per_step" if zero == 1 else "per_micro_batch"
-    shares = None if weights is None else tuple(map(float, weights))
+    try:
+        shares = None if weights is None else tuple(map(float, weights))
+    except (TypeError, ValueError):
+        raise ConfigError(f"weights is {weights!r}, which are no numbers; give one for each rank, or None") from None
     return Sharding(zero, reduce, shares, slots, degree=shard_degree, compress=compress)
 
 
@@ -203,6 +209,13 @@ def check(model: nn.Module, fill: Callable[[Shard], None] | None) -> tuple[Preci
             "the model was compiled as a whole, so that nothing of it could be waited for; compile its parts "
             "(block.forward = torch.compile(block.forward)) and hand over the plain module"
         )
+    if (known := next(passes_of(model), None)) is not None:
+        if known.closed:
+            raise ConfigError(
+                "the model, or a part of it, was sharded with zero=3 and closed, which has left it without parameters; "
+                "make it anew, shard that, and load() what was saved"
+            )
+        raise ConfigError("the model, or a part of it, is sharded already; close() that first")
     parameters = dict(model.named_parameters())
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(

@@ -10,6 +10,7 @@ gloo has no call that gives up a group; but a wait that runs out of time closes 
 
 import datetime
 import threading
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -28,17 +29,20 @@ _LEAVES, _LOST = 1, 2
 
 
 class Guarded:
-    """`group` is the gloo backend; use it for sends and receives alone, and hand what it raises to `fail`.
+    """`group` is the gloo backend; use it for sends and receives alone, and hand what it raises to `fail`. `ended` is
+    called once, when the group has ended by a failure, from whatever thread has noticed.
 
     Raises a RuntimeError when the others do not arrive within the timeout.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, ended: Callable[[], None]
+    ) -> None:
         self.rank, self.world = rank, world
         self.group = cast(Peers, dist.ProcessGroupGloo(dist.PrefixStore("guarded", store), rank, world, timeout))
         self.failed: RuntimeError | None = None
         self._store = dist.PrefixStore("circle", store)
-        self._closing = False
+        self._ended, self._closing = ended, False
         self._last_words: dist.Work | None = None
         self._news = threading.Event()  # it is known why the group ends
         self._hurry = threading.Event()  # nothing more is expected to arrive
@@ -119,12 +123,15 @@ class Guarded:
 
     def _end(self, detail: str) -> None:
         with self._lock:
-            if self.failed is None:
+            first = self.failed is None
+            if first:
                 self.failed = dist.DistBackendError(
                     f"rank {self.rank}: {self._reason + ' ' if self._reason else ''}({detail})"
                 )
         self._news.set()
         self._give_up()
+        if first:
+            self._ended()
 
     def _give_up(self) -> None:
         """Close all connections: what waits on them raises, here and on the other side."""

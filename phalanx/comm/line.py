@@ -111,9 +111,9 @@ class Line:
         hosts = dist.PrefixStore("hosts", store)
         hosts.set(str(rank), host)
         self.topology = Topology.of([hosts.get(str(other)).decode() for other in range(world)])
-        self.guarded = Guarded(store, rank, world, timeout)
-        self.two_level = TwoLevel(self.guarded.group, self.topology)
         self._native: dist.ProcessGroup | None = None
+        self.guarded = Guarded(store, rank, world, timeout, self._drop_native)
+        self.two_level = TwoLevel(self.guarded.group, self.topology)
         self._own: dict[frozenset[int], bool] = {}  # whether these ranks have each a device of their own
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._closed = False
@@ -138,6 +138,8 @@ class Line:
         """
         if device.type == "cpu":
             return None
+        if self.guarded.failed is not None:
+            raise self.guarded.failed
         ranks = frozenset(peers) | {self.rank}
         if ranks not in self._own:
             self._store.set(str(self.rank), f"{device.type} {accelerator.identity(device)}")
@@ -145,6 +147,9 @@ class Line:
             self._own[ranks] = len({each.split()[0] for each in found}) == 1 and len(set(found)) == len(found)
             if self._own[ranks] and self._native is None:
                 self._native = accelerator.native_group(device, self._store, self.rank, self.world, self.timeout)
+                if self.guarded.failed is not None:  # meanwhile
+                    self._drop_native()
+                    raise self.guarded.failed
         return self._native if self._own[ranks] else None
 
     def close(self) -> None:
@@ -153,8 +158,16 @@ class Line:
         self._calls.put(None)
         self._worker.join(1.0 if self.guarded.failed is None else 0.0)
         self.guarded.close()
-        if self._native is not None:
-            self._native.shutdown() if self.guarded.failed is None else self._native.abort()
+        if self.guarded.failed is not None:
+            self._drop_native()
+        elif self._native is not None:
+            self._native.shutdown()
+
+    def _drop_native(self) -> None:
+        """End what an accelerator's own collectives wait for: they notice no lost rank by themselves."""
+        native, self._native = self._native, None
+        if native is not None:
+            native.abort()
 
     def _work(self) -> None:
         begun: deque[Call] = deque()

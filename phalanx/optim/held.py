@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from phalanx import accelerator
 from phalanx.optim.engine import Precision
@@ -150,7 +151,7 @@ class Held:
                     parameter.data = view
         self._parameters = [replaced.get(id(parameter), parameter) for parameter in parameters]
 
-    def watch(self, fold: Callable[["Held", int, torch.Tensor], None]) -> None:
+    def watch(self, fold: Callable[["Held", int, torch.Tensor], None]) -> list[RemovableHandle]:
         """Call the method `fold` with the number of each member whose gradient a backward pass has completed."""
         # What a tensor's hooks hold the garbage collector does not see: without weak references the model, and all that
         # is held of it here, would never be given back.
@@ -161,8 +162,10 @@ class Held:
             if held is not None and call is not None:
                 call(held, index, parameter)
 
-        for index, parameter in enumerate(self._parameters):
+        return [
             parameter.register_post_accumulate_grad_hook(functools.partial(completed, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
 
     def members(self) -> Iterator[tuple[Member, torch.Tensor]]:
         """Each parameter with its whole values, flat."""

@@ -5,7 +5,7 @@ for those of the step before to be gathered. Where they are released (zero 3) ea
 sets those of what it has gathered, and the hooks those of what is not needed any more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,18 +63,30 @@ class Passes:
         self.next_fresh = self.fresh
         self._entered: set[int] = set()  # units that this micro-batch has used
         self._unit_of = {id(held): unit for unit in units for held in unit.helds}
-        model.register_forward_pre_hook(self._model_begins, prepend=True)
+        self._hooks = [model.register_forward_pre_hook(self._model_begins, prepend=True)]
         for module in model.modules():
-            module.register_state_dict_pre_hook(self._is_read)
+            self._hooks.append(module.register_state_dict_pre_hook(self._is_read))
             if released:
-                module.register_load_state_dict_pre_hook(self._is_written)
+                self._hooks.append(module.register_load_state_dict_pre_hook(self._is_written))
         for unit in units:
             if unit.module is not model:
                 # First of all: what a clock counts from there on is work, and no waiting.
-                unit.module.register_forward_pre_hook(partial(self._before, unit), prepend=True)
-                unit.module.register_forward_hook(partial(self._after, unit))
+                before = unit.module.register_forward_pre_hook(partial(self._before, unit), prepend=True)
+                self._hooks += [before, unit.module.register_forward_hook(partial(self._after, unit))]
+            for held in unit.trained:
+                self._hooks += held.watch(self.fold)
         if released:
-            model.register_forward_hook(self._model_ends, always_call=True)
+            self._hooks.append(model.register_forward_hook(self._model_ends, always_call=True))
+
+    def leave(self) -> None:
+        """Let go of the model, which is a plain one now; one whose parameters were released goes on saying so."""
+        for hook in () if self._released else self._hooks:
+            hook.remove()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine was closed."""
+        return self._lane.closed
 
     def begin(self, last: bool) -> None:
         """A micro-batch begins; `last` of its step."""
@@ -220,6 +232,13 @@ class Passes:
             )
         if unit.number < self._returned:
             self._before_backward(unit, self.marks)
+
+
+def passes_of(model: nn.Module) -> Iterator[Passes]:
+    """Those of engines that a model, or a part of it, is or was on."""
+    for module in model.modules():
+        owners = (getattr(hook, "__self__", None) for hook in module._state_dict_pre_hooks.values())
+        yield from (owner for owner in owners if isinstance(owner, Passes))
 
 
 def _in_backward() -> bool:

@@ -143,8 +143,6 @@ class Sharded:
             self.model, self._units, self._lane, self.mesh.traffic, self._released, self._put_evaluation,
             self._timetable.laps,
         )  # fmt: skip
-        for held in self._trained_held:
-            held.watch(self._passes.fold)
         self.several = Several(self._trained_held, self._timetable.laps)
         if self._released:
             self._lane.follow()
@@ -271,6 +269,8 @@ class Sharded:
 
     def close(self) -> None:
         self._lane.close()
+        if (passes := self.__dict__.get("_passes")) is not None:
+            passes.leave()
         # Their groups end with the last reference, and none may outlive the interpreter, as this engine may.
         self._complete = None
         for name in ("_ways", "_carrier", "_timetable", "_now"):

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx import accelerator
 from phalanx.cluster.fork import fork
 from phalanx.comm.backend import Options, counters
 from phalanx.records import Placement, StoreAddress
@@ -298,6 +300,40 @@ def test_one_that_goes_away_ends_the_group_on_all(way: str, tmp_path: Path) -> N
         # They wait for rank 3 as well, which lives and has seen nothing: not for its return, far less for the timeout.
         assert gone <= when < busy < gone + FAR_S / 2
         assert "rank 2 of 4 " + ("has left" if way == "left" else "was lost or failed") in words or way == "left"
+
+
+class Native:
+    """Stands for an accelerator's own group: what waits in it does so until it is aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        assert not self.aborted.is_set(), "once"
+        self.aborted.set()
+
+
+def waiting_on_a_device(placement: Placement) -> float:
+    """Seconds for which a rank waits in its accelerator's own group after another one has failed."""
+    native, device = Native(), torch.device("meta")
+    accelerator.identity = lambda device: f"device {placement.rank}"
+    accelerator.native_group = lambda *arguments: native  # type: ignore[assignment]
+    with joined(placement, "aab"):
+        time.sleep(0.3 * placement.rank)  # the first call waits for that of the others
+        group: Any = dist.distributed_c10d._get_default_group()
+        assert group._line.native(device, range(3)) is native
+        dist.barrier()
+        start = time.monotonic()
+        if placement.rank == 1:
+            group.abort()
+        assert native.aborted.wait(FAR_S)
+        with pytest.raises(dist.DistBackendError):
+            group._line.native(device, range(3))
+        return time.monotonic() - start
+
+
+def test_who_waits_in_an_accelerators_own_group_is_let_go() -> None:
+    assert max(run_ranks(waiting_on_a_device, 3)) < 2.0
 
 
 def test_a_script_of_anyone(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`phalanx.shard` in loops of a user's own: the curve of plain PyTorch, whatever the ranks; misuse, in sentences."""
 
 import contextlib
+import copy
 import io
 import os
 import runpy
@@ -246,6 +247,35 @@ def test_saved_on_uneven_ranks_and_gone_on_with_on_others(tmp_path: Path) -> Non
         assert (extra, steps) == ({"seen": 2 * SAMPLES}, STEPS)
         assert theirs == pytest.approx(parameters, rel=1e-9, abs=1e-12)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", f"step-{STEPS:08d}"]
+
+
+def sharded_again(placement: Placement, zero: int) -> list[str]:
+    """A model that is sharded twice, at once and one after the other; between the two it is a plain one."""
+    with process_group(placement):
+        net = Net().double()
+        with phalanx.shard(net, lr=LR, zero=zero) as sharded:
+            trained(sharded, net, 2)
+            found = [sentence(lambda part=part: phalanx.shard(part, lr=LR)) for part in (net, net.blocks)]
+        if zero == 3:
+            return [*found, sentence(lambda: phalanx.shard(net, lr=LR))]
+        x, y = data(3)
+        plain = copy.deepcopy(net)
+        for each in (net, plain):
+            loss_sum(each, x, y).backward()
+        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+            assert (one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad)
+            one.grad = other.grad = None
+        with phalanx.shard(net, lr=LR, zero=zero) as again, phalanx.shard(plain, lr=LR) as fresh:
+            assert trained(again, net, 2) == [pytest.approx(step) for step in trained(fresh, plain, 2)]
+        return found
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_model_is_on_one_engine_at_a_time(zero: int) -> None:
+    for whole, part, *closed in run_ranks(sharded_again, 2, zero=zero):
+        assert "is sharded already; close() that first" in whole
+        assert part == whole
+        assert ["was sharded with zero=3 and closed" in each for each in closed] == [True] * (zero == 3)
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluation

@@ -12,7 +12,7 @@ UNEVEN: dict[str, Any] = {"balance__state": [3, 0, 1, 2], "parallel__zero": 2}
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "released": (3, {"balance__state": [1, 2, 0], "parallel__zero": 3}),
-    "more": (5, {"parallel__zero": 1, "optim__slots": 2}),
+    "more": (8, {"parallel__zero": 1, "optim__slots": 2}),
     "fsdp2": (2, {"parallel__data": "fsdp2"}),
 }
 

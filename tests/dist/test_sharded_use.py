@@ -491,3 +491,37 @@ def given_back(placement: Placement, zero: int) -> list[bool]:
 def test_memory_is_given_back_with_the_model(zero: int) -> None:
     for gone in run_ranks(given_back, 2, zero=zero):
         assert all(gone), gone
+
+def through(placement: Placement, sharding: dict[str, Any]) -> list[list[float]]:
+    """When this rank was through with each step, and when it began the first update of each; rank 1 is slow."""
+    with join(placement, 20) as mesh:
+        model = five_units()
+        driven = Driven(mesh, model, model.units(), Sharding(**sharding))
+        engine: Any = driven.engine
+        turn, update = engine._state.turn, engine._update
+        ends: list[float] = []
+        begins: dict[int, float] = {}
+
+        def late(*arguments: Any) -> None:
+            time.sleep(0.1 * mesh.rank)
+            turn(*arguments)
+            ends.append(time.monotonic())
+
+        def noting(now: Any, *arguments: Any) -> None:
+            begins.setdefault(now.number, time.monotonic())
+            update(now, *arguments)
+
+        engine._state.turn, engine._update = late, noting
+        driven.walk(5)
+        assert driven.apart() < 1e-9
+        engine.close()
+        return [ends, [begins[number] for number in sorted(begins)]]
+
+
+@pytest.mark.parametrize(
+    "sharding", [{"zero": 1, "weights": [1.0, 0.0]}, {"zero": 2, "slots": 2, "weights": [3.0, 1.0]}, {"zero": 3}]
+)
+def test_no_rank_updates_before_all_are_through_with_the_step_before(sharding: dict[str, Any]) -> None:
+    (mine, begun), (others, _) = run_ranks(through, 2, sharding=sharding)
+    assert len(mine) == len(others) == len(begun) == 5
+    assert all(end < begin for end, begin in zip(others, begun[1:], strict=False))

@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from benchmarks import bounds, harness, links, uneven_shards
 from benchmarks.uneven_shards import GLOO, SPLITS, Training
 from phalanx.records import Placement
-from tests.helpers import run_ranks
+from tests.helpers import ROOT, run_ranks
 
 TINY = Training(mbit=20.0, blocks=2, side=64, turns=1, steps=2, peak_side=128)
 
@@ -123,6 +125,37 @@ def test_nodes_have_links_of_their_rate(wired: None) -> None:
     assert found["error"].startswith("rank 1 of 3 failed")
     assert "ValueError: this rank cannot" in found["error"]
     assert not found["left"]
+
+
+WAITS = """
+import os, signal, time
+from benchmarks import links
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a script's shell starts what runs beside it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+def wait(placement):
+    print("pid", os.getpid(), flush=True)
+    time.sleep(60)
+
+with links.links([100]) as nodes:
+    nodes.run([0], wait)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_nodes_are_removed_when_the_process_is_told_to_end(number: signal.Signals, wired: None) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", WAITS], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    rank = int(child.stdout.readline().split()[1])  # there are nodes, and a rank in one
+    child.send_signal(number)
+    child.send_signal(number)  # who is in a hurry presses it twice
+    assert child.wait(30) == 128 + number
+    assert [path.name for path in Path("/run/netns").glob(f"phxl{child.pid}-*")] == []
+    assert not Path("/proc", str(rank)).exists()
 
 
 def test_nodes_of_a_dead_process_are_removed(wired: None) -> None:

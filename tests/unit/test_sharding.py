@@ -82,6 +82,11 @@ def test_units_that_cannot_be(units: list[Any], sentence: str) -> None:
         ({"clip_norm": 0.0}, "clip_norm is 0, which would stop all training"),
         ({"zero": 4}, "zero is 4, which is none of 1, 2, 3"),
         ({"shard_degree": 0}, "shard_degree is 0, which is no number of ranks"),
+        ({"shard_degree": 1.5}, "shard_degree is 1.5, which is no number of ranks"),
+        ({"weights": "even"}, "weights is 'even', which are no numbers; give one for each rank"),
+        ({"weights": [1, None]}, "weights is .1, None., which are no numbers"),
+        ({"lr": "fast"}, "phalanx.shard has the learning rate .fast.; give a finite one"),
+        ({"lr": float("nan")}, "phalanx.shard has the learning rate nan; give a finite one"),
         ({"slots": 3}, "slots is 3, which is none of 1, 2"),
         ({"compress": "int4"}, "compress is 'int4', which is none of none, bf16, int8"),
         ({"reduce": "sometimes"}, "reduce is 'sometimes', which is none of auto, per_step, per_micro_batch"),
@@ -89,7 +94,7 @@ def test_units_that_cannot_be(units: list[Any], sentence: str) -> None:
 )
 def test_what_cannot_be_asked_for(asked: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        phalanx.shard(nn.Linear(2, 2), lr=0.1, **asked)
+        phalanx.shard(nn.Linear(2, 2), **{"lr": 0.1, **asked})
 
 
 def frozen() -> nn.Module:
