@@ -6,6 +6,7 @@ every tensor of it into memory that is there already. Speeds are of the file's b
 slower than all others, so it does not count.
 """
 
+import functools
 import math
 import os
 import shutil
@@ -69,7 +70,7 @@ def drop(folder: Path) -> None:
 
 def write_plainly(path: Path, size: int, source: Tensor) -> None:
     """As many bytes as they come, and brought to the disk."""
-    content = memoryview(source.view(torch.uint8).numpy())
+    content = memoryview(source.view(torch.uint8).numpy().data)
     with open(path, "wb", buffering=0) as file:
         while size:
             size -= file.write(content[: min(size, PORTION_BYTES, len(content))])
@@ -116,12 +117,10 @@ def compare(spec: ModelSpec, turns: int, place: Path, shard_bytes: int) -> tuple
 
     for turn in range(turns + 1):
         folder, plain = place / "model", place / "plain"
-        timed("plain writing", lambda plain=plain: write_plainly(plain, size, masters))
+        timed("plain writing", functools.partial(write_plainly, plain, size, masters))
         plain.unlink()
-        timed(
-            "export from fp32",
-            lambda folder=folder: export(folder, spec, whole, torch.bfloat16, max_shard_bytes=shard_bytes),
-        )
+        again = functools.partial(export, folder, spec, whole, torch.bfloat16, max_shard_bytes=shard_bytes)
+        timed("export from fp32", again)
         for dtype in (torch.bfloat16, torch.float32):
             kept = {name: torch.zeros(math.prod(shape), dtype=dtype) for name, shape in shapes.items()}
             for tensor in kept.values():

@@ -15,6 +15,7 @@ none, and what they say is all that is looked at. docs/benchmarks.md says how to
 import argparse
 import json
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -133,6 +134,7 @@ def main() -> None:
     )  # fmt: skip
     given = parser.parse_args()
     until = time.monotonic() + 60 * given.minutes
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # with all that was started
     with tempfile.TemporaryDirectory(prefix="phalanx-faults-") as name:
         if given.keep is not None:
             given.keep.mkdir(parents=True)

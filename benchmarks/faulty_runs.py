@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.started import Run, start
+from phalanx import faults
 from phalanx.records import Kind, RunPaths, read_lines, read_steps
 
 STEPS = 40
@@ -161,11 +162,10 @@ def plan_alone(kind: str, nodes: int, draw: random.Random) -> Plan:
     if kind == "spike":  # there has to be something to compare it with, and to go back to
         text = f"spike:rank=0,step={step + 10},factor=30"
         plan.overrides = ("resilience.on_spike=rollback", "resilience.rollback_steps=2")
-    elif kind == "corrupt-checkpoint":  # and somebody who reads it
-        text = f"{kind}:rank={victim},step={step - step % EVERY}; kill:rank={victim},step={step - step % EVERY + 2}"
-        plan.overrides = ("resilience.memory=false",)
-        plan.injected.append((Strike("kill", victim, attempt=1), text.partition("; ")[2]))
-        text = text.partition("; ")[0]
+    elif kind == "corrupt-checkpoint":  # the only one so far, and somebody who reads it
+        text, kill = f"{kind}:rank={victim},step=12", f"kill:rank={victim},step=22"
+        plan.overrides = ("resilience.memory=false", "checkpoint.every=12")
+        plan.injected.append((Strike("kill", victim, attempt=1), kill))
     elif kind in HARMLESS:
         step -= step % EVERY
         text = f"{kind}:rank={victim},step={step}" + ",steps=5" * (kind == "slow")
@@ -195,8 +195,8 @@ class FaultyRun(Run):
             ways = "[shrink]" if plan.shrinks else "[replace, wait]"
             words += [f"resilience.on_lost_node={ways}"]
         words += plan.overrides
-        faults = [CHANGING[mark] for mark in plan.marks] + [text for _, text in plan.injected]
-        return words + (["--inject", "; ".join(faults)] if faults else [])
+        asked = [CHANGING[mark] for mark in plan.marks] + [text for _, text in plan.injected]
+        return words + (["--inject", "; ".join(asked)] if asked else [])
 
     def start(self, node: int) -> None:
         """Start a node's command, or start it again."""
@@ -341,8 +341,9 @@ def judge(run: FaultyRun, reference: Callable[[str, tuple[str, ...]], Path]) -> 
 
 def _fault_of(text: str) -> tuple[str, frozenset[str]]:
     """A fault as a user wrote it and as the run says it: without what is so anyway."""
-    kind, _, rest = text.partition(":")
-    return kind, frozenset(rest.split(",")) - {"attempt=1", "phase=forward", "rank=0"}
+    (fault,) = faults.parse([text])
+    kind, _, rest = fault.text.partition(":")
+    return kind, frozenset(rest.split(","))
 
 
 def _causes(run: FaultyRun, strikes: list[Strike]) -> list[str]:

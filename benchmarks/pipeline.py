@@ -122,7 +122,7 @@ class _Wait(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         time.sleep(ctx.backward_s)
         return grad, None, None
 
@@ -221,7 +221,8 @@ def measured(case: Case, mesh: Mesh, steps: int, beside: bool) -> dict[str, Any]
 
 def on_a_rank(placement: Placement, size: Mapping[str, Any], unequal: bool) -> dict[str, Any]:
     """Everything that is measured, of which all ranks know the same."""
-    of = Size(**{name: tuple(value) if isinstance(value, list) else value for name, value in size.items()})
+    told: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in size.items()}
+    of = Size(**told)
     torch.set_num_threads(1)
     with join(placement, timeout_s=60, axes=Axes(pipeline=placement.world)) as mesh:
         return {name: measured(case, mesh, of.steps, beside=not unequal) for name, case in cases(of, unequal).items()}

@@ -167,13 +167,13 @@ def file_rows(runs: Sequence[Run], seeds: Iterable[int]) -> list[harness.Row]:
         constants = fitted([runs[index] for index in sorted(taken)], DEFAULT)
         judged = [run for index, run in enumerate(runs) if index not in taken]
         drawn.append(_line(f"5 %, seed {seed}", len(judged), errors(judged, constants), regrets(runs, constants)))
-    mean = {"way": "5 %, mean of seeds"}
+    mean: harness.Row = {"way": "5 %, mean of seeds"}
     for key, value in drawn[0].items():
         if key != "way":
             mean[key] = value if value is None else statistics.mean(line[key] for line in drawn)
     lines += [*drawn, mean]
-    for what, key in (("kind", lambda run: run.cluster.groups[0].kind.name), ("size", lambda run: run.size)):
-        lines += _left_out(runs, what, key)
+    lines += _left_out(runs, "kind", lambda run: run.cluster.groups[0].kind.name)
+    lines += _left_out(runs, "size", lambda run: run.size)
     return lines
 
 

@@ -438,6 +438,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # with all that was started
     size: Size = given.size
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="phalanx-recovery-") as name:
