@@ -33,7 +33,7 @@ if __name__ == "__main__":  # first of all: whoever forks ranks must have no thr
 
 from benchmarks.harness import Check, Row, at_most, machine, options, report, result, spread
 from phalanx import shared_memory, state_file
-from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
+from phalanx.records import Placement, RunPaths, read_lines, read_steps
 
 RECIPE = """
 model: {{hidden: 288, layers: 8, heads: 6, intermediate: 768}}
@@ -71,10 +71,12 @@ class Started:
 
     process: "subprocess.Popen[bytes]"
     paths: RunPaths
+    _kept: tuple[Path, bytes] | None = None  # what is looked at every few milliseconds is not found out each time
 
     def committed(self) -> int:
         """The newest step that all ranks hold in shared memory."""
-        return state_file.committed(shared_memory.folder_of(self.paths), state_file.run_of(self.paths.events))
+        self._kept = self._kept or (shared_memory.folder_of(self.paths), state_file.run_of(self.paths.events))
+        return state_file.committed(*self._kept)
 
     def recorded(self) -> tuple[int, int]:
         """(attempt, step) of the last line of its metrics."""
@@ -145,13 +147,12 @@ def kills(system: str, run: Started, size: Size, seed: int) -> Iterator[tuple[fl
         run.wait(lambda far=far: run.recorded()[1] >= far)
         time.sleep(draw.uniform(0.0, 0.5))
         victim = draw.choice(children(run.process.pid))
-        before, (attempt, reached) = run.committed(), run.recorded()
+        step_s, (attempt, reached), before = steady_s(run), run.recorded(), run.committed()
         begun = time.time()
         os.kill(victim, signal.SIGKILL)
-        step_s = steady_s(run)
         if ours:
             # What was committed while the signal was on its way has not been lost.
-            run.wait(lambda attempt=attempt: attempts(run) > attempt)
+            run.wait(run.paths.log(attempt + 1, 0).exists)  # made when the ranks before are dead
             before = max(before, run.committed())
             took = run.wait(lambda before=before: run.committed() > before) - begun - step_s
             yield took, took
@@ -162,12 +163,6 @@ def kills(system: str, run: Started, size: Size, seed: int) -> Iterator[tuple[fl
             caught_up = run.wait(lambda reached=reached: run.recorded()[1] > reached) - begun - 2 * step_s
             yield first, caught_up
             assert again <= reached + 1, (again, reached)
-
-
-def attempts(run: Started) -> int:
-    """The attempt that was started last."""
-    started = [int(event["attempt"]) for event in read_lines(run.paths.events) if event["kind"] == Kind.ATTEMPT_STARTED]
-    return max(started, default=0)
 
 
 def recovery(folder: Path, ranks: int, size: Size) -> list[Row]:
