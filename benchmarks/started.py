@@ -169,6 +169,7 @@ class Run:
     nodes: int = 1
     memory: Callable[[int], Path] = lambda node: shared_memory.PLACE
     events_so_far: Tail = field(init=False)
+    _told: bytes = b""  # whose memory it is: what is looked at every few milliseconds is not found out each time
 
     def __post_init__(self) -> None:
         self.events_so_far = Tail(self.paths.events)
@@ -193,11 +194,12 @@ class Run:
         return self._newest(state_file.REPLICAS)
 
     def _newest(self, within: str) -> int:
-        run, held = state_file.run_of(self.paths.events), {}
+        run, held = self._told or state_file.run_of(self.paths.events), {}
         for node, folder in enumerate(self.folders()):
             with contextlib.suppress(OSError):  # a file has just been removed, or the node is gone
                 held[node] = [state_file.held(facts) for facts in state_file.there(folder / within, run)]
         choice = choose(held)
+        self._told = run if choice is not None else b""
         return max(0, choice.step) if choice is not None else 0
 
     def recorded(self) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from phalanx.devices import Device
 from phalanx.errors import Unhealthy
 from phalanx.records import ExitCode, Kind, RunPaths, write_event
 
+LATER_S = 1.0  # after a death, until the node is looked at: the ranks that start again need the cores first
 INCIDENT_S = 60.0  # what a look at the node after a death may take; nobody waits for it
 LAST_S = 3.0  # but for so long, where the run has come to its end
 
@@ -74,18 +75,20 @@ class Watch:
         self._paths, self._only, self._tell = paths, only, tell
         self._begun = time.monotonic()
         self._asked: tuple[int, str] | None = None
+        self._not_before = 0.0
         self._child: tuple[int, int] | None = None  # pid, pidfd
         self._until = 0.0
 
     def look(self, attempt: int, after: str) -> None:
-        """Look at the node when `tend` is called next: the ranks that start again come first."""
+        """Look at the node when `tend` is called, LATER_S from now: the ranks that start again come first."""
         self._asked = self._asked or (attempt, after)
+        self._not_before = time.monotonic() + LATER_S
 
     def tend(self) -> None:
         """Begin a look that was asked for, take leave of one that has ended, and end one that takes too long."""
         if self._child is not None:
             self._reap(*self._child)
-        if self._child is None and self._asked is not None:
+        if self._child is None and self._asked is not None and time.monotonic() >= self._not_before:
             (attempt, after), self._asked = self._asked, None
             since_s = time.monotonic() - self._begun  # what the kernel has said since the run began
             with contextlib.suppress(OSError):  # no room for another process: training is what matters
@@ -105,6 +108,7 @@ class Watch:
     def close(self) -> None:
         """The run is over: give a look that is going on, or was asked for, a moment; then end it."""
         until = time.monotonic() + LAST_S
+        self._not_before = 0.0
         self.tend()
         while self._child is not None and time.monotonic() < until:
             time.sleep(0.02)

@@ -287,7 +287,7 @@ def _lead(
             run = member.Member(wanted, paths, devices, where, said, shared.folder, functools.partial(_say, meeting))
             held.callback(run.leave, shared)
             run.tidy(paths, tend)
-            peer = Peer(first.secret, run.make, run.lead)
+            peer = Peer(first.secret, run.make, run.lead, _replay_of)
             peer.prepared(told, run.job(prepared.job, len(devices), world))
             run.held = {0: held_of(peer.held())}
             run.held |= {node: held_of(each.get("held", [])) for node, each in first.answered().items()}
@@ -297,6 +297,14 @@ def _lead(
             enter_first(first, peer, run.claim, wanted.resilience.heartbeat_s, epoch)
             until_all_meet.pop_all()  # by the sign the others go on, and come back, without this node too
         return run.to_the_end(peer)
+
+
+def _replay_of(form: Mapping[str, Any]) -> Any:
+    """What makes updates of other nodes' ranks again; in the process that keeps their replicas, which was forked with
+    all that this imports."""
+    from phalanx.checkpoint.replay import replay_of
+
+    return replay_of(form)
 
 
 def enter_first(first: FirstNode, peer: Peer, claim: Claim | None, heartbeat_s: float, epoch: int) -> None:
@@ -446,7 +454,7 @@ def _take_part(node: OtherNode, meeting: Meeting, works: Works) -> Peer | int | 
         if settled():
             raise _Changed
 
-    peer = Peer(node.secret, works.make, works.lead)
+    peer = Peer(node.secret, works.make, works.lead, _replay_of)
     try:
         with stoppable(), contextlib.suppress(_Changed):
             _say(meeting, "reached node 0, which prepares the run when all are there")

@@ -64,21 +64,32 @@ class Replicas:
         self._folder, self._attempt, self._timeout_s = folder, attempt, timeout_s
         self._connection: socket.socket | None = None
         self._awaited: list[int] = []  # steps that were sent and are not acknowledged
+        self.replays = False  # the partner can make this rank's updates again
 
-    def begin(self, path: Path, asked: bool, bare: bool) -> str | None:
+    def begin(self, path: Path, asked: bool, bare: bool, rule: Message | None = None) -> str | None:
         """Have the partner make room for a replica of this rank's state file, or find that which it has; why it has no
         room, where it has none. What nobody has `asked` for must leave more room for others. `bare`: without state,
-        as another node holds the same anyway."""
+        as another node holds the same anyway. `rule`: what updates go by, and by which kernels, where they can be made
+        again of gradients."""
         assert self.partner is not None
         answer = self._ask(
-            {"replicate": path.name, "to": list(self.partner), "attempt": self._attempt, "asked": asked, "bare": bare}
-        )
+            {"replicate": path.name, "to": list(self.partner), "attempt": self._attempt, "asked": asked, "bare": bare,
+             "rule": rule}
+        )  # fmt: skip
+        self.replays = answer.get("replays") is True
         return None if answer.get("short") is None else str(answer["short"])
 
-    def committed(self, step: int) -> None:
-        """A step is committed in this rank's file: its slot is on its way to the partner from now on."""
+    def hand_over(self, gradients: int, size: int) -> None:
+        """Give the process of this node a descriptor of the memory that this rank's gradients will be in."""
+        self._send({"gradients": size})
+        assert self._connection is not None
+        socket.send_fds(self._connection, [b"g"], [gradients])
+
+    def committed(self, step: int, told: Message | None = None) -> None:
+        """A step is committed in this rank's file: its slot is on its way to the partner from now on; or its gradients,
+        with what is `told` of the update, if the partner has the step before."""
         self._awaited.append(step)
-        self._send({"step": step})
+        self._send({"step": step, "told": told})
 
     def acknowledged(self) -> None:
         """Wait until the partner has all that was sent."""

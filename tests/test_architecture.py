@@ -111,7 +111,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recorder": PLAIN | {"cluster", "ending", "report"},
     "member": PLAIN
     | {"cluster", "devices", "fitness", "launch", "recorder", "remote_run", "ending", "report", "train"},
-    "nodes": PLAIN | {"cluster", "devices", "fitness", "launch", "member", "remote_run", "ending", "report", "train"},
+    "nodes": PLAIN
+    | {"cluster", "devices", "fitness", "launch", "member", "remote_run", "ending", "report", "train", "checkpoint"},
     "data_commands": PLAIN | {"data", "report", "train"},
     "keeper": PLAIN | {"cluster", "ending"},
     "jobs": PLAIN | {"cluster", "keeper", "report"},
@@ -194,7 +195,12 @@ IN_PART = {
     ("plan", "cluster"): {"phalanx.cluster.affairs", "phalanx.cluster.supervisor"},
     ("plan", "report"): {"phalanx.report.words"},
     ("parallel", "optim"): {"phalanx.optim.choose", "phalanx.optim.engine", "phalanx.optim.gradients"},
-    ("checkpoint", "optim"): {"phalanx.optim.engine", "phalanx.optim.coded", "phalanx.optim.lane"},
+    ("checkpoint", "optim"): {
+        "phalanx.optim.engine",
+        "phalanx.optim.coded",
+        "phalanx.optim.lane",
+        "phalanx.optim.update",
+    },
 }
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import torch
 
 from phalanx import accelerator, host_memory, state_file
 from phalanx.checkpoint.kept_state import open_kept, tensor_of
+from phalanx.checkpoint.replay import Gradients, gradient_bytes, kernels
 from phalanx.checkpoint.snapshot import DTYPE_NAMES
 from phalanx.comm.mesh import Mesh
 from phalanx.errors import ConfigError
@@ -23,9 +24,10 @@ from phalanx.kept import Kept
 from phalanx.optim.coded import Coded
 from phalanx.optim.engine import Outcome, Piece, Slot
 from phalanx.optim.lane import Lane
+from phalanx.optim.update import Change
 from phalanx.records import Kind
 from phalanx.replicas import Replicas
-from phalanx.shared_memory import size, too_large
+from phalanx.shared_memory import OF_HOST, size, too_large
 from phalanx.state_file import ALIGNED, StateFile, Who, up
 
 KEY, REPLICATE = "resilience.memory", "resilience.replicate"
@@ -59,12 +61,14 @@ class Memory:
         background: bool = False,
         replicas: Replicas | None = None,
         replicate: Replicate = "auto",
+        rule: Mapping[str, float] | None = None,
         first_here: bool | None = None,
     ) -> None:
         """Files are made in `folder`, as those of attempt `generation` of a `run`. `kept`: what the attempt begins
         with. `in_place`: engines may work in the slots; else states are copied, in the `background` or not.
-        `replicas`: the way to other nodes, if there are any; `first_here`: whether no rank of this node is before this
-        one (None: there is one node)."""
+        `replicas`: the way to other nodes, if there are any; `rule`: AdamW's numbers, where that is the rule, whose
+        updates other nodes can make again; `first_here`: whether no rank of this node is before this one (None: there
+        is one node)."""
         assert not (in_place and background), "what is not copied is not copied in the background"
         self.in_place, self.late, self.attached = in_place, False, False
         self.slots: list[Slot] = []
@@ -72,6 +76,8 @@ class Memory:
         self._folder, self._mesh, self._generation, self._run = folder, mesh, generation, run
         self._say, self._kept, self._wanted = say, kept, wanted
         self.replicas, self._replicate = replicas, replicate
+        self._rule = rule if in_place else None
+        self._gradients: Gradients | None = None
         self._replicates = False  # whether this rank's state is
         self._wards: set[int] = set()  # ranks whose replicas this node holds
         self._first_here = mesh.rank == 0 if first_here is None else first_here
@@ -161,7 +167,9 @@ class Memory:
         nodes = mesh.gather(float(replicas.node))
         elsewhere = {nodes[rank] for rank in range(mesh.world) if parts[rank] == parts[mesh.rank]}
         needed, bare = self._replicate != "off" and replicas.partner is not None, len(elsewhere) > 1
-        short = replicas.begin(self.file.facts.path, self._replicate == "every_step", bare) if needed else None
+        rule = None if self._rule is None or bare else {"rule": dict(self._rule), "kernels": kernels()}
+        asked = self._replicate == "every_step"
+        short = replicas.begin(self.file.facts.path, asked, bare, rule) if needed else None
         lacking, made = mesh.sum([float(short is not None), float(needed and short is None and not bare)])
         if lacking and self._replicate == "every_step":
             raise ConfigError(
@@ -172,6 +180,8 @@ class Memory:
         self._replicates = needed and not lacking
         if lacking and needed and short is None:
             replicas.leave()
+        self._gradients = self._handed_over(replicas) if self._replicates and replicas.replays else None
+        (again,) = mesh.sum([float(self._gradients is not None)])
         kept = mesh.gather(float(self._replicates))
         self._wards = {rank for rank in range(mesh.world) if kept[rank] and nodes[rank] == replicas.before}
         if self.attached:
@@ -179,7 +189,8 @@ class Memory:
         if lacking:
             reason = f"a node that is lost takes the run back to a checkpoint, since {short or 'a node has no room'}"
         elif made:
-            reason = f"the state of {made:g} of {mesh.world} ranks is kept on a second node, step by step"
+            how = "gradients with which it makes the update again" if again == made else self._as_it_is(int(again))
+            reason = f"the state of {made:g} of {mesh.world} ranks is kept on a second node, which gets {how}"
         elif self._replicate == "off":
             return
         else:
@@ -188,6 +199,26 @@ class Memory:
             Kind.RESOLVED,
             {"key": REPLICATE, "value": "every_step" if made and not lacking else "off", "reason": reason},
         )
+
+    def _handed_over(self, replicas: Replicas) -> Gradients | None:
+        """Memory for gradients, which the process that sends them has too; None where there is too little."""
+        tensors = self.file.index()["tensors"]
+        if gradient_bytes(tensors) > OF_HOST * accelerator.host_memory_free():
+            return None
+        try:
+            gradients = Gradients(tensors)
+        except OSError:
+            return None
+        replicas.hand_over(gradients.descriptor, gradients.bytes)
+        return gradients
+
+    def _as_it_is(self, again: int) -> str:
+        """Why not all replicas are made of gradients."""
+        if again:
+            return f"gradients of {again} of them and else the state itself, as there is no memory for gradients"
+        if self._rule is None:
+            return "it as it is, since only AdamW's updates are made again, of states that live in shared memory"
+        return "it as it is, since the nodes' processors or versions of torch differ, or there is no memory for more"
 
     def _index(self, like: Slot, pieces: Iterable[Piece]) -> tuple[dict[str, Any], int, int]:
         """What lies where in a slot, and its bytes; all that must be alike for a slot to be used as it is. Besides, a
@@ -248,6 +279,10 @@ class Memory:
         if self.in_place:
             self.file.void(1 - self.current)
 
+    def updates(self, keys: Collection[str], grads: Mapping[str, torch.Tensor], change: Change) -> None:
+        if self._gradients is not None:
+            self._gradients.note(keys, grads, change)
+
     def commit(self, step: int, outcome: Outcome, state: Slot) -> None:
         self.tokens += outcome.weight
         self._last, self.current = step, 1 - self.current
@@ -270,7 +305,9 @@ class Memory:
         record = self._record(header["step"], outcome) if outcome is not None else None
         self.file.commit(slot, header["step"], json.dumps(header | {"record": record}).encode())
         if self._replicates and self.replicas is not None:
-            self.replicas.committed(header["step"])
+            # What came from elsewhere was made by no update.
+            told = None if self._gradients is None or outcome is None else self._gradients.told()
+            self.replicas.committed(header["step"], told)
 
     def settle(self) -> None:
         if self._lane is not None:

@@ -26,7 +26,7 @@ from phalanx.cluster.door import Address, Door
 from phalanx.cluster.herald import Herald
 from phalanx.cluster.job import Job, Part
 from phalanx.cluster.relay import CALL_S, Relay, beside_the_store, hand_over, to_node_0
-from phalanx.cluster.replica_keeper import ROLE, ReplicaKeeper
+from phalanx.cluster.replica_keeper import ROLE, ReplayOf, ReplicaKeeper, never
 from phalanx.cluster.roster import Member, Roster
 from phalanx.cluster.stopping import Signals
 from phalanx.cluster.watchdog import Blame, Word
@@ -71,19 +71,21 @@ class Changed(Exception):
 
 
 class Peer:
-    """`make(offer, tend)` makes the job that this node runs of what was offered; it calls `tend` all the time."""
+    """`make(offer, tend)` makes the job that this node runs of what was offered; it calls `tend` all the time.
+    `replay_of`: what makes updates of other nodes' ranks again, in their replicas."""
 
     def __init__(
         self,
         secret: str,
         make: Callable[[Message, Callable[[], None]], Job],
         lead: Callable[["Peer"], Leading],
+        replay_of: ReplayOf = never,
     ) -> None:
         self.circle: Circle  # set by `enter`
         self.offer: Message | None = None  # the last
         self.start: Message | None = None  # the last order to start
         self.over: tuple[int, str] | None = None  # how the job ended: exit code and words
-        self.secret, self._make, self._lead = secret, make, lead
+        self.secret, self._make, self._lead, self._replay_of = secret, make, lead, replay_of
         self._leading: Leading | None = None
         self._job: Job | None = None
         self._division = 0  # that of the job
@@ -276,7 +278,7 @@ class Peer:
             self._keeper.stop()
             self._keeper = None
         if self._keeper is None and job is not None and job.shared is not None and job.paths is not None:
-            self._keeper = ReplicaKeeper(job.shared, self._run_of(job.paths), self.secret)
+            self._keeper = ReplicaKeeper(job.shared, self._run_of(job.paths), self.secret, self._replay_of)
         return self._keeper
 
     def _give_to_keeper(self, channel: Channel, writes: bool) -> None:

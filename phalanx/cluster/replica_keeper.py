@@ -13,8 +13,9 @@ import select
 import socket
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 from phalanx import host_memory, state_file
 from phalanx.cluster.fork import fork, kill_group
@@ -24,18 +25,35 @@ from phalanx.errors import CheckpointError
 from phalanx.kept import Address
 from phalanx.replicas import SOCKET, Message, receive, receive_into, send
 from phalanx.shared_memory import too_large
-from phalanx.state_file import REPLICAS, StateFile, Who
+from phalanx.state_file import REPLICAS, Facts, StateFile, Who
 
 ROLE = "replicas"  # of a caller at an agent's door
 CHUNK_BYTES = 4 << 20
 WRITES, READS = b"w", b"r"  # how a connection is handed over
 
 
+class Replay(Protocol):
+    """Makes a rank's updates again in its replica, of the gradients that were written to `gradients`."""
+
+    gradients: memoryview
+
+    def run(self, file: StateFile, old: int, told: Mapping[str, Any]) -> None: ...
+
+
+# What makes the updates of a rank again, of what it has said of itself; None where that cannot be.
+ReplayOf = Callable[[Mapping[str, Any]], Replay | None]
+
+
+def never(form: Mapping[str, Any]) -> None:
+    """Where nothing knows how to update."""
+    return None
+
+
 class ReplicaKeeper:
     """That process, as its agent sees it. `folder`: the run's in this node's shared memory; `run`: what the run is
-    known by; `secret`: that by which nodes of the job know each other."""
+    known by; `secret`: that by which nodes of the job know each other; `replay_of`: what makes updates again."""
 
-    def __init__(self, folder: Path, run: bytes, secret: str) -> None:
+    def __init__(self, folder: Path, run: bytes, secret: str, replay_of: ReplayOf = never) -> None:
         self._ours, theirs = socket.socketpair()
         path = folder / SOCKET
         path.unlink(missing_ok=True)
@@ -44,7 +62,7 @@ class ReplicaKeeper:
             os.chmod(path, 0o600)
             listener.listen(socket.SOMAXCONN)
             keep = [theirs.fileno(), listener.fileno()]
-            self.pid, self._pidfd = fork(lambda: _live(theirs, listener, folder, run, secret), keep=keep)
+            self.pid, self._pidfd = fork(lambda: _live(theirs, listener, folder, run, secret, replay_of), keep=keep)
         self._ours.setblocking(False)
 
     @property
@@ -65,7 +83,9 @@ class ReplicaKeeper:
         self._ours.close()
 
 
-def _live(handed: socket.socket, listener: socket.socket, folder: Path, run: bytes, secret: str) -> int:
+def _live(
+    handed: socket.socket, listener: socket.socket, folder: Path, run: bytes, secret: str, replay_of: ReplayOf
+) -> int:
     def let_in() -> None:
         while True:
             connection, _ = listener.accept()
@@ -79,7 +99,7 @@ def _live(handed: socket.socket, listener: socket.socket, folder: Path, run: byt
         connection = socket.socket(fileno=descriptors[0])
         connection.setblocking(True)
         watch(connection)
-        _in_thread(_Node(connection, folder, run, writes=data == WRITES).serve)
+        _in_thread(_Node(connection, folder, run, data == WRITES, replay_of).serve)
 
 
 def _in_thread(function: Callable[[], None]) -> None:
@@ -98,6 +118,9 @@ class _Rank:
         self._bytes = 0  # that are sent of a slot
         self._partner: socket.socket | None = None
         self._there: set[int] = set()  # steps that the partner has had from before
+        self._newest: int | None = None  # of those that it has
+        self._gradients: memoryview | None = None  # the rank's, where the partner makes updates again
+        self._unchecked: int | None = None  # a step that the partner has made and nobody has compared
         self._readers: dict[Address, socket.socket] = {}
 
     def serve(self) -> None:
@@ -117,10 +140,14 @@ class _Rank:
         elif "replicate" in message:
             send(self._connection, self._begin(message))
         elif "step" in message:
-            self._send_step(int(message["step"]))
+            self._send_step(int(message["step"]), message.get("told"))
             send(self._connection, {"kept": message["step"]})
+            self._check()
+        elif "gradients" in message:
+            self._gradients = _gradients(self._connection, int(message["gradients"]))
         elif "forget" in message or "leave" in message:
             self._there.clear()
+            self._newest = None
             send(self._connection, self._ask_partner(message))
 
     def _pass_on(self, message: Message) -> None:
@@ -149,7 +176,7 @@ class _Rank:
         self._bytes = 0 if bare else facts.slot_bytes
         form = {
             "who": who, "way": facts.way, "index": state_file.NOTHING if bare else file.index(),
-            "slot_bytes": self._bytes, "asked": message["asked"] is True,
+            "slot_bytes": self._bytes, "asked": message["asked"] is True, **(message.get("rule") or {}),
         }  # fmt: skip
         answer = self._ask_partner({"keep": form})
         self._there = set(answer.get("steps", []))
@@ -159,31 +186,64 @@ class _Rank:
         if self._partner is None:
             raise ConnectionError("there is no partner")
         send(self._partner, message)
+        return self._hear_partner()
+
+    def _hear_partner(self) -> Message:
+        assert self._partner is not None
         answer = receive(self._partner)
         if "error" in answer:
             raise ConnectionError(str(answer["error"]))
         return answer
 
-    def _send_step(self, step: int) -> None:
-        assert self._file is not None and self._partner is not None
-        if step in self._there:  # of processes before, in the same place
+    def _send_step(self, step: int, told: Message | None) -> None:
+        assert self._file is not None
+        if step not in self._there:  # of processes before, in the same place
+            replays = told is not None and self._gradients is not None and self._newest == step - 1
+            with self._mapped() as view:
+                self._send_slot(step, view, told if replays else None)
+        self._newest = step
+
+    def _check(self) -> None:
+        """Have the partner compare what its update has come to with what it should have; the rank waits no more."""
+        step, self._unchecked = self._unchecked, None
+        if step is None or self._partner is None:
             return
+        with self._mapped() as view:
+            begin = self._facts(view).at(self._facts(view).steps[step])
+            with view[begin : begin + self._bytes] as data:
+                total = zlib.crc32(data)
+        self._ask_partner({"sum": total})
+
+    @contextlib.contextmanager
+    def _mapped(self) -> Iterator[memoryview]:
+        assert self._file is not None
         path = self._file.facts.path
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             # Not the private view, as what is read there may be older than what the rank has written since.
             with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-                self._send_slot(step, view)
+                yield view
         finally:
             os.close(descriptor)
 
-    def _send_slot(self, step: int, view: memoryview) -> None:
-        assert self._file is not None and self._partner is not None
-        facts = state_file.facts_from(self._file.facts.path, bytes(view[: state_file.PAGE]))
+    def _facts(self, view: memoryview) -> Facts:
+        assert self._file is not None
+        return state_file.facts_from(self._file.facts.path, bytes(view[: state_file.PAGE]))
+
+    def _send_slot(self, step: int, view: memoryview, told: Message | None) -> None:
+        assert self._partner is not None
+        facts = self._facts(view)
         slot = facts.steps.get(step)
         if slot is None:
             raise CheckpointError(f"{facts.path} does not hold step {step} any more")
         header = state_file.raw_header(view[state_file.HEADERS[slot] :][: state_file.HEADER_BYTES])
+        if told is not None and self._gradients is not None:
+            send(self._partner, {"replay": told, "header": header.decode()})
+            self._partner.sendall(self._gradients)
+            if self._hear_partner() != {"kept": step}:
+                raise ConnectionError("it has not made the update that it was told of")
+            self._unchecked = step
+            return
         send(self._partner, {"write": step, "header": header.decode()})
         total, begin = 0, facts.at(slot)
         for at in range(begin, begin + self._bytes, CHUNK_BYTES):
@@ -198,11 +258,25 @@ class _Rank:
 # ----------------------------------------------------------------------------------------------------- for other nodes
 
 
+def _gradients(connection: socket.socket, size: int) -> memoryview:
+    """The memory that a rank hands over."""
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    try:
+        return memoryview(mmap.mmap(descriptors[0], max(size, 1), access=mmap.ACCESS_READ))[:size]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
 class _Node:
     """What another node asks for: to read, or to keep what its rank has."""
 
-    def __init__(self, connection: socket.socket, folder: Path, run: bytes, writes: bool) -> None:
+    def __init__(
+        self, connection: socket.socket, folder: Path, run: bytes, writes: bool, replay_of: ReplayOf = never
+    ) -> None:
         self._connection, self._folder, self._run, self._writes = connection, folder, run, writes
+        self._replay_of = replay_of
+        self._replay: Replay | None = None
         self._replica: StateFile | None = None
 
     def serve(self) -> None:
@@ -237,7 +311,10 @@ class _Node:
 
     def _keep(self, message: Message) -> None:
         if "keep" in message:
-            send(self._connection, self._make(message["keep"]))
+            answer = self._make(message["keep"])
+            if self._replica is not None and "rule" in message["keep"]:
+                self._replay = self._replay_of(message["keep"])
+            send(self._connection, answer | {"replays": self._replay is not None})
         elif "forget" in message and self._replica is not None:
             self._replica.forget(int(message["forget"]))
             send(self._connection, {"forgotten": True})
@@ -245,6 +322,8 @@ class _Node:
             self._replica.facts.path.unlink(missing_ok=True)
             self._replica = None
             send(self._connection, {"left": True})
+        elif "replay" in message and self._replica is not None and self._replay is not None:
+            self._make_again(self._replica, self._replay, dict(message["replay"]), str(message["header"]).encode())
         elif "write" in message and self._replica is not None:
             self._write(self._replica, int(message["write"]), str(message["header"]).encode())
 
@@ -260,9 +339,14 @@ class _Node:
                 return {"steps": []}
             return {"steps": sorted(before.steps)}
         found, need = os.statvfs(self._folder), state_file.file_bytes(index, slot_bytes)
+        gradients = slot_bytes // 3 if "rule" in form else 0  # of AdamW's state
         free = found.f_bavail * found.f_frsize
         short = too_large(
-            "a replica of the state of another node's rank", need, free, host_memory.free(), form["asked"] is True
+            "a replica of the state of another node's rank",
+            need + gradients,
+            free,
+            host_memory.free(),
+            form["asked"] is True,
         )
         if short is None:
             try:
@@ -285,3 +369,21 @@ class _Node:
             if zlib.crc32(data) != told:
                 file.void(slot)
                 raise CheckpointError(f"the replica of step {step} was damaged on its way")
+
+    def _make_again(self, file: StateFile, replay: Replay, told: Message, header: bytes) -> None:
+        step = int(told["step"])
+        old = 0 if file.word(0) == step - 1 else 1
+        if file.word(old) != step - 1:
+            raise CheckpointError(f"there is no replica of step {step - 1}")
+        receive_into(self._connection, replay.gradients)
+        file.void(1 - old)
+        replay.run(file, old, told)
+        file.commit(1 - old, step, header)
+        send(self._connection, {"kept": step})
+        # Behind the answer, since a rank waits for that.
+        wanted = receive(self._connection)["sum"]
+        with file.read(file.at(1 - old), file.facts.slot_bytes) as data:
+            if zlib.crc32(data) != wanted:
+                file.void(1 - old)
+                raise CheckpointError(f"the update of step {step}, made again, came to something else")
+        send(self._connection, {"same": True})

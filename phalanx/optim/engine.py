@@ -5,15 +5,18 @@ Collectives are paired: every rank makes the same calls with the same number of 
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from phalanx import accelerator
 from phalanx.optim.coded import Coded
 from phalanx.optim.gradients import LossScale
+
+if TYPE_CHECKING:
+    from phalanx.optim.update import Change
 
 # An allocator gives zero-filled buffers for state: (parameter name, kind, elements, dtype, device) -> flat tensor.
 Allocator = Callable[[str, str, int, torch.dtype, torch.device], torch.Tensor]
@@ -96,6 +99,10 @@ class Keeper(Protocol):
 
     def begin(self) -> None:
         """The slot that is not current is about to be written to, where the state lives in the slots."""
+
+    def updates(self, keys: Collection[str], grads: Mapping[str, torch.Tensor], change: "Change") -> None:
+        """Shards of `keys` are about to be updated where the state lives in the slots: those that have one by their
+        gradient, which may be overwritten afterwards. May be repeated, as an update may; the last counts."""
 
     def commit(self, step: int, outcome: "Outcome", state: Slot) -> None:
         """The state of `step`, of which came `outcome`, is complete: in the slot that was not current, or in `state`,

@@ -118,7 +118,8 @@ class Held:
         self.used: set[str] = set()  # in this step, on this rank
         if not bucket.trained:
             return
-        self._sums = self._new(bucket.elements) if pool is None else None
+        # With any content: what no gradient comes for is zeroed when it is handed over.
+        self._sums = self.values.new_empty(bucket.elements, dtype=precision.master) if pool is None else None
         # The sum over the ranks of each part's own range.
         self.reduced = (
             self._by_part(self._new(bucket.share(rank)))
@@ -139,7 +140,8 @@ class Held:
         """Make whole parameters views of the bucket. Those on meta cannot be: `replaced` gets what takes their place,
         by the id of the old ones."""
         with torch.no_grad():
-            self.values.zero_()
+            for gap in self.bucket.gaps:  # all else is filled or gathered before anything reads it
+                self.values[gap].zero_()
             for member, parameter in zip(self.bucket.members, parameters, strict=True):
                 # `data`: what is gathered into it later must not look to autograd like a change of the parameter.
                 view = self.values[member.at : member.end].view(member.parameter.shape).data

@@ -360,6 +360,7 @@ class Sharded:
         for held in unit.trained:
             keys = [fragment.key for fragment in held.fragments]
             grads = {f.key: held.gradient_of(f) for f in held.fragments if f.parameter.name in self._used}
+            self._state.updates(keys, grads, change)
             if now.early:  # they may be needed again
                 grads = {key: grad.clone() for key, grad in grads.items()}
             self.rule.apply({key: source[key] for key in keys}, {key: target[key] for key in keys}, grads, change)

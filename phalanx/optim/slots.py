@@ -4,14 +4,14 @@ Where there is a keeper, every step is committed to memory that outlives the pro
 copied there. Which of these it is changes no bit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from phalanx.optim.engine import Allocator, Keeper, Outcome, Piece, Slot
 from phalanx.optim.layout import Fragment
-from phalanx.optim.update import Read, Rule, copy_over, load, pieces
+from phalanx.optim.update import Change, Read, Rule, copy_over, load, pieces
 
 Make = Callable[[Allocator], Slot]
 
@@ -99,6 +99,11 @@ class Slots:
         """The next state is about to be written; may be repeated."""
         if self._keeper is not None:
             self._keeper.begin()
+
+    def updates(self, keys: Collection[str], grads: Mapping[str, torch.Tensor], change: Change) -> None:
+        """Shards of `keys` are about to be updated, by `grads` where they have one; may be repeated."""
+        if self._keeper is not None:
+            self._keeper.updates(keys, grads, change)
 
     def turn(self, step: int, outcome: Outcome) -> None:
         """The next state, that of `step`, of which came `outcome`, is complete."""

@@ -1,7 +1,7 @@
 """What an attempt begins with: the last committed step in shared memory, the newest checkpoint, or starting weights."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from phalanx.comm.compressed import other_nodes
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import ConfigError, RunError
+from phalanx.optim.choose import make_rule
+from phalanx.optim.update import AdamW
 from phalanx.parallel.materialize import frozen_only, materialise
 from phalanx.records import Kind, Placement, RunPaths, last_line, read_lines
 from phalanx.replicas import Replicas
@@ -74,6 +76,7 @@ def memory_of(config: "Config", placement: Placement, mesh: Mesh, paths: RunPath
         background=not on_host,
         replicas=replicas,
         replicate=config.resilience.replicate,
+        rule=asdict(rule) if isinstance(rule := make_rule(config.optim), AdamW) else None,
         first_here=placement.local_rank == 0,
     )
 

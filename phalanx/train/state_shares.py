@@ -29,10 +29,12 @@ ENOUGH = "equal parts fit beside parameters and activations"
 
 
 def settled_weights(
-    config: "Config", subject: Subject, mesh: Mesh, local_world: int, paths: RunPaths, records: Records
-) -> Weights:
-    """As `state_weights`, but what was found for the same ranks before is taken again as long as it fits: another cut
-    adds up in another order. What is found is an event, from which the next start reads it. Collective."""
+    config: "Config", subject: Subject, mesh: Mesh, local_world: int, paths: RunPaths, records: Records,
+    fits: bool = False,
+) -> Weights:  # fmt: skip
+    """As `state_weights`, but what was found for the same ranks before is taken again as long as it fits (`fits`: which
+    is known, since it is in memory): another cut adds up in another order. What is found is an event, from which the
+    next start reads it. Collective."""
     if (
         config.balance.state != "auto"
         or config.parallel.data != "sharded"
@@ -47,17 +49,20 @@ def settled_weights(
         "slots": sharding.slots,
         "degree": sharding.degree or mesh.world,
     }
-    rooms, needed = _rooms(config, subject, mesh, local_world, WHOLE)
-    even = [1 / len(rooms)] * len(rooms)
     before = group.broadcast_object(recorded(paths, of) if mesh.rank == 0 else None)
-    known = even if before == "even" else before
-    if known is not None and all(part * needed <= room for part, room in zip(known, rooms, strict=True)):
-        return None if before == "even" else tuple(known)
+    if before is not None and (fits or _fit(before, *_rooms(config, subject, mesh, local_world, WHOLE))):
+        return None if before == "even" else tuple(before)
     found = state_weights(config, subject, mesh, local_world)
     weights = None if found is None else tuple(round(part, 4) for part in found)  # as the event has it
     value, reason = ("even", ENOUGH) if weights is None else (list(weights), SHORT)
     records.event(Kind.RESOLVED, {"key": KEY, "value": value, "reason": reason, "of": of})
     return weights
+
+
+def _fit(before: Any, rooms: list[float], needed: float) -> bool:
+    """Whether what was `recorded` has room now."""
+    known = [1 / len(rooms)] * len(rooms) if before == "even" else before
+    return all(part * needed <= room for part, room in zip(known, rooms, strict=True))
 
 
 def recorded(paths: RunPaths, of: dict[str, Any]) -> Any:

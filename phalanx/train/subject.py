@@ -120,9 +120,13 @@ class Text:
         self.spec: ModelSpec | None = spec
         self.positions = config.data.seq_len
         self._config, self._spec, self._code = config, spec, class_of_run(config, paths)
+        self._shapes: dict[str, tuple[int, ...]] | None = None  # of the whole model, once it was made
 
     def model(self, layers: int | None = None) -> Model:
-        return on_meta(self._spec if layers is None else replace(self._spec, layers=layers), self._code)
+        made = on_meta(self._spec if layers is None else replace(self._spec, layers=layers), self._code)
+        if layers is None:
+            self._shapes = {name: tuple(parameter.shape) for name, parameter in made.named_parameters()}
+        return made
 
     def task(self) -> Task:
         form = form_of(self._config)
@@ -146,10 +150,11 @@ class Text:
         return with_adapters(weights, seed, adapters.opened(lora, self._spec.layers, self._code))
 
     def flops(self) -> tuple[int, int] | None:
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.model().named_parameters()}
-        return flops_per_token(
-            self._spec, self.positions, {name: s for name, s in shapes.items() if "lora_" not in name}
-        )
+        if self._shapes is None:  # to make a model takes as long as a few of its layers' passes
+            self.model()
+        assert self._shapes is not None
+        shapes = {name: shape for name, shape in self._shapes.items() if "lora_" not in name}
+        return flops_per_token(self._spec, self.positions, shapes)
 
     def warnings(self) -> list[str]:
         return []

@@ -98,7 +98,8 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         tell = injector.noting(records.event)
         saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, tell, may_commit, injector.writing)
         subject = subject_of(config, job.spec, job.paths)
-        weights = settled_weights(config, subject, mesh, placement.local_world, job.paths, records)
+        same = placement.kept is not None and placement.nodes == 1  # where it has been all the time
+        weights = settled_weights(config, subject, mesh, placement.local_world, job.paths, records, same)
         speeds, link = know(config, subject, placement, mesh, job.paths, records, weights)
         config = stage_lengths.settled(config, subject, mesh, job.paths, records)
         memory = memory_of(config, placement, mesh, job.paths, records)

@@ -263,11 +263,11 @@ def _watched(placement: Placement, folder: str) -> dict[str, Any]:
     watch = fitness.Watch(paths, [], fitness.into_events(paths))
     watch.look(3, "the death of rank 1")
     begun = paths.events.exists()
+    watch.tend()
     assert Path(f"/proc/self/task/{os.getpid()}/children").read_text() == ""  # what starts again comes first
-    watch.tend()
-    watch.tend()
     until = time.monotonic() + 50
     while not paths.events.exists() and time.monotonic() < until:
+        watch.tend()
         time.sleep(0.01)
     watch.close()  # nothing was asked for since
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -1,5 +1,6 @@
 """Replicas of state on another node, without agents: two ranks stand for two nodes, each with its keeper and its door."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -16,8 +17,11 @@ import torch
 
 from phalanx import state_file
 from phalanx.checkpoint.kept_state import KeptState
+from phalanx.checkpoint import replay
 from phalanx.checkpoint.memory import Memory
+from phalanx.checkpoint.replay import Gradients, replay_of
 from phalanx.cluster.door import Door
+from phalanx.cluster import replica_keeper
 from phalanx.cluster.replica_keeper import ROLE, ReplicaKeeper
 from phalanx.cluster.wire import call
 from phalanx.comm.mesh import Mesh, join
@@ -25,6 +29,7 @@ from phalanx.errors import PhalanxError
 from phalanx.kept import Address, Kept, KeptFile, choose
 from phalanx.records import Placement
 from phalanx.replicas import Replicas, receive, send
+from tests.dist.engine_cases import ADAMW
 from tests.dist.test_memory import made, step
 from tests.helpers import run_ranks, wait_until
 
@@ -40,7 +45,7 @@ class Node:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if room is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-        self.keeper = ReplicaKeeper(self.folder, RUN, secret)
+        self.keeper = ReplicaKeeper(self.folder, RUN, secret, replay_of)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
@@ -92,17 +97,48 @@ def settle(made: Any, mesh: Mesh) -> None:
 # ------------------------------------------------------------------------------------------------------- step by step
 
 
-def walks(placement: Placement, folder: str, kind: str) -> dict[str, Any]:
+def counting(log: Path) -> None:
+    """Have keepers that are forked from now on write down how a replica came to its steps."""
+    for name in ("_write", "_make_again"):
+
+        def counted(self: Any, *args: Any, name: str = name, inner: Any = getattr(replica_keeper._Node, name)) -> None:
+            with open(log, "a") as file:
+                file.write(f"{name}\n")
+            inner(self, *args)
+
+        setattr(replica_keeper._Node, name, counted)
+
+
+RULES = {
+    "by gradients": dataclasses.asdict(ADAMW),
+    "by the state": None,
+    "by other kernels": dataclasses.asdict(ADAMW),
+}
+HOW = {
+    "by gradients": "gradients with which it makes the update again",
+    "by the state": "it as it is, since only AdamW's updates are made again, of states that live in shared memory",
+    "by other kernels": "it as it is, since the nodes' processors or versions of torch differ, or there is no memory "
+    "for more",
+}
+
+
+def walks(placement: Placement, folder: str, kind: str, by: str) -> dict[str, Any]:
     """Five steps; the other node has each of them. Then node 0 is lost, and all is read from node 1."""
     events: list[Any] = []
+    log = Path(folder) / f"log-{placement.rank}"
+    counting(log)
+    if by == "by other kernels":
+        replay.kernels = lambda: f"of node {placement.rank}"
+        Memory.open.__globals__["kernels"] = replay.kernels
     node = Node(Path(folder), placement.rank).open()
     with join(placement, 30) as mesh:
-        memory = memory_of(mesh, node, events)
+        memory = memory_of(mesh, node, events, rule=RULES[by])
         engine = made(mesh, kind, memory)
         for number in range(1, 6):
             step(engine, number, mesh)
         settle(engine, mesh)
-        found = {"late": memory.late, "holds": node.holds(), "events": events}
+        mesh.sum([0.0])
+        found = {"late": memory.late, "holds": node.holds(), "events": events, "came by": log.read_text().split()}
         mine = {(p.name, p.kind, p.start): p.tensor.clone() for p in engine.inner.pieces()}
         mesh.sum([0.0])
         theirs = Path(folder) / f"node-{1 - placement.rank}" / state_file.REPLICAS
@@ -115,8 +151,14 @@ def walks(placement: Placement, folder: str, kind: str) -> dict[str, Any]:
         mesh.sum([0.0])
         (Path(folder) / "node-1" / state_file.RANKS).unlink(missing_ok=True)
         mesh.sum([0.0])
-        choice = choose({1: state_file.held_in(Path(folder) / "node-1", RUN)})
-        assert choice is not None
+        choices: list[Any] = []
+
+        def looked() -> bool:
+            choices.append(choose({1: state_file.held_in(Path(folder) / "node-1", RUN)}))
+            return choices[-1] is not None
+
+        wait_until(looked)  # while the other rank looks there is nothing to be seen
+        choice = choices[-1]
         files = tuple(
             KeptFile(rank, state_file.file_of(held), held.layout, node.address(1))
             if placement.rank == 0 or held.replica
@@ -144,9 +186,12 @@ def walks(placement: Placement, folder: str, kind: str) -> dict[str, Any]:
         return found
 
 
-@pytest.mark.parametrize("kind", ["zero 1", "zero 3"])
-def test_the_other_node_has_each_step_and_all_is_there_without_the_first(kind: str, tmp_path: Path) -> None:
-    found = run_ranks(walks, 2, folder=str(tmp_path), kind=kind)
+@pytest.mark.parametrize(
+    ("kind", "by"),
+    [("zero 1", "by the state"), ("zero 3", "by gradients"), ("zero 1", "by gradients"), ("zero 1", "by other kernels")],
+)
+def test_the_other_node_has_each_step_and_all_is_there_without_the_first(kind: str, by: str, tmp_path: Path) -> None:
+    found = run_ranks(walks, 2, folder=str(tmp_path), kind=kind, by=by)
     for rank, each in enumerate(found):
         assert each["late"]
         assert each["holds"] == [[rank, [4, 5], False], [1 - rank, [4, 5], True]]
@@ -154,7 +199,9 @@ def test_the_other_node_has_each_step_and_all_is_there_without_the_first(kind: s
             assert each[what], (rank, what)
         [decided] = [event for event in each["events"] if event["key"] == "resilience.replicate"]
         assert decided["value"] == "every_step"
-        assert decided["reason"] == "the state of 2 of 2 ranks is kept on a second node, step by step"
+        assert decided["reason"] == f"the state of 2 of 2 ranks is kept on a second node, which gets {HOW[by]}"
+        again = by == "by gradients"
+        assert each["came by"] == ["_write", *(["_make_again"] * 4 if again else ["_write"] * 4)]
 
 
 def goes_back(placement: Placement, folder: str) -> list[Any]:
@@ -229,6 +276,36 @@ def test_where_there_is_no_room_the_run_does_without_or_is_refused(tmp_path: Pat
     assert [name for name, _ in found] == ["ConfigError"] * 2
     assert "resilience.replicate is every_step, but" in found[0][1]
     assert "bytes for a replica (File too large)" in found[0][1]
+
+
+def lies(placement: Placement, folder: str) -> list[Any]:
+    """A rank says another learning rate of its third step than that which it took."""
+    node = Node(Path(folder), placement.rank).open()
+    told = Gradients.told
+
+    def lied(self: Gradients) -> dict[str, Any]:
+        said = told(self)
+        return said | {"lr": 0.5} if said["step"] == 3 and placement.rank == 0 else said
+
+    Gradients.told = lied  # type: ignore[method-assign]
+    with join(placement, 10) as mesh:
+        engine = made(mesh, "zero 1", memory_of(mesh, node, [], rule=RULES["by gradients"]))
+        said = "nothing"
+        try:
+            for number in range(1, 6):
+                step(engine, number, mesh)
+            engine.keeper_settles()
+        except (PhalanxError, RuntimeError) as error:
+            said = f"{type(error).__name__}: {error}"
+    wait_until(lambda: [steps for _, steps, replica in node.holds() if replica][0] != [2, 3], 5)
+    return [said, [steps for _, steps, replica in node.holds() if replica][0]]
+
+
+def test_an_update_that_came_to_something_else_is_no_replica(tmp_path: Path) -> None:
+    found = run_ranks(lies, 2, folder=str(tmp_path))
+    why = "CollectiveError: state could not be replicated to another node (the update of step 3, made again, came to"
+    assert why in found[0][0]
+    assert 3 not in found[1][1] and 2 in found[1][1]  # node 1 holds the replica of rank 0
 
 
 def loses_its_keeper(placement: Placement, folder: str, whose: int) -> str:
