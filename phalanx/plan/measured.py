@@ -37,8 +37,8 @@ def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
     groups: list[Group] = []
     places = [(device.node, kind.name) for device, kind in zip(found.devices, kinds, strict=True)]
     first = 0
-    for (_, name), same in itertools.groupby(places):
-        count = len(list(same))
+    for (_, name), like_it in itertools.groupby(places):
+        count = len(list(like_it))
         kind, first = kinds[first], first + count
         last = groups[-1] if groups else None
         if last is not None and last.kind.name == name and last.per_node == count:
