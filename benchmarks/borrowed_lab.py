@@ -25,6 +25,7 @@ from benchmarks.planner_here import NAME, keys, prepare, ranks_of
 from phalanx import hardware, recipe
 from phalanx.plan import measured, record, table
 from phalanx.plan.advice import Question
+from phalanx.plan.cost import even
 from phalanx.plan.recipe_keys import free
 from phalanx.plan.search import Plan
 from phalanx.records import Kind, RunPaths, read_lines, read_steps
@@ -56,9 +57,9 @@ class Size:
     @property
     def shares(self) -> list[int]:
         """Sequences of each node in a step, by its part of all cores."""
-        each = self.model["global_batch"] / sum(self.cores)
-        assert all((each * part).is_integer() for part in self.cores), "ideal shares are whole numbers"
-        return [round(each * part) for part in self.cores]
+        ideal = [self.model["global_batch"] * part / sum(self.cores) for part in self.cores]
+        assert all(abs(share - round(share)) < 1e-6 for share in ideal), "ideal shares are whole numbers"
+        return [round(share) for share in ideal]
 
 
 QUICK = Size(
@@ -186,7 +187,7 @@ def story(size: Size, folder: Path, teller: Teller) -> tuple[list[Row], list[Che
     ratio = statistics.median(mine / whole for mine, whole in zip(ours, sums, strict=True))
     rows = _rows(statistics.median(sums), waiting, statistics.median(ours), ratio, why)
     order = [node for node, _ in ranks_of(plan, cluster, place.nodes)]
-    shares = list(plan.choice.shares) or [third] * len(order)
+    shares = list(plan.choice.shares or even(size.model["global_batch"], plan.copies))
     rows += [
         {"node": node, "cores": size.cores[node], "limit, GiB": size.memory[node] / GIB,
          "held, GiB": peaks.get(rank, 0) / GIB, "sequences": shares[rank],

@@ -207,6 +207,8 @@ def _phalanx(namespace: str | None, folder: Path, arguments: Sequence[str], outp
 
     if namespace is not None:
         links.enter(namespace)
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # of an interface that is not there
+            os.environ.pop(name, None)
     os.chdir(folder)
     sys.argv = ["phalanx", *arguments]
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

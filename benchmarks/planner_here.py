@@ -3,13 +3,14 @@
     sudo python3 benchmarks/planner_here.py [--quick] [--part time|memory] [--json FILE]
 
 *Time.* Three nodes (lab.py) of two devices each have 1 : 2 : 4 parts of a core and cables of 400 Mbit/s. `phalanx
-hardware` measures them; layouts of a small LLaMA are planned with that file, one with nothing held fixed and the others
-with a key or two, and each runs as its plan says, by `phalanx train`, in turns. Compared are the seconds of a step. No
-row is fitted to: what the plan knows of the devices is what `phalanx hardware` found.
+hardware` measures them three times, of which the medians count; layouts of a small LLaMA are planned with that, one
+with nothing held fixed and the others with a key or two, and each runs as its plan says, by `phalanx train`, in turns.
+Compared are the seconds of a step. No row is fitted to: what the plan knows of the devices is what was measured.
 
-*Memory.* Layouts of models of several shapes, drawn by a seed, run on ranks of one node. What a rank's process is seen
-to hold beyond that of a model of next to nothing is compared with the plan's bytes. Then each runs again, and every
-rank may hold only so much that the plan says by a hair that it fits: none may be killed.
+*Memory.* Layouts of models of several shapes, drawn by a seed, run on ranks of one node. What the process of the
+fullest rank holds in a step (`memory_bytes` of its record) is compared with the plan's bytes, and those that a process
+has whose model is next to nothing. Then each runs again, and every rank may hold only so much that the plan says by a
+hair that it fits: none may be killed.
 
 Needs root. It counts on a machine that does nothing else; docs/planner.md says what was found.
 """
@@ -31,15 +32,17 @@ from benchmarks.harness import Check, Row
 from benchmarks.lab import Ended, Lab, Node, lab, return_memory, steps_s, why_not, write_text
 from phalanx import hardware, recipe
 from phalanx.config import Config
+from phalanx.hardware import Hardware, Link
 from phalanx.plan import measured
 from phalanx.plan.advice import Question
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.cost import Model
 from phalanx.plan.kinds import KINDS, Kind
-from phalanx.plan.memory import Held
-from phalanx.plan.recipe_keys import free, keys_of
+from phalanx.plan.memory import COPY, Held
+from phalanx.plan.recipe_keys import free, keys_of, pins_of, space_of
 from phalanx.plan.record import as_overrides
-from phalanx.plan.search import Plan
+from phalanx.plan.search import Plan, search
+from phalanx.records import RunPaths, read_steps
 
 RECIPE = """
 model: {{hidden: {hidden}, layers: {layers}, heads: {heads}, intermediate: {intermediate}, vocab_size: {vocabulary}}}
@@ -86,6 +89,7 @@ class Size:
         }
     )  # fmt: skip
     layouts: tuple[str, ...] = tuple(LAYOUTS)
+    surveys: int = 3
     turns: int = 2
     warm: int = 1
     steps: int = 4
@@ -96,7 +100,7 @@ class Size:
 QUICK = Size(
     model={"hidden": 96, "layers": 3, "heads": 4, "intermediate": 256, "vocabulary": 300, "seq_len": 32,
            "global_batch": 28},
-    layouts=(PICKED, "zero 3", "pipeline 3"), turns=1, steps=3, configurations=3, largest=1,
+    layouts=(PICKED, "zero 3", "pipeline 3"), surveys=1, turns=1, steps=3, configurations=3, largest=1,
 )  # fmt: skip
 
 
@@ -140,12 +144,32 @@ def _one_by_one(cluster: Cluster) -> Cluster:
 # ---------------------------------------------------------------------------------------------------------------- time
 
 
+def middle(found: Sequence[Hardware]) -> Hardware:
+    """Of several measurements of the same devices the median of each: what disturbs one of them counts for nothing."""
+    devices = []
+    for same in zip(*(each.devices for each in found), strict=True):
+        sizes = set.intersection(*({size for size, _ in device.times} for device in same))
+        times = [dict(device.times) for device in same]
+        median = tuple((size, statistics.median(each[size] for each in times)) for size in sorted(sizes))
+        devices.append(replace(same[0], times=median))
+    links = [each.link for each in found if each.link is not None]
+    link = None
+    if links:
+        rate, latency = (
+            statistics.median(getattr(each, name) for each in links) for name in ("bytes_per_s", "latency_s")
+        )
+        link = Link(rate, latency)
+    return replace(found[0], devices=tuple(devices), link=link)
+
+
 def plans(file: Path, cluster: Cluster, names: Sequence[str]) -> dict[str, Plan]:
     """Of each name what `phalanx plan` says; of the even one what it would say of equal shares."""
     found = {}
     for name in names:
         question = question_of(file, LAYOUTS[name])
         plan = question.on(cluster).best
+        if name != PICKED and plan.devices < cluster.devices:
+            plan = on_all(question, cluster) or plan
         if name == EVEN:
             choice = replace(plan.choice, shares=(), state=(), devices=0)
             plan = Plan(choice, Model(question.work(cluster), cluster).predict(choice), cluster)
@@ -160,7 +184,8 @@ def times(size: Size, folder: Path) -> tuple[list[Row], list[Check]]:
     with lab(nodes, folder) as place:
         # Some passes first, since a machine that was idle is faster for a moment.
         place.train(NAME, "first", *PLAIN, "parallel.data=sharded", "balance.work=even", "train.steps=1")
-        cluster = measured.cluster_of(hardware.read(place.hardware(NAME, *PLAIN)))
+        surveys = [hardware.read(place.hardware(NAME, "train.micro_batch=8")) for _ in range(size.surveys)]
+        cluster = measured.cluster_of(middle(surveys))
         planned = plans(file, cluster, size.layouts)
         taken: dict[str, list[float]] = {name: [] for name in planned}
         for turn in range(size.turns):
@@ -177,6 +202,14 @@ def times(size: Size, folder: Path) -> tuple[list[Row], list[Check]]:
 def _device(first: int, group: Group) -> Row:
     return {"device": first, "alike": group.devices, "as it was measured": group.kind.name,
             "GFLOP/s": group.kind.peak("fp32") / 1e9, "a call, us": 1e6 * group.kind.call_s}  # fmt: skip
+
+
+def on_all(question: Question, cluster: Cluster) -> Plan | None:
+    """The best plan that leaves no device idle, if any was found."""
+    work = question.work(cluster)
+    space = space_of(question.config, work, cluster, pins_of(question.config, question.overrides))
+    found = search(work, cluster, space, keep=64).plans
+    return next((plan for plan in found if plan.devices == cluster.devices), None)
 
 
 def compare_times(planned: Mapping[str, Plan], taken: Mapping[str, float]) -> tuple[list[Row], list[Check]]:
@@ -296,15 +329,15 @@ def held_by(plan: Plan, rank: int) -> Held:
 
 
 def used(held: Held) -> float:
-    """Bytes that the plan counts, without what it keeps free."""
-    return held.total - held.parts["reserved"]
+    """Bytes that the plan counts in a step, without what it keeps free."""
+    return held.total - held.parts["reserved"] - held.parts[COPY]
 
 
 def least(held: Held) -> int:
     """The least memory of a device with which the plan still says that this fits."""
     kind: Kind = held.kind
     slack = (held.parts["reserved"] - kind.reserved_bytes) / kind.memory_bytes
-    return round((used(held) + kind.reserved_bytes) / (1.0 - slack)) + 1
+    return round((used(held) + held.parts[COPY] + kind.reserved_bytes) / (1.0 - slack)) + 1
 
 
 def memories(size: Size, folder: Path) -> tuple[list[Row], list[Check]]:
@@ -314,7 +347,7 @@ def memories(size: Size, folder: Path) -> tuple[list[Row], list[Check]]:
     rows: list[Row] = []
     for world in worlds:
         with lab([Node((1.0,) * world)], folder) as place:
-            bases: dict[tuple[str, ...], dict[int, float]] = {}
+            bases: dict[tuple[str, ...], float] = {}
             for number, config in enumerate(configurations):
                 if config.world != world:
                     continue
@@ -323,9 +356,8 @@ def memories(size: Size, folder: Path) -> tuple[list[Row], list[Check]]:
                         {**NOTHING, "global_batch": 2 * world}, world,
                         (*config.layout, "train.micro_batch=1", "memory.activations=none"),
                     )  # fmt: skip
-                    plan, ended = _run(place, folder, bare, f"base-{number}")
-                    found = {rank: peak - used(held_by(plan, rank)) for rank, peak in ended.peaks.items()}
-                    bases[config.layout] = found
+                    plan, paths, _ = _run(place, folder, bare, f"base-{number}")
+                    bases[config.layout] = held_bytes(paths) - fullest(plan)
                 rows.append(_memory_row(place, folder, config, number, bases[config.layout]))
     off = [abs(row["off %"]) / 100 for row in rows]
     killed = sum(not row["fits"] for row in rows)
@@ -336,32 +368,42 @@ def memories(size: Size, folder: Path) -> tuple[list[Row], list[Check]]:
     return rows, checks
 
 
-def _memory_row(place: Lab, folder: Path, config: Configuration, number: int, base: Mapping[int, float]) -> Row:
-    plan, ended = _run(place, folder, config, f"memory-{number}")
-    ranks = sorted(ended.peaks)
-    seen = {rank: ended.peaks[rank] - base[rank] for rank in ranks}
-    fullest = max(ranks, key=lambda rank: seen[rank])
-    said = max(used(held_by(plan, rank)) for rank in ranks)
-    limits = {rank: least(held_by(plan, rank)) for rank in ranks}
+def held_bytes(paths: RunPaths) -> int:
+    """The most that the process of a rank was seen to hold in a step, on the rank that held most."""
+    return max(int(step["memory_bytes"]) for step in read_steps(paths.metrics))
+
+
+def fullest(plan: Plan) -> float:
+    """Bytes that the plan counts on the device that holds most, without what it keeps free."""
+    return max(used(held) for held in plan.estimate.memory)
+
+
+def _memory_row(place: Lab, folder: Path, config: Configuration, number: int, base: float) -> Row:
+    plan, paths, _ = _run(place, folder, config, f"memory-{number}")
+    said, seen = fullest(plan) + base, held_bytes(paths)
+    limits = {rank: least(held_by(plan, rank)) for rank in range(config.world)}
     place.memory = limits
     try:
-        _, again = _run(place, folder, config, f"limited-{number}", must_end_well=False)
+        _, _, again = _run(place, folder, config, f"limited-{number}", must_end_well=False)
     finally:
         place.memory = {}
     shape = config.shape
     return {
         "model": f"{shape['layers']} x {shape['hidden']}, {shape['seq_len']} tokens", "ranks": config.world,
-        "layout": " ".join(_short(plan)), "batch": shape["global_batch"], "predicted, MiB": said / 2**20,
-        "held, MiB": seen[fullest] / 2**20, "off %": 100 * (said / seen[fullest] - 1.0),
+        "layout": " ".join(_short(plan)), "batch": shape["global_batch"], "without a model, MiB": base / 2**20,
+        "predicted, MiB": said / 2**20,
+        "held, MiB": seen / 2**20, "off %": 100 * (said / seen - 1.0),
         "limit, MiB": max(limits.values()) / 2**20, "fits": again.well,
     }  # fmt: skip
 
 
-def _run(place: Lab, folder: Path, config: Configuration, name: str, must_end_well: bool = True) -> tuple[Plan, Ended]:
+def _run(
+    place: Lab, folder: Path, config: Configuration, name: str, must_end_well: bool = True
+) -> tuple[Plan, RunPaths, Ended]:
     plan, _ = plan_of(folder, config)
-    _, ended = place.train(NAME, name, *keys(plan))
+    paths, ended = place.train(NAME, name, *keys(plan))
     assert ended.well or not must_end_well, f"{config} ended with {ended.codes}:\n{''.join(ended.said)[-3000:]}"
-    return plan, ended
+    return plan, paths, ended
 
 
 # ----------------------------------------------------------------------------------------------------------------- all

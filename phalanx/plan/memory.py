@@ -19,6 +19,7 @@ CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES = 512, 4 << 20
 # Of a device, that layouts of this project's own engine leave free: a run that ends for want of memory costs more than
 # a smaller micro-batch, and train.micro_batch=auto leaves twice as much.
 ROOM = 0.1
+COPY = "a checkpoint's copy"  # beyond what is held in a step
 LOGIT_BYTES = 6  # of an element of whole logits of two bytes: themselves, their logarithms, and the gradient
 
 
@@ -155,6 +156,12 @@ def held(
     if last and choice.engine != "sharded":
         logits = sequences * work.seq_len * work.vocabulary / choice.tensor * LOGIT_BYTES * work.width / 2
         parts["logits"] = logits
+    if kind.on_host and choice.engine == "sharded":
+        # A checkpoint's copy lies in the same memory; it is made between steps, when nothing is under way.
+        resting = (0.0 if zero == 3 else parts["weights"]) + parts["master weights"] + parts["optimizer state"]
+        resting += min(parts["gradients"], own * gradient * trained if zero == 3 else parts["gradients"])
+        copied = own * trained * (work.master_bytes + work.state_bytes)
+        parts[COPY] = max(0.0, resting + copied - sum(parts.values()))
     slack = max(constants.slack, ROOM) if choice.engine == "sharded" else constants.slack
     parts["reserved"] = kind.reserved_bytes + slack * kind.memory_bytes
     return Held(devices, kind, stage, parts)

@@ -11,7 +11,7 @@ from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import DEFAULT
 from phalanx.plan.cost import predict
 from phalanx.plan.kinds import KINDS
-from phalanx.plan.memory import block_activations, held, loss_bytes, parameters_of
+from phalanx.plan.memory import COPY, block_activations, held, loss_bytes, parameters_of
 from phalanx.plan.work import Work
 from phalanx.train.dry_run import dry_run
 
@@ -89,6 +89,24 @@ def test_our_own_loss_holds_a_chunk_of_logits() -> None:
     assert loss_bytes(work, A100, 1, 1) == 4096 * 32000 * 10 + 32000 * 1000 * 4 + 4096 * 1000 * 2
     # In two chunks there is a chunk's part of the gradient beside.
     assert loss_bytes(work, A100, 1, 2) == 4096 * 32000 * 10 + 32000 * 1000 * 6 + 8192 * 1000 * 2
+
+
+def test_a_cpu_has_room_for_a_checkpoint_beside_what_rests_between_steps() -> None:
+    cpu = replace(KINDS["CPU"], memory_bytes=2**40)
+    work = replace(GPT, layers=2, hidden=1024, heads=8, kv_heads=8, ffn=4096, dropout=False, precision="fp32")
+    work = replace(work, seq_len=8, global_batch=2, reduce_bytes=4, gather_bytes=4)
+    whole = parameters_of(work, 1, 2, True, True)[0]
+
+    def each(**choice: object) -> float:
+        parts = held(work, cpu, Choice(**choice), 2, 0, 2, 1, 1, 0.5, DEFAULT).parts  # type: ignore[arg-type]
+        return sum(parts.values()) - parts["reserved"]
+
+    # Weights, gradients and half of the moments; and half of the masters and moments once more.
+    assert each(zero=1) == pytest.approx(whole * (4 + 4 + 4 + 6), rel=1e-6)
+    # Half of the masters, gradients and moments, and the copy; nothing else rests.
+    assert each(zero=3, reduce="per_micro_batch") >= whole * (2 + 2 + 4 + 6)
+    accelerated = held(work, A100, Choice(zero=1), 2, 0, 2, 1, 1, 0.5, DEFAULT).parts
+    assert COPY not in accelerated
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
