@@ -35,6 +35,7 @@ def problems(config: Config) -> list[str]:
             f"{train.global_batch}; make them equal"
         )
     found += _sharding_problems(config) + _list_problems(config) + _model_parallel_problems(config)
+    found += _layout_problems(config)
     changed = {key for key, info in type(optim).model_fields.items() if getattr(optim, key) != info.default}
     found += rules.problems(optim.model_dump(), changed)
     if data.held_out == 0 and not data.validation and train.eval_sequences > 0 and train.eval_every > 0:
@@ -96,6 +97,23 @@ def unused(config: Config) -> list[str]:
     keys = _asked_of_sharded(config) if config.parallel.data == "single" else []
     why = "has no effect with parallel.data single, which shards nothing; remove it, or set parallel.data=auto"
     return [f"{key} {why}" for key in keys]
+
+
+def _layout_problems(config: Config) -> list[str]:
+    """What only a layout of one's own can have, where the planner shall choose one."""
+    if config.parallel.layout != "auto":
+        return []
+    asked = {
+        "parallel.data fsdp2": config.parallel.data == "fsdp2",
+        "parallel.stages": config.parallel.stages != "auto",
+        "balance.work": isinstance(config.balance.work, list),
+        "balance.state": isinstance(config.balance.state, list),
+    }
+    return [
+        f"{what} is for a layout that the recipe gives, but parallel.layout is auto; remove one of them"
+        for what, is_set in asked.items()
+        if is_set
+    ]
 
 
 def _list_problems(config: Config) -> list[str]:

@@ -198,6 +198,11 @@ class OptimSection(Section):
 class ParallelSection(Section):
     """How the work is spread over ranks."""
 
+    layout: Literal["given", "auto"] = knob(
+        "given",
+        "auto: what `phalanx plan` finds fastest on the devices that are there, but for keys that the recipe writes; "
+        "given: as the keys say",
+    )
     data: Literal["auto", "single", "sharded", "fsdp2"] = knob(
         "auto",
         "sharded: state and updates sharded over all ranks, in shares of any size; fsdp2: PyTorch's fully_shard; "

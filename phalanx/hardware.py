@@ -47,12 +47,28 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Learnt:
+    """What the steps of a run have shown beside its passes (`phalanx plan --calibrate`); None what they could not tell.
+
+    `run` is its name and `steps` how many were looked at; `host_s` are seconds of the host that a step takes beside all
+    else, `update` how many times as fast updates are as the memory of a device's kind would have them.
+    """
+
+    run: str
+    steps: int
+    host_s: float | None = None
+    update: float | None = None
+
+
+@dataclass(frozen=True)
 class Hardware:
-    """`work`: what was done to measure, such as the model's shapes; `devices` in order of rank; `link` None for one."""
+    """`work`: what was done to measure, such as the model's shapes; `devices` in order of rank; `link` None for one;
+    `learnt`: what a run has shown."""
 
     work: dict[str, Any]
     devices: tuple[Device, ...]
     link: Link | None
+    learnt: Learnt | None = None
 
 
 def read(path: Path) -> Hardware:
@@ -92,11 +108,13 @@ def from_json(tree: Any) -> Hardware:
     if not isinstance(devices, list) or not devices:
         raise ValueError("it lists no devices")
     found = tuple(_device(each, number) for number, each in enumerate(devices))
+    learnt = _learnt(tree.get("learnt"))
     if link is None:
-        return Hardware(work, found, None)
+        return Hardware(work, found, None, learnt)
     if not isinstance(link, dict):
         raise ValueError(f"its link is {link!r}, not a table")
-    return Hardware(work, found, Link(_positive(link, "bytes_per_s", "link"), _positive(link, "latency_s", "link")))
+    rate, latency = _positive(link, "bytes_per_s", "link"), _positive(link, "latency_s", "link")
+    return Hardware(work, found, Link(rate, latency), learnt)
 
 
 def misfit(hardware: Hardware, models: Sequence[str | None], work: Mapping[str, Any]) -> str | None:
@@ -269,6 +287,16 @@ def _device(tree: Any, rank: int) -> Device:
         times=_times(_item(tree, "times", where), where),
         host_to_device_bytes_per_s=None if bandwidth is None else _positive(tree, "host_to_device_bytes_per_s", where),
     )
+
+
+def _learnt(tree: Any) -> Learnt | None:
+    if tree is None:
+        return None
+    where = "what it has learnt"
+    if not isinstance(tree, dict):
+        raise ValueError(f"{where} is {tree!r}, not a table")
+    told = {name: _positive(tree, name, where) for name in ("host_s", "update") if tree.get(name) is not None}
+    return Learnt(_text(tree, "run", where), _whole(tree, "steps", where, least=1), **told)
 
 
 def _times(value: Any, where: str) -> tuple[tuple[int, float], ...]:

@@ -26,8 +26,8 @@ from phalanx.model_config import LoraTarget
 # The layout is the cluster's business: one rank yesterday may be many today. And work is never resolved, nor are
 # processes that tokenise.
 FOUND_ANEW = (
-    "parallel.data", "parallel.zero", "parallel.reduce", "parallel.shard_degree", "parallel.sequence", "balance.work",
-    "balance.state", "data.workers",
+    "parallel.layout", "parallel.data", "parallel.zero", "parallel.reduce", "parallel.shard_degree",
+    "parallel.sequence", "balance.work", "balance.state", "data.workers",
 )  # fmt: skip
 FOUND_FOR_DEVICES = ("train.micro_batch", "train.compile", "memory.activations")
 
@@ -166,15 +166,29 @@ def _problems_of_the_rest(tree: dict[str, Any], wrong: Sequence[Any]) -> list[st
 
 
 def update(config: Config, values: dict[str, Any]) -> Config:
-    """A copy of `config` with dotted keys replaced, checked again."""
-    tree = config.model_dump(mode="json")
+    """A copy of `config` with dotted keys replaced, checked again; what was left out of it still counts as left out."""
+    tree = config.model_dump(mode="json", exclude_unset=True)
     for key, value in values.items():
         *sections, leaf = key.split(".")
         node = tree
         for section in sections:
-            node = node[section]
+            node = node.setdefault(section, {})
         node[leaf] = value
     return check(tree, "the resolved configuration")
+
+
+def written(config: Config) -> frozenset[str]:
+    """The keys that a recipe, or its overrides, have a value for; all others have their default."""
+    found = set()
+    for key, _ in leaves():
+        node: Any = config
+        for part in key.split("."):
+            if node is None or part not in node.model_fields_set:
+                break
+            node = getattr(node, part)
+        else:
+            found.add(key)
+    return frozenset(found)
 
 
 def resolve(

@@ -49,6 +49,8 @@ class Kind(enum.StrEnum):
 
     RUN_STARTED = "run_started"
     RESOLVED = "resolved"  # an `auto` got its value: key, value, reason
+    PLANNED = "planned"  # layout, keys, step_s, why, basis, again
+    COMPARED = "compared"  # step, steps, basis, predicted_s, measured_s, terms, off, memory
     ATTEMPT_STARTED = "attempt_started"  # pids by rank
     RESUMED = "resumed"  # step, checkpoint or memory
     MEASURING = "measuring"  # ranks, reason
@@ -141,6 +143,7 @@ class StepRecord:
     parts: int | None = None  # micro-batches of each rank; None as `shares`
     busy_s: list[float] | None = None  # what each rank worked without waiting; None as `shares`, or where not known
     loss_scale: float | None = None  # what the loss was multiplied by; None where nothing computes in float16
+    update_s: float | None = None  # time that rank 0 spent on updates; None on accelerators, which hide it
     time: float = field(default_factory=time.time)  # seconds since the epoch
 
 
@@ -268,9 +271,12 @@ class RunPaths:
         return self.inside / f"memory-rank-{rank:05d}-step-{step}.{suffix}"
 
     @property
-    def hardware(self) -> Path:
-        """What was measured on the devices of the job."""
+    def hardware(self) -> Path:  # what was measured on the devices of the job
         return self.root / "hardware.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
 
     def limit(self, rank: int) -> Path:
         """How much a rank that has run out of memory may be given."""

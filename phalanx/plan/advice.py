@@ -1,8 +1,8 @@
 """What a reader of a plan asks next: why not another layout, what a wish costs, what would help, and what to do where
 nothing fits. Every answer is another search or prediction, never a rule of thumb."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx import recipe
@@ -11,6 +11,7 @@ from phalanx.errors import ConfigError
 from phalanx.models.spec import ModelSpec
 from phalanx.plan import parse
 from phalanx.plan.cluster import Cluster, Group
+from phalanx.plan.constants import DEFAULT, Constants
 from phalanx.plan.cost import Estimate
 from phalanx.plan.kinds import KINDS, Kind
 from phalanx.plan.recipe_keys import free, pins_of, shape_of, space_of, work_of
@@ -33,11 +34,15 @@ MOST_NODES = 4096  # that are looked through for enough memory
 @dataclass(frozen=True)
 class Question:
     """A recipe's work, as a plan is asked for it: `config` without a layout, `overrides` that hold some of it fixed,
-    `folder_spec` the shapes of `model.from_hf` where there is one."""
+    `folder_spec` the shapes of `model.from_hf` where there is one. `pins`: fields of a Choice that are fixed besides;
+    `whole`: all devices are to be used, in the order they are in."""
 
     config: Config
     folder_spec: ModelSpec | None
     overrides: tuple[str, ...]
+    constants: Constants = DEFAULT
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = False
 
     def work(self, cluster: Cluster) -> Work:
         """A step there."""
@@ -47,13 +52,14 @@ class Question:
         """The best layouts there; `near`: of no larger degrees than those that were found. Raises ConfigError for what
         the recipe itself refuses."""
         work = self.work(cluster)
-        space = space_of(self.config, work, cluster, pins_of(self.config, self.overrides))
+        pins = {**self.pins, **pins_of(self.config, self.overrides)}
+        space = replace(space_of(self.config, work, cluster, pins), whole=self.whole)
         if near is not None:
             known = {(plan.choice.tensor, plan.choice.pipeline) for plan in near.plans}
             tensor, pipeline = near.best.choice.tensor, near.best.choice.pipeline
             kept = tuple(each for each in space.degrees if each in known or (each[0] <= tensor and each[1] <= pipeline))
             space = replace(space, degrees=kept or space.degrees)
-        found = search(work, cluster, space)
+        found = search(work, cluster, space, self.constants)
         if not found.plans or len(found.best.cluster.kinds) == len(cluster.kinds):
             return found
         # Without the devices that are left idle it may compute in another type.
@@ -61,7 +67,7 @@ class Question:
         rest = self.work(used)
         if rest.precision == work.precision:
             return found
-        again = search(rest, used, space)
+        again = search(rest, used, space, self.constants)
         others = [plan for plan in found.plans if plan.cluster != used]
         plans = sorted([*again.plans, *others], key=lambda plan: plan.estimate.step_s)
         return replace(found, plans=tuple(plans), tried=found.tried + again.tried)
@@ -72,7 +78,7 @@ class Question:
         config = recipe.check(tree, "the recipe")
         keys = {word.partition("=")[0] for word in words}
         kept = tuple(word for word in self.overrides if word.partition("=")[0] not in keys)
-        return Question(config, self.folder_spec, (*kept, *words))
+        return replace(self, config=config, overrides=(*kept, *words))
 
 
 # ------------------------------------------------------------------------------------------------------- other layouts
@@ -172,7 +178,7 @@ def _fits(question: Question, cluster: Cluster) -> bool:
 def _settings(question: Question, cluster: Cluster) -> list[str]:
     """Keys that take less memory."""
     found = []
-    freed = Question(free(question.config, ()), question.folder_spec, ())
+    freed = replace(question, config=free(question.config, ()), overrides=())
     if question.overrides and _fits(freed, cluster):
         found.append("leave out what the command line holds fixed: without it there is a layout that fits")
     if question.config.optim.rule == "adamw":

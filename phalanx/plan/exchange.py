@@ -32,7 +32,7 @@ def update_s(work: Work, kind: Kind, own: float, constants: Constants) -> float:
     """Seconds of AdamW on `own` parameters: it only moves data. Gradient, master weight and moments are read, the
     latter two written, the weight to compute with written; and the gradient is read for its norm and cleared."""
     moved = 3.0 * work.reduce_bytes + 2.0 * (work.master_bytes + work.state_bytes) + work.gather_bytes
-    return work.trained * own * moved / (kind.memory_bytes_per_s * constants.memory_share)
+    return work.trained * own * moved / (kind.memory_bytes_per_s * constants.memory_share * kind.update)
 
 
 def travel(

@@ -33,6 +33,7 @@ class Kind:
     attention: float = 1.0  # of matrix products that attention's kernels reach, if written for the generation before
     host_bytes_per_s: float = 12e9  # between device and host
     reserved_bytes: int = 3 * GIB // 4  # that the driver's context and the collectives' buffers take of its memory
+    update: float = 1.0  # of its memory's bandwidth that updates reach, where a run has shown it
     on_host: bool = False  # a CPU: nothing to launch, and its memory is the host's
 
     def peak(self, dtype: str) -> float:

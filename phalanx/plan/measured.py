@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,13 @@ from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
-from phalanx.plan.constants import DEFAULT, Constants
+from phalanx.plan.constants import DEFAULT, RANGES, Constants
 from phalanx.plan.cost import Model
-from phalanx.plan.kinds import KINDS, Kind
+from phalanx.plan.kinds import GIB, KINDS, Kind
 from phalanx.plan.work import WIDTH, Work
 
 LIKE = "A100-40GB"  # what an accelerator that nobody knows is taken to be made like, at the speed that was measured
+ALIKE_MEMORY = 1.02  # ratio of the memories of two devices that count as alike
 
 
 def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
@@ -29,18 +31,48 @@ def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
         size = device.times[-1][0] if device.times else 1
         took = speed.seconds(size, 1) if device.times else None
         kinds.append(_kind(device, size, took, work, constants))
+    if found.learnt is not None and found.learnt.update is not None:
+        kinds = [replace(kind, update=found.learnt.update) for kind in kinds]
+    groups = grouped([device.node for device in found.devices], kinds)
+    return _linked(Cluster(groups), found, constants)
+
+
+def constants_of(found: Hardware, start: Constants = DEFAULT) -> Constants:
+    """The constants with what a run has shown of them, as far as it is plausible."""
+    if found.learnt is None or found.learnt.host_s is None:
+        return start
+    least, most = RANGES["step_s"]
+    return replace(start, step_s=min(most, max(least, found.learnt.host_s)))
+
+
+def grouped(nodes: Sequence[int], kinds: Sequence[Kind]) -> tuple[Group, ...]:
+    """Devices in order of rank, by the node and the kind of each: neighbours alike together."""
     groups: list[Group] = []
-    places = [(device.node, kind.name) for device, kind in zip(found.devices, kinds, strict=True)]
-    first = 0
-    for (_, name), same in itertools.groupby(places):
+    for (_, kind), same in itertools.groupby(zip(nodes, _told_apart(kinds), strict=True), lambda one: (one[0], one[1])):
         count = len(list(same))
-        kind, first = kinds[first], first + count
         last = groups[-1] if groups else None
-        if last is not None and last.kind.name == name and last.per_node == count:
+        if last is not None and last.kind == kind and last.per_node == count:
             groups[-1] = replace(last, nodes=last.nodes + 1)
         else:
             groups.append(Group(1, count, kind))
-    return _linked(Cluster(tuple(groups)), found, constants)
+    return tuple(groups)
+
+
+def _told_apart(kinds: Sequence[Kind]) -> list[Kind]:
+    """Kinds of one name as one, with the least memory of its like; those with other memories get names of their own."""
+    memories: dict[str, list[int]] = {}
+    for kind in sorted(kinds, key=lambda kind: kind.memory_bytes):
+        known = memories.setdefault(kind.name, [])
+        if not known or kind.memory_bytes > ALIKE_MEMORY * known[-1]:
+            known.append(kind.memory_bytes)
+    first: dict[tuple[str, int], Kind] = {}
+    found = []
+    for kind in kinds:
+        known = memories[kind.name]
+        least = max(each for each in known if each <= kind.memory_bytes)
+        name = kind.name if len(known) == 1 else f"{kind.name} with {least / GIB:.3g} GiB"
+        found.append(first.setdefault((kind.name, least), replace(kind, name=name, memory_bytes=least)))
+    return found
 
 
 def _work_of(told: dict[str, Any]) -> Work:
@@ -77,15 +109,20 @@ def _kind(device: Device, size: int, took_s: float | None, work: Work, constants
 
 def like(device: Device) -> Kind:
     """The kind that a device's maker calls it, the one with the nearest memory of several; a CPU; or LIKE."""
-    if device.host_to_device_bytes_per_s is None:
+    return kind_called(device.model, device.host_to_device_bytes_per_s is None, device.memory_bytes)
+
+
+def kind_called(model: str, on_host: bool, memory_bytes: int) -> Kind:
+    """The same of a device of which no more is known."""
+    if on_host:
         return KINDS["CPU"]
-    words = set(re.split(r"[\s_-]+", device.model.upper()))
+    words = set(re.split(r"[\s_-]+", model.upper()))
     fitting = [
         kind
         for kind in KINDS.values()
         if not kind.on_host and words >= {part for part in kind.name.split("-") if not part.endswith("GB")}
     ]
-    return min(fitting or [KINDS[LIKE]], key=lambda kind: abs(math.log(kind.memory_bytes / device.memory_bytes)))
+    return min(fitting or [KINDS[LIKE]], key=lambda kind: abs(math.log(kind.memory_bytes / memory_bytes)))
 
 
 def _linked(cluster: Cluster, found: Hardware, constants: Constants) -> Cluster:

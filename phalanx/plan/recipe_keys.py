@@ -34,6 +34,7 @@ PLANNED = {
 }
 # What a plan finds out by itself, whatever a recipe made for another cluster says.
 FREE: dict[str, Any] = {
+    "parallel.layout": "given",
     "parallel.data": "auto", "parallel.zero": "auto", "parallel.shard_degree": "auto", "parallel.reduce": "auto",
     "parallel.tensor": 1, "parallel.sequence": "auto", "parallel.pipeline": 1, "parallel.schedule": "1f1b",
     "parallel.stages": "auto", "train.micro_batch": "auto", "memory.activations": "none", "optim.slots": 1,

@@ -8,6 +8,7 @@ from typing import Any
 from phalanx.plan import advice, parse
 from phalanx.plan.advice import Question
 from phalanx.plan.cluster import Cluster
+from phalanx.plan.experience import Experience
 from phalanx.plan.intervals import Saving, best
 from phalanx.plan.memory import Held
 from phalanx.plan.recipe_keys import checked, keys_of
@@ -19,6 +20,7 @@ VERSION = 1
 DEVICE_MTBF_S = 54 * 86400 * 16384 / 419
 HARDWARE_SHARE = 0.78
 RECOVERY_S = 60.0  # until a large job steps again: reading a checkpoint, compiling, the first collectives
+LEAST_S = 1e-3  # of a checkpoint, where a run has shown none: nothing is free
 DAY_S = 86400.0
 
 
@@ -30,6 +32,7 @@ class Wanted:
     price: float | None = None  # of a device for an hour
     mtbf_s: float | None = None  # of the whole job
     explain: str | None = None  # key=value
+    experience: Experience | None = None  # what a run has shown of failures and of saving
 
 
 def plan_record(question: Question, cluster: Cluster, found: Found, wanted: Wanted, recipe_name: str) -> dict[str, Any]:
@@ -37,7 +40,7 @@ def plan_record(question: Question, cluster: Cluster, found: Found, wanted: Want
     plan = found.best
     work = question.work(plan.cluster)
     checked(question.config, plan)
-    saving = saving_of(plan, wanted.mtbf_s)
+    saving = saving_of(plan, wanted.mtbf_s, wanted.experience)
     record: dict[str, Any] = {
         "version": VERSION,
         "recipe": recipe_name,
@@ -121,19 +124,27 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def saving_of(plan: Plan, mtbf_s: float | None) -> dict[str, Any]:
+def saving_of(plan: Plan, mtbf_s: float | None, experience: Experience | None = None) -> dict[str, Any]:
     """How often to save, by Young and Daly. A checkpoint holds training up while the state leaves the device; the rest
-    is written while it goes on."""
+    is written while it goes on. Both
+    this and a recovery take what a run has shown, where one is given."""
     held = plan.estimate.memory[0]
     state = sum(held.parts.get(name, 0.0) for name in ("master weights", "optimizer state"))
-    cost_s = state / held.kind.host_bytes_per_s
+    cost_s, recovery_s = state / held.kind.host_bytes_per_s, RECOVERY_S
+    checkpoint_from = recovery_from = None
+    if experience is not None and experience.checkpoint_s is not None:
+        cost_s, checkpoint_from = max(LEAST_S, experience.checkpoint_s), experience.run
+    if experience is not None and experience.recovery_s is not None:
+        recovery_s, recovery_from = experience.recovery_s, experience.run
     mtbf = mtbf_s if mtbf_s is not None else DEVICE_MTBF_S / plan.devices
-    found = best(Saving(plan.estimate.step_s, mtbf, RECOVERY_S, cost_s, hard=HARDWARE_SHARE))
+    found = best(Saving(plan.estimate.step_s, mtbf, recovery_s, cost_s, hard=HARDWARE_SHARE))
     return {
         "mtbf_s": mtbf,
         "mtbf_assumed": mtbf_s is None,
-        "recovery_s": RECOVERY_S,
+        "recovery_s": recovery_s,
+        "recovery_from": recovery_from,  # the run that has shown it; None: assumed
         "checkpoint_s": cost_s,
+        "checkpoint_from": checkpoint_from,
         "checkpoint_steps": found.checkpoint_steps,
         "commit_steps": found.commit_steps,
         "goodput": found.goodput,

@@ -11,9 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from phalanx import balance
-from phalanx.errors import ConfigError
-from phalanx.parallel import stages as pipelines
 from phalanx.plan import compute, cost, memory
 from phalanx.plan.choice import Choice, Recompute
 from phalanx.plan.cluster import Cluster, Group
@@ -21,6 +18,7 @@ from phalanx.plan.constants import DEFAULT, Constants
 from phalanx.plan.cost import Estimate, Model
 from phalanx.plan.kinds import Kind
 from phalanx.plan.memory import Held
+from phalanx.plan.unlike import Unlike
 from phalanx.plan.work import Work
 
 RECOMPUTE: tuple[tuple[Recompute, bool], ...] = (("none", False), ("selective", False), ("full", False), ("full", True))
@@ -30,7 +28,6 @@ NEARLY = 0.9  # slices of a block may take less than their part of it
 BETTER = 1 - 1e-9
 WORTH = 1.25  # times as long as the best: what is slower is not even a runner-up
 PACE_IS_NEAR = 0.8  # what large micro-batches may be faster by than a line through small ones
-STATE = ("master weights", "optimizer state")
 Reduce = Literal["per_step", "per_micro_batch"]
 
 
@@ -40,6 +37,7 @@ class Space:
 
     degrees: tuple[tuple[int, int], ...] = ((1, 1),)
     pins: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = False  # all devices in the order they are in, since they are there already
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def degrees(work: Work, cluster: Cluster) -> Iterator[tuple[int, int]]:
 def search(work: Work, cluster: Cluster, space: Space, constants: Constants = DEFAULT, keep: int = 6) -> Found:
     """The best layouts, `keep` families of them at most. Deterministic; of equals the first of the enumeration wins."""
     found = _Found()
-    for part, turned in _parts(cluster):
+    for part, turned in [(cluster, False)] if space.whole else _parts(cluster):
         _Search(work, part, space, constants, found, turned).run()
     for plan in sorted(found.plans.values(), key=lambda plan: plan.estimate.step_s)[: 2 * keep]:
         _Search(work, plan.cluster, space, constants, found, False).refine(plan)
@@ -188,10 +186,8 @@ class _Search:
         self.turned = turned
         self.work, self.cluster, self.space, self.constants, self.found = work, cluster, space, constants, found
         self.model = Model(work, cluster, constants)
-        self.uniform = len(cluster.kinds) == 1
-        self._paces: dict[tuple[object, ...], tuple[float, float]] = {}
+        self.unlike = Unlike(work, cluster, constants)
         self._blocks: dict[tuple[object, ...], float] = {}
-        self._stages: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def run(self) -> None:
         pins = self.space.pins
@@ -214,8 +210,12 @@ class _Search:
         most = min(self.cluster.devices // together, batch)
         if most < 1:
             return
+        if self.space.whole:
+            if most * together == self.cluster.devices:
+                yield self.cluster.devices
+            return
         counts = {most}
-        if self.uniform:
+        if self.unlike.uniform:
             counts |= {*range(1, min(most, FEW) + 1), *(1 << power for power in range(most.bit_length()))}
         counts |= {fewer for share in range(-(-batch // most), FEW + 1) if (fewer := -(-batch // share)) <= most}
         for copies in sorted(counts, reverse=True):
@@ -234,18 +234,18 @@ class _Search:
         """All else that can be chosen, for so many devices."""
         copies, pins = devices // (tensor * pipeline), self.space.pins
         # Stages of unlike devices have unlike numbers of layers, which interleaved ones cannot have.
-        twice = pipeline > 1 and 2 * pipeline <= self.work.layers and self.uniform
+        twice = pipeline > 1 and 2 * pipeline <= self.work.layers and self.unlike.uniform
         for virtual in self.pinned("virtual", (1, 2) if twice else (1,)):
             for recompute, offload in RECOMPUTE:
                 if pins.get("recompute", recompute) != recompute or pins.get("offload", offload) != offload:
                     continue
                 base = Choice(
                     tensor=tensor, pipeline=pipeline, virtual=virtual, recompute=recompute, offload=offload,
-                    sequence=tensor > 1 and self.work.seq_len % tensor == 0, devices=devices,
+                    sequence=tensor > 1 and pins.get("sequence", self.work.seq_len % tensor == 0), devices=devices,
                 )  # fmt: skip
                 if self.is_slow(base, copies):
                     continue
-                base = replace(base, stages=self.stage_layers(base, copies))
+                base = replace(base, stages=self.unlike.stage_layers(base, copies))
                 missed = self.found.missed
                 for size in self.sizes(copies):
                     if not self.sizes_fit(replace(base, micro_batch=size), copies):
@@ -255,11 +255,11 @@ class _Search:
 
     def is_slow(self, choice: Choice, copies: int) -> bool:
         """Whether unlike devices would take longer than anybody would look at, were all of them busy all the time."""
-        if self.uniform or self.found.best_s == math.inf:
+        if self.unlike.uniform or self.found.best_s == math.inf:
             return False
         width = copies * choice.tensor * choice.pipeline
         per_s = sum(
-            (min(behind, width) - begin) / choice.tensor / self.pace(group.kind, choice)[1]
+            (min(behind, width) - begin) / choice.tensor / self.unlike.pace(group.kind, choice)[1]
             for begin, behind, group in self.cluster.spans
             if begin < width
         )
@@ -278,8 +278,8 @@ class _Search:
 
     def sizes_fit(self, choice: Choice, copies: int) -> bool:
         """Try all ways of sharding; whether any of them fits, or might where it was passed over as too slow."""
-        if not self.uniform:
-            choice = replace(choice, shares=self.shares(choice, copies))
+        if not self.unlike.uniform:
+            choice = replace(choice, shares=self.unlike.shares(choice, copies))
         bound_s = self.least_s(choice, copies)
         fitted = False
         for zero, degree, reduce, slots in self.shardings(copies, choice.pipeline):
@@ -289,8 +289,8 @@ class _Search:
                 continue
             holders = self.holders(each, copies)
             worst = min(holders, key=lambda held: held.left)
-            if worst.left < 0 and not self.uniform and each.pipeline == 1 and not degree and copies > 1:
-                each = replace(each, state=self.state_weights(holders, copies, each.tensor))
+            if worst.left < 0 and not self.unlike.uniform and each.pipeline == 1 and not degree and copies > 1:
+                each = replace(each, state=self.unlike.state_weights(holders, copies, each.tensor))
             if worst.left < 0 and not each.state:
                 self.found.miss(each, self.cluster, worst)
             else:
@@ -339,7 +339,7 @@ class _Search:
         largest = max(choice.shares) if choice.shares else -(-total // copies)
         micro_batches = -(-largest // choice.micro_batch)
         if choice.shares:
-            per_s = sum(count / each for count, _, each in self.classes(choice, copies))
+            per_s = sum(count / each for count, _, each in self.unlike.classes(choice, copies))
             fill = (choice.pipeline - 1) / choice.virtual * (1.0 / micro_batches)
             return PACE_IS_NEAR * total / per_s * (1.0 + fill)
         block_s = min(self.block_s(kind, choice, largest / micro_batches) for kind in self.cluster.kinds)
@@ -365,7 +365,7 @@ class _Search:
         else:
             ends = []
             for stage in (0, choice.pipeline - 1):
-                here = self.kinds_of(stage * width, (stage + 1) * width)
+                here = self.unlike.kinds_of(stage * width, (stage + 1) * width)
                 ends.append((stage, max(here, key=lambda kind: kind.memory_bytes), -1))
         for stage, kind, first in ends:
             share = largest if not choice.shares else min(choice.shares) if first < 0 else choice.shares[first]
@@ -373,106 +373,3 @@ class _Search:
             at = (self.work, kind, choice, copies, stage, layers[stage], sequences, micro_batches, own, self.constants)
             found.append(memory.held(*at))
         return found
-
-    # ------------------------------------------------------------------------------------------------- unlike devices
-
-    def stage_layers(self, choice: Choice, copies: int) -> tuple[int, ...]:
-        """Layers of each stage, by the slowest device that has a part of it, and by what the head takes."""
-        if choice.pipeline == 1 or choice.virtual > 1:
-            return ()
-        width = copies * choice.tensor
-        speeds = [
-            1.0 / max(self.pace(kind, choice)[1] for kind in self.kinds_of(stage * width, (stage + 1) * width))
-            for stage in range(choice.pipeline)
-        ]
-        key = (choice.pipeline, tuple(speed / speeds[0] for speed in speeds))
-        if key not in self._stages:
-            head = self.work.vocabulary * self.work.hidden / self.work.matrices
-            found = pipelines.divide(self.work.layers, choice.pipeline, "1f1b", speeds=speeds, head=head)
-            self._stages[key] = tuple(len(each) for each in found.layers)
-        return self._stages[key]
-
-    def kinds_of(self, first: int, behind: int) -> list[Kind]:
-        """Of devices [first, behind)."""
-        return [group.kind for begin, end, group in self.cluster.spans if begin < behind and first < end]
-
-    def shares(self, choice: Choice, copies: int) -> tuple[int, ...]:
-        """Sequences of each copy of the model, such that all end together; () where a copy would have none.
-
-        With m micro-batches a copy of fixed seconds f and e for a sequence does (T - m f) / e of them in T seconds.
-        Copies alike are one case, and what rounding leaves goes to those that then take least.
-        """
-        classes = self.classes(choice, copies)
-        total = self.work.global_batch
-        parts = 1
-        for _ in range(3):  # more micro-batches cost the slow more, so the fast get more
-            seconds = total + sum(count * parts * fixed / each for count, fixed, each in classes)
-            seconds /= sum(count / each for count, _, each in classes)
-            exact = [max(0.0, (seconds - parts * fixed) / each) for _, fixed, each in classes]
-            before, parts = parts, max(1, math.ceil(max(exact) / choice.micro_batch - 1e-9))
-            if parts == before:
-                break
-        taken = [[int(share)] * count for share, (count, _, _) in zip(exact, classes, strict=True)]
-        left = total - sum(sum(each) for each in taken)
-        order = sorted(range(len(classes)), key=lambda number: taken[number][0] + 1 - exact[number])
-        for number in itertools.cycle(order):
-            more = min(left, len(taken[number]))
-            taken[number] = [share + (place < more) for place, share in enumerate(taken[number])]
-            left -= more
-            if left <= 0:
-                break
-        shares = tuple(itertools.chain(*taken))
-        return shares if min(shares) > 0 and sum(shares) == total else ()
-
-    def classes(self, choice: Choice, copies: int) -> list[tuple[int, float, float]]:
-        """(copies, fixed seconds, seconds of a sequence) of neighbouring copies that are alike, in order."""
-        width = copies * choice.tensor
-        cuts = {0, copies}
-        for begin, _, _ in self.cluster.spans[1:]:
-            for stage in range(choice.pipeline):
-                if 0 < begin - stage * width < width:
-                    cuts |= {(begin - stage * width) // choice.tensor}
-        found = []
-        ordered = sorted(cuts)
-        for first, behind in itertools.pairwise(ordered):
-            fixed = each = 0.0
-            for stage in range(choice.pipeline):
-                part = (
-                    choice.stages[stage] if choice.stages else self.work.layers / choice.pipeline
-                ) / self.work.layers
-                at = stage * width + first * choice.tensor
-                stage_fixed, stage_each = self.pace(self.kinds_of(at, at + 1)[0], choice)
-                fixed, each = max(fixed, stage_fixed * part), max(each, stage_each * part)
-            found.append((behind - first, fixed, each))
-        return found
-
-    def pace(self, kind: Kind, choice: Choice) -> tuple[float, float]:
-        """(fixed seconds, seconds of a sequence) of a micro-batch of the whole model on devices of a kind."""
-        key = (kind.name, choice.tensor, choice.recompute, choice.offload)
-        if key not in self._paces:
-            alone = replace(self.cluster, groups=(Group(1, choice.tensor, kind),))
-            times = []
-            for sequences in (1, 4):
-                work = replace(self.work, global_batch=sequences)
-                plain = replace(choice, pipeline=1, virtual=1, stages=(), micro_batch=sequences, devices=choice.tensor)
-                terms = Model(work, alone, self.constants).predict(plain).terms
-                times.append(terms["compute"] + terms["communication"] + terms["offload"])
-            each = max((times[1] - times[0]) / 3, times[1] * 1e-6)
-            self._paces[key] = (max(0.0, times[0] - each), each)
-        return self._paces[key]
-
-    def state_weights(self, holders: Sequence[Held], copies: int, tensor: int) -> tuple[float, ...]:
-        """How much of the state each copy holds where equal parts do not fit: what there is room for; () if that is too
-        little. What is not the state stays what it is."""
-        rooms: list[float] = []
-        needed = 0.0
-        for held, (begin, behind, _) in zip(holders, self.cluster.spans, strict=False):
-            own = sum(held.parts.get(name, 0.0) for name in STATE)
-            room, count = max(0.0, held.left + own), (behind - begin) // tensor
-            count = min(count, copies - len(rooms))
-            rooms += [room] * count
-            needed += own * count
-        try:
-            return balance.state_shares(rooms, needed)
-        except ConfigError:
-            return ()

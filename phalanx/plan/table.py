@@ -100,8 +100,10 @@ def _further(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows.append(
         (
             "saving",
-            f"a checkpoint every {saving['checkpoint_steps']} steps ({seconds(saving['checkpoint_s'])} each) for a "
-            f"failure every {seconds(saving['mtbf_s'])}{assumed}: goodput {100 * saving['goodput']:.1f} %",
+            f"a checkpoint every {saving['checkpoint_steps']} steps ({seconds(saving['checkpoint_s'])} each"
+            f"{_shown_by(saving['checkpoint_from'], ', reckoned')}) for a failure every {seconds(saving['mtbf_s'])}"
+            f"{assumed} and recoveries of {seconds(saving['recovery_s'])}"
+            f"{_shown_by(saving['recovery_from'], ' (assumed)')}: goodput {100 * saving['goodput']:.1f} %",
         )
     )
     if "goal" in record:
@@ -117,6 +119,10 @@ def _further(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     if useless:
         rows.append(("" if helpful else "what would help", f"not: {', '.join(useless)}"))
     return rows
+
+
+def _shown_by(run: str | None, otherwise: str) -> str:
+    return otherwise if run is None else f" in the run {run}"
 
 
 def _days(days: float) -> str:

@@ -22,6 +22,8 @@ class Mark(NamedTuple):
 _MARKS = {
     Kind.RUN_STARTED: Mark("▶", ">", "info"),
     Kind.RESOLVED: Mark("·", "-", "quiet"),
+    Kind.PLANNED: Mark("◆", "*", "info"),
+    Kind.COMPARED: Mark("◆", "*", "info"),
     Kind.ATTEMPT_STARTED: Mark("·", "-", "quiet"),
     Kind.RESUMED: Mark("↻", "@", "info"),
     Kind.MEASURING: Mark("·", "-", "quiet"),
@@ -131,6 +133,12 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
             return "run started" + _started(event)
         case Kind.RESOLVED:
             return f"{event.get('key', 'a setting')} = {event.get('value')}" + _because(event)
+        case Kind.PLANNED:
+            again = " as at the last start" if event.get("again") else ""
+            why = f"; {event['why']}" if event.get("why") else ""
+            return f"layout{again}: {event.get('layout', '?')}{why}; phalanx plan says more"
+        case Kind.COMPARED:
+            return _compared(event)
         case Kind.ATTEMPT_STARTED:
             return f"attempt {event.get('attempt', '?')} started" + _pids(event)
         case Kind.RESUMED:
@@ -306,6 +314,31 @@ def _shared(event: dict[str, Any]) -> str:
     if before is not None and after is not None:
         said += f"; a step should take {seconds(after)} instead of {seconds(before)}"
     return said
+
+
+def _compared(event: dict[str, Any]) -> str:
+    """A step's time beside what was expected of it, the part that is off, and memory likewise."""
+    thought, took = number(event, "predicted_s"), number(event, "measured_s")
+    if not thought or took is None:
+        return "a step was compared with what was expected of it"
+    said = f"a step takes {seconds(took)}, {apart(took, thought)} {seconds(thought)} foretold"
+    said += f" from {event['basis']}" if event.get("basis") else ""
+    for row in event.get("terms") or []:
+        if isinstance(row, dict) and row.get("name") == event.get("off") and event.get("off"):
+            measured, predicted = number(row, "measured_s") or 0.0, number(row, "predicted_s") or 0.0
+            said += f"; off is {event['off']}: {seconds(measured)} instead of {seconds(predicted)}"
+    held, thought_of = number(event, "measured_bytes"), number(event, "predicted_bytes")
+    if held and thought_of:
+        said += f"; memory {size(held)}, {apart(held, thought_of)} {size(thought_of)}"
+    return said
+
+
+def apart(value: float, than: float) -> str:
+    """`3.1 % more than`, or less; `as much as` where they differ by less than a thousandth."""
+    more = value / than - 1
+    if abs(more) < 0.0005:
+        return "as much as"
+    return f"{100 * abs(more):.3g} % {'more' if more > 0 else 'less'} than"
 
 
 def _limits(event: dict[str, Any]) -> str:

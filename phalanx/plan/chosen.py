@@ -1,0 +1,183 @@
+"""The layout of a run that leaves it to the planner, on the devices that it has been given: what a run folder's
+plan.json holds, and what a run without such a wish is expected to take.
+
+Seen from a run, a plan may leave no device idle and may not turn their order round: the ranks are there. Keys that the
+recipe writes are held fixed. What the ranks measure by themselves (shares of work and of the state, layers of stages
+that differ) is left to them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx import recipe
+from phalanx.config import Config, get
+from phalanx.errors import ConfigError
+from phalanx.hardware import Hardware
+from phalanx.models.spec import ModelSpec
+from phalanx.plan import advice, measured, parse, present, record
+from phalanx.plan.advice import Question
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.constants import DEFAULT, Constants
+from phalanx.plan.predict import allocated_bytes, predict
+from phalanx.plan.present import Present
+from phalanx.plan.recipe_keys import FREE, keys_of, pins_of
+from phalanx.plan.search import Found, Plan
+from phalanx.report.words import seconds, size
+
+VERSION = 1
+# What the ranks of a run find out by themselves, and what follows from their number.
+LEFT_TO_THE_RUN = ("parallel.data", "parallel.stages", "balance.work")
+FOUND_LATER = ("vocabulary", "trained")
+ALIKE = 5e-4  # relative difference of two steps below which neither is the faster
+SHEETS, MEASURED = "data-sheets", "measurements"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`config`: the recipe, with what is auto resolved but for its layout; `written`: the keys that it, or the command
+    line, has a value for; `nodes`: devices of each node, in order of rank; `known`: what was measured, if anything;
+    `folder_spec`: the shapes of `model.from_hf`."""
+
+    config: Config
+    written: frozenset[str]
+    nodes: tuple[tuple[Present, ...], ...]
+    known: Hardware | None = None
+    folder_spec: ModelSpec | None = None
+
+    def cluster(self) -> tuple[Cluster, Constants, str]:
+        """The devices, the constants for them, and what both rest on."""
+        if self.known is not None:
+            constants = measured.constants_of(self.known)
+            there = present.as_measured(self.nodes, self.known, constants)
+            if there is not None:
+                return there, constants, MEASURED
+        return present.cluster_of(self.nodes), DEFAULT, SHEETS
+
+
+def choose(asked: Asked, before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The record of the best layout: `keys` for the recipe, `layout` and `why` in words, `expected` of a step, and what
+    it was chosen `for`. `before` is such a record of an earlier start, which is taken again where nothing that it was
+    chosen for has changed. Raises ConfigError for a recipe that cannot be planned, and where nothing fits."""
+    free = {key: value for key, value in FREE.items() if key not in asked.written}
+    # What was measured is an answer here, not a wish: only without it a model may be cut.
+    config = recipe.update(asked.config, free | {"balance.hardware": None, "parallel.layout": "given"})
+    cluster, constants, basis = asked.cluster()
+    pins = pins_of(config, [f"{key}=" for key in sorted(asked.written)])
+    if "parallel.sequence" in asked.written and config.parallel.sequence != "auto":
+        pins["sequence"] = config.parallel.sequence
+    question = Question(config, asked.folder_spec, (), constants, pins, whole=True)
+    chosen_for = {
+        "nodes": _plain(asked.nodes),
+        # Data and adapters decide on the others, once a run has begun.
+        "work": {name: value for name, value in asdict(question.work(cluster)).items() if name not in FOUND_LATER},
+        "pins": pins,
+    }
+    if before is not None and before.get("for") == chosen_for and "layout" in before:
+        return {**before, "again": True}
+    found = question.on(cluster)
+    if not found.plans:
+        raise ConfigError(_nothing(question, cluster, found))
+    plan = found.best
+    keys = {key: value for key, value in keys_of(plan).items() if key not in LEFT_TO_THE_RUN}
+    if plan.choice.tensor * plan.choice.pipeline > 1 and asked.config.balance.hardware is not None:
+        keys["balance.hardware"] = None  # it rests on measuring the whole model on each device
+    told = {
+        "version": VERSION,
+        "for": chosen_for,
+        "cluster": parse.text_of(cluster),
+        "basis": basis,
+        "keys": keys,
+        "layout": in_words(plan),
+        "why": _why(found),
+        "expected": expected(plan),
+        "runners_up": [
+            {
+                "layout": in_words(other),
+                "keys": keys_of(other),
+                "step_s": other.estimate.step_s,
+                "why": advice.why_slower(other.estimate, plan.estimate),
+            }
+            for other in found.plans[1:5]
+        ],
+        "tried": found.tried,
+    }
+    return {**told, "again": False}
+
+
+def foretold(asked: Asked) -> dict[str, Any]:
+    """The record of what the layout of a resolved recipe is expected to take. Raises ConfigError as `predict`."""
+    cluster, constants, basis = asked.cluster()
+    found = predict(asked.config, cluster, asked.folder_spec, constants)
+    plan = Plan(found.choice, found.estimate, cluster)
+    return {
+        "version": VERSION,
+        "for": {"nodes": _plain(asked.nodes)},
+        "cluster": parse.text_of(cluster),
+        "basis": basis,
+        "keys": {key: get(asked.config, key) for key in keys_of(plan)},
+        "expected": expected(plan),
+    }
+
+
+def _plain(nodes: tuple[tuple[Present, ...], ...]) -> list[list[dict[str, Any]]]:
+    return [[asdict(device) for device in node] for node in nodes]
+
+
+def expected(plan: Plan) -> dict[str, Any]:
+    """As `phalanx plan` says it, and the bytes that the records of a run are to be compared with."""
+    return {**record.expected(plan), "allocated_bytes": max(map(allocated_bytes, plan.estimate.memory))}
+
+
+def in_words(plan: Plan) -> str:
+    """A layout as a person says it."""
+    choice = plan.choice
+    words = [f"{plan.copies} cop{'y' if plan.copies == 1 else 'ies'} of the model"]
+    words += [f"{choice.pipeline} stages{' of two parts' * (choice.virtual > 1)}"] if choice.pipeline > 1 else []
+    words += [f"{choice.tensor} slices"] if choice.tensor > 1 else []
+    if plan.copies > 1:
+        words.append(f"zero {choice.zero}")
+        if choice.shard_degree:
+            words.append(f"a copy of the state for {choice.shard_degree} ranks")
+        if choice.reduce == "per_micro_batch":
+            words.append("gradients reduced for each micro-batch")
+    words.append(f"micro-batches of {choice.micro_batch}")
+    words += ["two slots"] if choice.slots > 1 else []
+    if choice.offload:
+        words.append("blocks' inputs in the host's memory")
+    elif choice.recompute != "none":
+        words.append(f"{choice.recompute} recomputation")
+    return ", ".join(words)
+
+
+def _why(found: Found) -> str:
+    """What the step goes into, and what the next best layout would lose by."""
+    best = found.best.estimate
+    name = max(best.terms, key=lambda term: best.terms[term])
+    said = f"a step should take {seconds(best.step_s)}, {100 * best.terms[name] / best.step_s:.0f} % of it "
+    said += advice.WORDS[name]
+    if len(found.plans) > 1:
+        other = found.plans[1]
+        said += f"; next best of {found.tried} that were looked at: {in_words(other)}, "
+        longer = other.estimate.step_s / best.step_s - 1
+        if longer < ALIKE:
+            return said + "as fast"
+        said += f"{100 * longer:.1f} % longer, since {advice.why_slower(other.estimate, best)}"
+    return said
+
+
+def _nothing(question: Question, cluster: Cluster, found: Found) -> str:
+    """Why there is no layout, and what to do."""
+    begun = f"parallel.layout auto finds no layout of this recipe on {parse.text_of(cluster)}"
+    if found.short is None:
+        batch = question.config.train.global_batch
+        return (
+            f"{begun}: no degrees that it may choose make whole copies of the model on all {cluster.devices} ranks, "
+            f"with a sequence of the {batch} of a step for each at least; start fewer ranks, or leave out keys that "
+            "the recipe writes"
+        )
+    short = found.short
+    lacks = f"the one that needs the least takes {size(short.needed_bytes)} on a {short.kind.name}, "
+    lacks += f"{size(short.missing_bytes)} more than it has"
+    ways = advice.ways_out(question, cluster)
+    return f"{begun}: {lacks}" + (f"; what would do: {'; or '.join(ways)}" if ways else "; use more or larger devices")

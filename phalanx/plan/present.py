@@ -1,0 +1,45 @@
+"""The cluster that a job has been given, from what its nodes say of their devices before anybody has measured them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.hardware import Hardware
+from phalanx.plan import measured, parse
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.constants import DEFAULT, Constants
+
+SHEET_CORES = 16  # of the CPU whose figures are in `kinds`
+
+
+@dataclass(frozen=True)
+class Present:
+    """A rank's device: what its maker calls it, and bytes of memory that this rank could have. `cores` are a CPU
+    rank's part of its machine's; 0 of an accelerator."""
+
+    model: str
+    memory_bytes: int
+    cores: float = 0.0
+
+
+def cluster_of(nodes: Sequence[Sequence[Present]]) -> Cluster:
+    """The devices of all nodes in order of rank, as their data-sheets have them and with their own memory; the network
+    between nodes is taken to be as fast as where a cluster's text names no speed."""
+    kinds, numbers = [], []
+    for number, devices in enumerate(nodes):
+        for device in devices:
+            kind = measured.kind_called(device.model, device.cores > 0, device.memory_bytes)
+            kind = replace(kind, memory_bytes=device.memory_bytes)
+            if device.cores > 0:
+                kind = replace(kind.scaled(device.cores / SHEET_CORES), name=f"{kind.name} of {device.cores:.3g} cores")
+            kinds.append(kind)
+            numbers.append(number)
+    return Cluster(measured.grouped(numbers, kinds), parse.DEFAULT_SPEED, parse.DEFAULT_LATENCY)
+
+
+def as_measured(nodes: Sequence[Sequence[Present]], known: Hardware, constants: Constants = DEFAULT) -> Cluster | None:
+    """The same as they were measured; None where that was of other devices."""
+    there = [(number, device.model) for number, devices in enumerate(nodes) for device in devices]
+    order = {node: number for number, node in enumerate(dict.fromkeys(device.node for device in known.devices))}
+    if there != [(order[device.node], device.model) for device in known.devices]:
+        return None
+    return measured.cluster_of(known, constants)

@@ -1,0 +1,143 @@
+"""What follows from devices that differ: sequences of each copy of the model, layers of each stage, parts of the state.
+
+By the functions that divide a run, or their closed forms where a search asks thousands of times.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from phalanx import balance
+from phalanx.errors import ConfigError
+from phalanx.parallel import stages as pipelines
+from phalanx.plan.choice import Choice
+from phalanx.plan.cluster import Cluster, Group
+from phalanx.plan.constants import DEFAULT, Constants
+from phalanx.plan.cost import Model
+from phalanx.plan.kinds import Kind
+from phalanx.plan.memory import Held
+from phalanx.plan.work import Work
+
+STATE = ("master weights", "optimizer state")
+
+
+class Unlike:
+    """The devices of one cluster, by how fast they are at one work; what many layouts have in common is kept."""
+
+    def __init__(self, work: Work, cluster: Cluster, constants: Constants = DEFAULT) -> None:
+        self.work, self.cluster, self.constants = work, cluster, constants
+        self.uniform = len(cluster.kinds) == 1
+        self._paces: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._stages: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def completed(self, choice: Choice) -> Choice:
+        """A layout with what it leaves open: layers of its stages, and where devices differ the copies' shares."""
+        devices = choice.devices or self.cluster.devices
+        copies = devices // (choice.tensor * choice.pipeline)
+        if not choice.stages:
+            choice = replace(choice, stages=self.stage_layers(choice, copies))
+        if not choice.shares and not self.uniform:
+            choice = replace(choice, shares=self.shares(choice, copies))
+        return choice
+
+    def stage_layers(self, choice: Choice, copies: int) -> tuple[int, ...]:
+        """Layers of each stage, by the slowest device that has a part of it, and by what the head takes."""
+        if choice.pipeline == 1 or choice.virtual > 1:
+            return ()
+        width = copies * choice.tensor
+        speeds = [
+            1.0 / max(self.pace(kind, choice)[1] for kind in self.kinds_of(stage * width, (stage + 1) * width))
+            for stage in range(choice.pipeline)
+        ]
+        key = (choice.pipeline, tuple(speed / speeds[0] for speed in speeds))
+        if key not in self._stages:
+            head = self.work.vocabulary * self.work.hidden / self.work.matrices
+            found = pipelines.divide(self.work.layers, choice.pipeline, "1f1b", speeds=speeds, head=head)
+            self._stages[key] = tuple(len(each) for each in found.layers)
+        return self._stages[key]
+
+    def kinds_of(self, first: int, behind: int) -> list[Kind]:
+        """Of devices [first, behind)."""
+        return [group.kind for begin, end, group in self.cluster.spans if begin < behind and first < end]
+
+    def shares(self, choice: Choice, copies: int) -> tuple[int, ...]:
+        """Sequences of each copy of the model, such that all end together; () where a copy would have none.
+
+        With m micro-batches a copy of fixed seconds f and e for a sequence does (T - m f) / e of them in T seconds.
+        Copies alike are one case, and what rounding leaves goes to those that then take least.
+        """
+        classes = self.classes(choice, copies)
+        total = self.work.global_batch
+        parts = 1
+        for _ in range(3):  # more micro-batches cost the slow more, so the fast get more
+            seconds = total + sum(count * parts * fixed / each for count, fixed, each in classes)
+            seconds /= sum(count / each for count, _, each in classes)
+            exact = [max(0.0, (seconds - parts * fixed) / each) for _, fixed, each in classes]
+            before, parts = parts, max(1, math.ceil(max(exact) / choice.micro_batch - 1e-9))
+            if parts == before:
+                break
+        taken = [[int(share)] * count for share, (count, _, _) in zip(exact, classes, strict=True)]
+        left = total - sum(sum(each) for each in taken)
+        order = sorted(range(len(classes)), key=lambda number: taken[number][0] + 1 - exact[number])
+        for number in itertools.cycle(order):
+            more = min(left, len(taken[number]))
+            taken[number] = [share + (place < more) for place, share in enumerate(taken[number])]
+            left -= more
+            if left <= 0:
+                break
+        shares = tuple(itertools.chain(*taken))
+        return shares if min(shares) > 0 and sum(shares) == total else ()
+
+    def classes(self, choice: Choice, copies: int) -> list[tuple[int, float, float]]:
+        """(copies, fixed seconds, seconds of a sequence) of neighbouring copies that are alike, in order."""
+        width = copies * choice.tensor
+        cuts = {0, copies}
+        for begin, _, _ in self.cluster.spans[1:]:
+            for stage in range(choice.pipeline):
+                if 0 < begin - stage * width < width:
+                    cuts |= {(begin - stage * width) // choice.tensor}
+        found = []
+        ordered = sorted(cuts)
+        for first, behind in itertools.pairwise(ordered):
+            fixed = each = 0.0
+            for stage in range(choice.pipeline):
+                part = (
+                    choice.stages[stage] if choice.stages else self.work.layers / choice.pipeline
+                ) / self.work.layers
+                at = stage * width + first * choice.tensor
+                stage_fixed, stage_each = self.pace(self.kinds_of(at, at + 1)[0], choice)
+                fixed, each = max(fixed, stage_fixed * part), max(each, stage_each * part)
+            found.append((behind - first, fixed, each))
+        return found
+
+    def pace(self, kind: Kind, choice: Choice) -> tuple[float, float]:
+        """(fixed seconds, seconds of a sequence) of a micro-batch of the whole model on devices of a kind."""
+        key = (kind.name, choice.tensor, choice.recompute, choice.offload)
+        if key not in self._paces:
+            alone = replace(self.cluster, groups=(Group(1, choice.tensor, kind),))
+            times = []
+            for sequences in (1, 4):
+                work = replace(self.work, global_batch=sequences)
+                plain = replace(choice, pipeline=1, virtual=1, stages=(), micro_batch=sequences, devices=choice.tensor)
+                terms = Model(work, alone, self.constants).predict(plain).terms
+                times.append(terms["compute"] + terms["communication"] + terms["offload"])
+            each = max((times[1] - times[0]) / 3, times[1] * 1e-6)
+            self._paces[key] = (max(0.0, times[0] - each), each)
+        return self._paces[key]
+
+    def state_weights(self, holders: Sequence[Held], copies: int, tensor: int) -> tuple[float, ...]:
+        """How much of the state each copy holds where equal parts do not fit: what there is room for; () if that is too
+        little. What is not the state stays what it is."""
+        rooms: list[float] = []
+        needed = 0.0
+        for held, (begin, behind, _) in zip(holders, self.cluster.spans, strict=False):
+            own = sum(held.parts.get(name, 0.0) for name in STATE)
+            room, count = max(0.0, held.left + own), (behind - begin) // tensor
+            count = min(count, copies - len(rooms))
+            rooms += [room] * count
+            needed += own * count
+        try:
+            return balance.state_shares(rooms, needed)
+        except ConfigError:
+            return ()
