@@ -265,6 +265,17 @@ def memory_total(device: torch.device, local_world: int) -> int:
     return (psutil.virtual_memory().total + psutil.swap_memory().total) // local_world
 
 
+def memory_limit(device_name: str) -> int:
+    """Bytes that a device has, by its own name: an accelerator's memory, or what Linux and the control group let the
+    processes of this machine have together."""
+    device = torch.device(device_name)
+    if device.type != "cpu":
+        return memory_total(device, 1)
+    told = dict(line.split(":") for line in _lines(Path("/proc/meminfo")) if ":" in line)
+    total = [sum(int(told[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal") if name in told)]
+    return min([*total, *(limit for limit, _ in _control_group())])
+
+
 def start_memory_history(device: torch.device) -> bool:
     """Have the device's allocator note all that it gives out and takes back, with stacks; False where it cannot."""
     try:
@@ -305,14 +316,19 @@ def _lines(path: Path) -> Sequence[str]:
 
 
 def _control_group_room() -> list[int]:
-    """What the control group (cgroup v2, then v1) leaves, in bytes; empty when it sets no limit."""
+    """What the control group leaves, in bytes; empty when it sets no limit."""
+    return [max(0, limit - used) for limit, used in _control_group()]
+
+
+def _control_group() -> list[tuple[int, int]]:
+    """The limit of the control group (cgroup v2, then v1) and what is used of it, in bytes; empty without a limit."""
     for limit, usage in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         values = [_lines(Path("/sys/fs/cgroup") / part) for part in (limit, usage)]
         if all(values) and values[0][0].isdigit() and values[1][0].isdigit():
-            return [max(0, int(values[0][0]) - int(values[1][0]))]
+            return [(int(values[0][0]), int(values[1][0]))]
     return []
 
 

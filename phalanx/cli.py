@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -141,7 +141,10 @@ def train(
         wanted = launch.shrink(wanted, show=not as_json)
         place = f"{place.rstrip('/')}-shrunk"
     if dry_run:
-        _dry_run(wanted, ranks or 1, as_json)
+        laid = None
+        if wanted.parallel.layout == "auto":
+            wanted, ranks, laid = launch.laid_out_here(wanted, RunPaths(Path(place)), ranks, on_cpu=shrink)
+        _dry_run(wanted, ranks or 1, as_json, laid)
         return
     paths = _run_paths(place, wanted)
     if meeting is None:
@@ -151,11 +154,11 @@ def train(
     raise typer.Exit(launch.train(wanted, paths, ranks, os.environ, on_cpu=shrink, planned=planned))
 
 
-def _dry_run(wanted: config.Config, ranks: int, as_json: bool) -> None:
+def _dry_run(wanted: config.Config, ranks: int, as_json: bool, laid: dict[str, Any] | None) -> None:
     from phalanx.report import sizes
     from phalanx.train import dry_run
 
-    found = dry_run.dry_run(wanted, ranks)
+    found = {**dry_run.dry_run(wanted, ranks), "planned": laid}
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:

@@ -1,6 +1,7 @@
 """This machine's devices as a launcher sees them: a child process, which may touch them, finds them for the ranks."""
 
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ class Device:
     model: str  # what its maker calls it
     bf16: bool  # whether it computes in that type
     identity: str = ""  # what its driver knows it by; empty for a CPU, and for what is told by other nodes
+    memory_bytes: int = 0  # all that it has; of a CPU all that this machine, or its control group, lets processes have
+    cores: int = 0  # of a CPU, that this process may use
 
 
 def warmed(on_cpu: bool) -> tuple[dict[str, Device], list[str]]:
@@ -50,12 +53,19 @@ def devices_of_ranks(found: Mapping[str, Device], accelerators: Sequence[str], r
     return [found[device_of(accelerators, rank, world)] for rank in range(world)]
 
 
-def _devices() -> list[tuple[str, str, bool, str]]:
+def _devices() -> list[tuple[str, str, bool, str, int, int]]:
     from phalanx import accelerator
 
     names = ["cpu", *accelerator.found()]
     return [
-        (name, accelerator.model_of(name), accelerator.supports_bf16(name), accelerator.driver_identity(name))
+        (
+            name,
+            accelerator.model_of(name),
+            accelerator.supports_bf16(name),
+            accelerator.driver_identity(name),
+            accelerator.memory_limit(name),
+            len(os.sched_getaffinity(0)) if name == "cpu" else 0,
+        )
         for name in names
     ]
 

@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.text import Text
 
-from phalanx import ending, faults, fitness, hardware, mirror, recipe, shared_memory, state_file, storage
+from phalanx import (
+    ending,
+    faults,
+    fitness,
+    foretelling,
+    hardware,
+    layouts,
+    mirror,
+    recipe,
+    shared_memory,
+    state_file,
+    storage,
+)
 from phalanx.cluster import agent
 from phalanx.cluster.fork import fork_call
 from phalanx.cluster.placement import from_environment
@@ -23,9 +35,10 @@ from phalanx.cluster.watchdog import Patience, patience_of
 from phalanx.combinations import unused
 from phalanx.config import Config
 from phalanx.devices import DEVICES_TIMEOUT_S, Device, devices_of_ranks, models, warmed
+from phalanx.errors import ConfigError
 from phalanx.faults import Fault
 from phalanx.kept import Kept
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, write_event
+from phalanx.records import ExitCode, Kind, Placement, RunPaths, write_atomic, write_event
 from phalanx.remote_run import fetch_records, mirrored
 from phalanx.report.terminal import open_terminal
 from phalanx.shared_memory import SharedMemory
@@ -46,6 +59,7 @@ class Prepared:
     unit: str  # what speed counts: tokens or samples
     weights: str | None  # what those it begins with are known by
     warnings: list[str]  # events already, written before anything follows the file
+    planned: dict[str, Any] | None = None  # details of the event, where parallel.layout is auto
 
 
 def train(
@@ -153,6 +167,8 @@ def run_ranks(
         follower = Follower(paths, console)
         write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **facts(prepared, devices, len(devices)))
         _show_warnings(prepared, console)
+        if prepared.planned is not None:
+            write_event(paths.events, Kind.PLANNED, prepared.attempt, **prepared.planned)
         if noticed is not None:
             write_event(paths.events, Kind.HEALTH, prepared.attempt, **noticed)
     watch = fitness.Watch(paths, fitness.used(devices), fitness.into_events(paths))
@@ -232,6 +248,12 @@ def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device,
     from phalanx.train.sinks import Sink
 
     first = placement.rank == 0
+    if wanted.parallel.layout == "auto" and placement.world > 1:
+        raise ConfigError(
+            "parallel.layout auto needs to know the devices of all ranks, and a rank that something else started knows "
+            "its own only; start them by `phalanx train` itself (--nodes, or srun --auto-resume=1), or give the recipe "
+            "the keys of `phalanx plan`"
+        )
     faults.check(planned, placement.world, wanted.train.steps, local=paths.url is None)
     if paths.url is not None:  # the ranks may be on one machine, or on many
         paths = mirror.working(paths.url.text, wanted.data.cache, paths.url.timeout_s, placement.rank)
@@ -253,10 +275,12 @@ def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device,
             write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **facts(prepared, [device], placement.world))
             console = Console(prepared.config.train.steps, paths.name, unit=prepared.unit)
             _show_warnings(prepared, console)
+            if prepared.planned is not None:
+                console.on_event(write_event(paths.events, Kind.PLANNED, prepared.attempt, **prepared.planned))
             if noticed is not None:
                 console.on_event(write_event(paths.events, Kind.HEALTH, prepared.attempt, **noticed))
             sinks = [console]
-            sinks += _sinks(prepared.job, prepared.attempt)
+            sinks += _sinks(prepared.job, prepared.attempt, console.on_event)
         code = int(trainer.run(job, placement, sinks, attempt=prepared.attempt if first else 0))
         if first:
             ending.tell_missed(paths, planned, prepared.attempt)
@@ -275,8 +299,9 @@ def worker(job: Any, placement: Placement) -> int:
     return int(trainer.run(job, placement, sinks))
 
 
-def _sinks(job: Any, attempt: int) -> list[Any]:
-    """What rank 0 tells other programs of the run."""
+def _sinks(job: Any, attempt: int, say: Callable[[dict[str, Any]], None] | None = None) -> list[Any]:
+    """What rank 0 tells other programs of the run, and what compares its steps with what was expected; `say` is told
+    of events that nobody else shows."""
     from phalanx.train.sinks import TensorBoard
 
     sinks: list[Any] = [TensorBoard(job.paths)] if job.config.report.tensorboard else []
@@ -284,6 +309,7 @@ def _sinks(job: Any, attempt: int) -> list[Any]:
         from phalanx.train.weights_and_biases import WeightsAndBiases
 
         sinks.append(WeightsAndBiases(job.paths, job.config, attempt))
+    sinks.append(foretelling.Comparison(job.config, job.spec, job.paths, attempt, say))
     return sinks
 
 
@@ -313,10 +339,12 @@ def prepare(
     writes: bool,
     elsewhere: Sequence[Device] = (),
     meanwhile: Callable[[], None] | None = None,
+    nodes: Sequence[Sequence[Device]] | None = None,
 ) -> Prepared:
     """Resolve every `auto`, make the token files, and (where `writes`) put the configuration into the folder.
 
-    `devices` are this node's, `elsewhere` those of other nodes; `meanwhile` is called while this takes long.
+    `devices` are this node's, `elsewhere` those of other nodes, and `nodes` those of all ranks in their order, by node,
+    if this is not the only one; `meanwhile` is called while this takes long.
     """
     from phalanx.train import copies, folder
     from phalanx.train.resolve import token_folders
@@ -327,6 +355,9 @@ def prepare(
     everywhere = [*devices, *elsewhere]
     same = folder.last_devices(paths) in (None, (world, models(everywhere)))
     config = recipe.continue_from(wanted, saved, paths.shown, same) if saved else wanted
+    nodes, laid = nodes or [devices], None
+    if wanted.parallel.layout == "auto":
+        config, laid = layouts.laid_out(wanted, config, paths, nodes, meanwhile)
     kind, bf16 = devices[0].name.partition(":")[0], {device.bf16 for device in everywhere}
     config, chosen = recipe.resolve(config, device=kind, world=world, bf16=all(bf16), differ=len(bf16) > 1)
     # Devices of one model are alike; of each model one is asked.
@@ -343,6 +374,8 @@ def prepare(
             folder.check_data(paths, answer["data"], going_on=saved is not None, base=answer["base"])
             folder.check_code(paths, config, going_on=saved is not None)
             folder.write_start(paths, config, answer["tokenizer"])
+            known = sum(map(len, nodes)) == world  # a rank that something else started knows its own device only
+            _keep_plan(paths, laid or (_foretold(config, paths, nodes) if known else None))
             for key, value, reason in [*chosen, *answer["chosen"]]:
                 write_event(paths.events, Kind.RESOLVED, attempt, key=key, value=value, reason=reason)
             for message in warnings:
@@ -350,7 +383,36 @@ def prepare(
     here = copies.here(config)
     job = Run(here, spec_if_any(here, paths), paths, train_tokens, held_out_tokens)
     facts = {name: answer[name] for name in ("parameters", "trainable", "unit", "weights")}
-    return Prepared(config, job, attempt, warnings=warnings, **facts)
+    planned = None if laid is None else layouts.event_of(laid)
+    return Prepared(config, job, attempt, warnings=warnings, planned=planned, **facts)
+
+
+def _foretold(config: Config, paths: RunPaths, nodes: Sequence[Sequence[Device]]) -> dict[str, Any] | None:
+    """What the steps of a resolved configuration are expected to take."""
+    from phalanx.train import copies
+    from phalanx.train.subject import spec_if_any
+
+    spec = None if config.model.from_hf is None else spec_if_any(copies.here(config), paths)
+    return layouts.foretold(config, paths, layouts.present_on(nodes), spec)
+
+
+def _keep_plan(paths: RunPaths, told: dict[str, Any] | None) -> None:
+    """Put what is expected of the run's steps into its folder; what an earlier start expected goes."""
+    if told is None:
+        paths.plan.unlink(missing_ok=True)
+    else:
+        write_atomic(paths.plan, layouts.text_of(told))
+
+
+def laid_out_here(
+    wanted: Config, paths: RunPaths, ranks: int | None, on_cpu: bool
+) -> tuple[Config, int, dict[str, Any]]:
+    """The recipe in the layout that a run on this machine's devices would choose, how many ranks that is for, and the
+    details of its choice. For a dry run: nothing is written."""
+    found, accelerators = warmed(on_cpu)
+    devices = devices_of_ranks(found, accelerators, ranks)
+    config, told = layouts.laid_out(wanted, wanted, paths, [devices])
+    return config, len(devices), layouts.event_of(told)
 
 
 def _show_warnings(prepared: Prepared, console: "Console") -> None:

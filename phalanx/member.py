@@ -66,7 +66,8 @@ def config_for_all(wanted: Config, prepared: Prepared) -> str:
     """The resolved configuration as YAML, but for what was `auto` and follows from memory: each node looks at its own,
     and the ranks agree."""
     of_memory = ("train.micro_batch", "parallel.zero", "parallel.reduce", "memory.activations")
-    own = {key: "auto" for key in of_memory if recipe.get(wanted, key) == "auto"}
+    planned = wanted.parallel.layout == "auto"  # by node 0, for all of them
+    own = {key: "auto" for key in of_memory if not planned and recipe.get(wanted, key) == "auto"}
     return recipe.to_yaml(recipe.update(prepared.config, own))
 
 
@@ -212,6 +213,8 @@ class Member:
         event = write_event(self.paths.events, Kind.RUN_STARTED, prepared.attempt, **facts)
         self.recorder = Recorder(self.paths, prepared.config.train.steps, prepared.unit)
         self.recorder.show(Kind.RUN_STARTED, event)
+        if prepared.planned is not None:
+            self.recorder.note(Kind.PLANNED, {"attempt": prepared.attempt, **prepared.planned})
         if noticed is not None:
             self.recorder.note(Kind.HEALTH, {"attempt": prepared.attempt, **noticed})
         for message in prepared.warnings:
@@ -246,10 +249,15 @@ class Member:
         rows = [(node, Device(*row)) for (node, _), each in zip(plan, devices, strict=True) for row in each]
         mine = [device for node, device in rows if node == self.where.node] or list(self.devices)
         elsewhere = [device for node, device in rows if node != self.where.node]
-        prepared = launch.prepare(self.wanted, self.paths, mine, len(rows), len(mine), writes=True, elsewhere=elsewhere)
+        by_node = [[Device(*row) for row in each] for each in devices]
+        prepared = launch.prepare(
+            self.wanted, self.paths, mine, len(rows), len(mine), writes=True, elsewhere=elsewhere, nodes=by_node
+        )
         prepared = dataclasses.replace(prepared, job=dataclasses.replace(prepared.job, faults=self.planned))
         facts = launch.facts(prepared, [device for _, device in rows], len(rows))
         write_event(self.paths.events, Kind.RUN_STARTED, prepared.attempt, **facts)
+        if prepared.planned is not None:
+            write_event(self.paths.events, Kind.PLANNED, prepared.attempt, **prepared.planned)
         return offer_of(self.wanted, prepared, self.paths, division, plan, devices, self.where.nodes)
 
     @contextlib.contextmanager

@@ -151,7 +151,7 @@ def hello(
     planned: Sequence[Fault] = (),
 ) -> dict[str, Any]:
     """What this node says of itself; nodes that were started by unlike commands do not fit, nor by unlike recipes."""
-    rows = [[device.name, device.model, device.bf16] for device in devices]
+    rows = [[device.name, device.model, device.bf16, "", device.memory_bytes, device.cores] for device in devices]
     versions = {"phalanx": phalanx.__version__, "torch": version("torch")}
     asked = {"the command": command, "--spares": meeting.spares, **dict(_flat(wanted.model_dump(mode="json")))}
     asked["--inject"] = "; ".join(fault.text for fault in planned)
@@ -260,11 +260,20 @@ def _lead(
             noticed = fitness.checked(wanted, paths, devices)
             hellos = first.hellos()
             rows_of = [each["devices"] for each in hellos[: meeting.nodes]]  # spares have no part yet
-            everywhere = [Device(*row) for rows in rows_of for row in rows]
+            by_node = [[Device(*row) for row in rows] for rows in rows_of]
+            everywhere = [device for devices_there in by_node for device in devices_there]
             elsewhere, world = everywhere[len(devices) :], len(everywhere)
             faults.check(planned, world, wanted.train.steps, local=paths.url is None)
             prepared = launch.prepare(
-                wanted, paths, devices, world, len(devices), writes=True, elsewhere=elsewhere, meanwhile=tend
+                wanted,
+                paths,
+                devices,
+                world,
+                len(devices),
+                writes=True,
+                elsewhere=elsewhere,
+                meanwhile=tend,
+                nodes=by_node,
             )
             prepared = launch.armed(prepared, planned)
             plan = [(node, len(rows)) for node, rows in enumerate(rows_of)]

@@ -1,24 +1,30 @@
 """`phalanx plan`: the layout of a recipe on a cluster, and what becomes of a job on a large one."""
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from phalanx import hardware, recipe, storage
+from phalanx import hardware, mirror, recipe, storage
 from phalanx.config import Config
 from phalanx.data_commands import Overrides
 from phalanx.errors import ConfigError
 from phalanx.models.spec import ModelSpec
-from phalanx.plan import large, measured, parse, record, table
+from phalanx.plan import calibrate as calibration
+from phalanx.plan import experience, large, measured, parse, record, table
 from phalanx.plan.advice import Question
 from phalanx.plan.cluster import Cluster
+from phalanx.plan.constants import DEFAULT
+from phalanx.plan.experience import Experience
+from phalanx.plan.present import Present
 from phalanx.plan.recipe_keys import free
 from phalanx.plan.search import Found
-from phalanx.records import ExitCode, write_atomic
+from phalanx.records import ExitCode, RunPaths, read_steps, write_atomic
 from phalanx.report.terminal import open_terminal
 from phalanx.resilience_config import ResilienceSection
 
@@ -61,8 +67,11 @@ def plan_command(
     ] = "checkpoints",
     detect: Annotated[str, typer.Option(metavar="TIME", help="With --simulate: until a failure is noticed.")] = "1s",
     restart: Annotated[
-        str, typer.Option(metavar="TIME", help="With --simulate: from then to the first new step.")
-    ] = "60s",
+        str | None,
+        typer.Option(
+            metavar="TIME", help="With --simulate: from then to the first new step. Default: 60s, or as --run."
+        ),
+    ] = None,
     checkpoint_time: Annotated[
         str | None, typer.Option(metavar="TIME", help="With --simulate: for which a checkpoint holds training up.")
     ] = None,
@@ -74,13 +83,29 @@ def plan_command(
         str | None, typer.Option(metavar="TIME", help="With --simulate: until all wait half a minute.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="With --simulate: the same seed, the same failures.")] = 0,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="RUN", help="Take recoveries and checkpoints to last as in this run."),
+    ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            "--calibrate", metavar="RUN", help="Learn from the steps of a run, and write --hardware (hardware.json)."
+        ),
+    ] = None,
 ) -> None:
     """Find the fastest layout of a recipe on a cluster, and say what to expect of it. Starts nothing.
 
     Keys given as KEY=VALUE are held fixed; those of the recipe that are about layout are chosen anew.
     """
+    if calibrate is not None:
+        if recipe_path is not None or cluster_text is not None or simulate or run is not None:
+            raise ConfigError("--calibrate only learns from a run; leave all but --hardware, the file to write, out")
+        _learn(calibrate, hardware_path or Path("hardware.json"), as_json)
+        return
     mtbf_s = None if mtbf is None else parse.seconds(mtbf, "--mtbf")
-    wanted = record.Wanted(None if tokens is None else parse.amount(tokens, "--tokens"), price, mtbf_s, wish)
+    lived = None if run is None else _lived(run)
+    wanted = record.Wanted(None if tokens is None else parse.amount(tokens, "--tokens"), price, mtbf_s, wish, lived)
     if price is not None and tokens is None:
         raise ConfigError("--price needs to know how much is trained on; give --tokens, such as --tokens 300B")
     if recipe_path is None and not simulate:
@@ -99,11 +124,11 @@ def plan_command(
             terminal.print(table.short(told))
         raise typer.Exit(ExitCode.CONFIG)
     if simulate:
-        job = _job(found, gpus, per_node, mtbf_s, days, keep, spares, seed)
+        job = _job(found, gpus, per_node, mtbf_s, days, keep, spares, seed, lived)
         job = replace(
             job,
             detect_s=parse.seconds(detect, "--detect"),
-            restart_s=parse.seconds(restart, "--restart"),
+            restart_s=job.restart_s if restart is None else parse.seconds(restart, "--restart"),
             checkpoint_s=job.checkpoint_s
             if checkpoint_time is None
             else parse.seconds(checkpoint_time, "--checkpoint-time"),
@@ -135,11 +160,14 @@ def _planned(path: Path, overrides: list[str], text: str | None, file: Path | No
             "a plan is for one cluster; give --cluster, such as --cluster '4x(8xA100-80GB), 200Gb/s', or --hardware "
             "with a file that `phalanx hardware` wrote"
         )
-    cluster = (
-        parse.cluster(text) if text is not None else measured.cluster_of(hardware.read(Path(str(file)).expanduser()))
-    )
+    known = None if file is None else hardware.read(file.expanduser())
+    if known is None:
+        cluster = parse.cluster(str(text))
+    else:
+        cluster = measured.cluster_of(known, measured.constants_of(known))
     config = free(recipe.load(path, overrides), overrides)
-    question = Question(config, _folder_spec(config), tuple(overrides))
+    constants = DEFAULT if known is None else measured.constants_of(known)
+    question = Question(config, _folder_spec(config), tuple(overrides), constants)
     return question, cluster, question.on(cluster)
 
 
@@ -157,13 +185,18 @@ def _folder_spec(config: Config) -> ModelSpec | None:
 
 def _job(
     found: tuple[Question, Cluster, Found] | None, gpus: int | None, per_node: int, mtbf_s: float | None, days: float,
-    keep: large.Keep, spares: int, seed: int,
+    keep: large.Keep, spares: int, seed: int, lived: Experience | None = None,
 ) -> large.Job:  # fmt: skip
     """What is simulated: the plan's devices and steps, or as many as the command line says, of an assumed step."""
     job = large.Job(
         devices=gpus or 0, per_node=per_node, mtbf_s=0.0, days=days, step_s=STEP_S, step_assumed=True, keep=keep,
         checkpoint_s=CHECKPOINT_S, spares=spares, seed=seed,
     )  # fmt: skip
+    if lived is not None:
+        # Of a recovery it is not known how long it took to notice the failure.
+        restart_s = job.restart_s if lived.recovery_s is None else lived.recovery_s
+        checkpoint_s = job.checkpoint_s if lived.checkpoint_s is None else max(record.LEAST_S, lived.checkpoint_s)
+        job = replace(job, restart_s=restart_s, checkpoint_s=checkpoint_s)
     if found is None and gpus is None:
         raise ConfigError("--simulate needs to know how many devices there are; give --gpus, or a recipe and a cluster")
     if found is not None:
@@ -172,7 +205,7 @@ def _job(
             raise ConfigError(
                 f"--gpus {gpus} and a plan for {best.devices} devices are two clusters; leave one of them out"
             )
-        saving = record.saving_of(best, mtbf_s)
+        saving = record.saving_of(best, mtbf_s, lived)
         job = replace(
             job,
             devices=best.devices,
@@ -187,3 +220,54 @@ def _job(
 
 def _every(text: str | None, what: str) -> float:
     return math.inf if text is None else parse.seconds(text, what)
+
+
+@contextlib.contextmanager
+def _records_of(run: str) -> Iterator[RunPaths]:
+    """The files of a run that is only read; one at a URL is fetched for as long."""
+    if not storage.is_url(run):
+        yield RunPaths(Path(run).expanduser())
+        return
+    with mirror.looked_at(run) as paths:
+        yield paths
+
+
+def _lived(run: str) -> Experience:
+    with _records_of(run) as paths:
+        return experience.of_run(paths)
+
+
+def _learn(run: str, out: Path, as_json: bool) -> None:
+    """Write what a run has shown of its devices, links and host."""
+    with _records_of(run) as paths:
+        lesson = calibration.learn(_run_of(paths))
+    try:
+        hardware.write(out.expanduser(), lesson.hardware)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written ({error.strerror}); name another file with --hardware") from None
+    if as_json:
+        typer.echo(json.dumps(hardware.to_json(lesson.hardware) | {"said": list(lesson.said)}, indent=2))
+        return
+    for line in calibration.in_words(lesson):
+        typer.echo(line)
+    typer.echo(f"written to {out}; phalanx plan --hardware {out} uses it")
+
+
+def _run_of(paths: RunPaths) -> calibration.Run:
+    """What a run folder says of its run. Raises ConfigError where it lacks what a plan needs."""
+    try:
+        told = json.loads(paths.plan.read_text(encoding="utf-8"))
+        nodes = tuple(tuple(Present(**device) for device in node) for node in told["for"]["nodes"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        raise ConfigError(
+            f"{paths.shown} has no {paths.plan.name} that says on which devices the run was, so there is nothing to "
+            "learn from; name the folder of a run of a built-in model that `phalanx train` has started itself"
+        ) from None
+    config = recipe.load(paths.config)
+    spec = None
+    if config.model.from_hf is not None:
+        from phalanx.models import hf
+
+        spec = hf.spec_from_config(hf.read_config(paths.hf_config.parent), str(paths.hf_config))
+    steps = calibration.steps_of_newest(read_steps(paths.metrics))
+    return calibration.Run(paths.name, config, nodes, calibration.known_of(paths.hardware), steps, spec)

@@ -57,7 +57,7 @@ def survey(
                 found, accelerators = warmed(on_cpu)
             devices = devices_of_ranks(found, accelerators, ranks)
             # A file that is missing or old is why one measures.
-            wanted = recipe.update(wanted, {"balance.hardware": None})
+            wanted = recipe.update(wanted, {"balance.hardware": None, "parallel.layout": "given"})
             if meeting is not None:
                 meeting = replace(meeting, quiet=as_json)
                 if meeting.node > 0:

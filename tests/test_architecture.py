@@ -95,7 +95,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "node_commands": PLAIN | {"cluster", "report"},
     "health_commands": PLAIN | {"cluster", "deep_health", "health_nodes", "nodes", "report"},
     "ending": PLAIN | {"checkpoint", "report"},
-    "launch": PLAIN | {"devices", "fitness", "remote_run", "ending", "shrink", "cluster", "report", "data", "train"},
+    "layouts": PLAIN | {"cluster", "devices", "plan", "train"},
+    "foretelling": PLAIN | {"layouts", "plan"},
+    "launch": PLAIN
+    | {"devices", "fitness", "foretelling", "layouts", "remote_run", "ending", "shrink"}
+    | {"cluster", "report", "data", "train"},
     "generation": PLAIN | {"models", "data", "train"},
     "generation_over_ranks": PLAIN | {"accelerator", "cluster", "comm", "generation", "train"},
     "sharded_model": PLAIN | {"comm", "optim", "checkpoint", "parallel"},
@@ -172,7 +176,9 @@ ALSO_TORCH_FREE = (
     "phalanx.plan_commands",
     "phalanx.jobs",
     "phalanx.keeper",
+    "phalanx.foretelling",
     "phalanx.launch",
+    "phalanx.layouts",
     "phalanx.nodes",
     "phalanx.survey",
     "phalanx.scripts.ranks",

@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, write_atomic
-from phalanx.report import devices, evaluated, inside, page, words
+from phalanx.report import devices, evaluated, expected, inside, page, words
 from phalanx.report.history import POINTS, Record, Run, after_steps, attempts, deaths, read_run, smooth, status, thin
 
 COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "data_s", "mfu", "mfu_causal", "memory_bytes")
@@ -317,7 +317,7 @@ def _records(run: Run) -> str:
     )
     parts = [f'<section class="card"><h3>Events</h3>{table if rows else "<p>No events were recorded.</p>"}</section>']
     parts += devices.card(devices.summary(run.kept, run.device_names, run.device_lines))
-    parts += [*evaluated.card(run.events), *inside.cards(run)]
+    parts += [*expected.card(run), *evaluated.card(run.events), *inside.cards(run)]
     if run.config_text:
         config = f"<pre>{html.escape(run.config_text)}</pre>"
         parts.append(f'<details class="card"><summary>Resolved configuration</summary>{config}</details>')

@@ -71,6 +71,7 @@ td, th { padding: 6px 16px; text-align: left; vertical-align: top; border-bottom
 .events td:last-child { width: 100%; min-width: 240px; white-space: normal; overflow-wrap: anywhere;
   color: var(--ink); }
 .events .quiet td:last-child { color: var(--soft); }
+.inside .warn td { color: var(--tone); font-weight: 600; }
 .events i { display: inline-block; width: 20px; font-style: normal; font-weight: 700; color: var(--tone); }
 .versions th { width: 1%; white-space: nowrap; font-weight: 500; color: var(--soft); }
 summary { cursor: pointer; font-weight: 650; } details[open] summary { margin-bottom: 10px; }

@@ -5,6 +5,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.records import Kind
 from phalanx.report import words
 from phalanx.report.terminal import open_terminal
 
@@ -38,6 +39,8 @@ def show(found: dict[str, Any]) -> None:
             table.add_row(f"  {name}", value, style="bold" if name == "together" else None)
     terminal.print(Text(model["shape"], style="bold"))
     terminal.print(table)
+    if found.get("planned") is not None:
+        terminal.print(Text(words.sentence({"kind": Kind.PLANNED, **found["planned"]})))
     for note in notes(assumed):
         terminal.print(note, style="dim")
 

@@ -14,6 +14,7 @@ from phalanx.hardware import Link
 from phalanx.models.model import Model
 from phalanx.models.spec import ModelSpec
 from phalanx.optim.engine import Engine, Keeper
+from phalanx.optim.timed import Updates
 from phalanx.parallel.apply import apply, precision_of
 from phalanx.parallel.materialize import Fill
 from phalanx.parallel.parted import Parted
@@ -41,6 +42,7 @@ class Parts:
     sharing: Sharing
     nominal_weight: int
     starting_weights: Fill
+    updates: Updates
 
     def close(self) -> None:
         """End what works beside the main thread."""
@@ -82,7 +84,8 @@ def build(
     task, model = subject.task(), subject.model()
     nominal_weight = task.nominal_weight(train.global_batch)
     start = subject.starting_weights(model)
-    engine, parted = apply(model, config, mesh, make_engine(config, weights, keeper), nominal_weight)
+    updates = Updates()
+    engine, parted = apply(model, config, mesh, updates.of(make_engine(config, weights, keeper)), nominal_weight)
     # What is evaluated on is the same for every seed.
     held_out = {
         name: Loader([(rows, 1.0)], train.global_batch, 0, mesh.data.rank, held_out=True)
@@ -99,6 +102,7 @@ def build(
         sharing=Sharing(config.balance.work, train.global_batch, speeds, mesh, _part_s(link, model, config, mesh)),
         nominal_weight=nominal_weight,
         starting_weights=parted.filling(start, drawn=not config.model.from_hf),
+        updates=updates,
     )
 
 

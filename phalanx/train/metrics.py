@@ -55,6 +55,7 @@ class _Measured:
     wait_s: float
     comm_bytes: int
     memory_bytes: int
+    update_s: float
 
 
 class Recorder:
@@ -86,8 +87,10 @@ class Recorder:
         outcome: Outcome,
         lr: float,
         data_s: float,
+        update_s: float = 0.0,
     ) -> None:
-        """Take note of a step that has been queued; its loss sum is on the device."""
+        """Take note of a step that has been queued; its loss sum is on the device. `update_s` went into updates since
+        the last call."""
         assert self._waiting is None
         now = time.perf_counter()
         traffic = self._mesh.traffic.take()
@@ -95,7 +98,7 @@ class Recorder:
         self.total_tokens += outcome.weight
         self._waiting = _Measured(
             step, HostCopy([loss_sum]), outcome, lr, now - self._mark, data_s, wait_s,
-            traffic.payload_bytes, accelerator.peak_memory(self._mesh.device),
+            traffic.payload_bytes, accelerator.peak_memory(self._mesh.device), update_s,
         )  # fmt: skip
         self._mark = now
         accelerator.reset_peak_memory(self._mesh.device)
@@ -198,6 +201,7 @@ class Recorder:
             parts=None if division is None else division.parts,
             busy_s=busy_s,
             loss_scale=done.outcome.loss_scale,
+            update_s=done.update_s if on_host else None,
         )
 
     def _everyones(self) -> list[list[float]]:

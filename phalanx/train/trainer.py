@@ -264,7 +264,7 @@ class Loop:
         with phase("update"):
             outcome = parts.engine.finish_step()
         parts.engine.commit(step)
-        self.recorder.measured(step, loss_sum, outcome, lr, data_s)
+        self.recorder.measured(step, loss_sum, outcome, lr, data_s, parts.updates.lap())
         for kind, details in parts.engine.notices():
             self.records.event(kind, details)
         asked = parts.sharing.settle()

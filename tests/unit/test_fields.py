@@ -4,6 +4,7 @@ in which another value is seen to change what happens. A key without an entry in
 
 import dataclasses
 import functools
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from phalanx.data import prepare, reading
 from phalanx.errors import PhalanxError
 from phalanx.models.spec import PRESETS
 from phalanx.records import Kind, Placement, RunPaths, read_lines
+from tests.dist import command
 from tests.dist.test_replicas import replicates
 from tests.helpers import run_ranks
 from tests.unit.field_runs import (
@@ -351,6 +353,20 @@ def sharded(placement: Placement) -> dict[str, Seen]:
                 found[f"{key}={value}"]["weights"] = whole["0.weight"][0, 0].item()
             engine.close()
     return found
+
+
+def _layout(base: Seen, seen: Seen) -> None:
+    """With auto the planner is asked, and what it says of micro-batches, as of all else, is what is reckoned with."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = command.write_place(Path(folder))
+        asked = ("train", "recipe.yaml", "train.micro_batch=auto", "--dry-run", "--json")
+        given, auto = (
+            json.loads(command.phalanx(place, *asked, f"parallel.layout={value}")[1]) for value in ("given", "auto")
+        )
+    assert given["planned"] is None
+    assert (given["assumed"]["micro_batch"], given["assumed"]["micro_batch_measured"]) == (1, True)
+    assert auto["assumed"]["micro_batch"] == auto["planned"]["keys"]["train.micro_batch"]
+    assert auto["assumed"]["micro_batch_measured"] is False
 
 
 def _tensor(base: Seen, seen: Seen) -> None:
@@ -885,6 +901,7 @@ CASES: dict[str, Case] = SLURM | {
         {"optim.decay_steps": 3, "optim.schedule": "linear"}, rates(lambda lr: [7e-3, 4e-3, 1e-3])
     ),
     "optim.min_lr_ratio": Case({"optim.min_lr_ratio": 1.0}, rates(lambda lr: [1e-2] * 3)),
+    "parallel.layout": Case({}, _layout),
     "parallel.data": Case({"parallel.data": "fsdp2"}, equal("engine", "Fsdp2", "Single"), how="look", beside="looked"),
     "parallel.zero": Case({}, _zero),
     "parallel.reduce": Case({}, _reduce),

@@ -286,6 +286,7 @@ FREE = {
     "data.cache": "/elsewhere",
     "data.workers": 2,
     "optim.slots": 2,
+    "parallel.layout": "auto",
     "parallel.data": "sharded",
     "parallel.zero": 2,
     "parallel.reduce": "per_step",
