@@ -281,6 +281,8 @@ class _Search:
         if not self.unlike.uniform:
             choice = replace(choice, shares=self.unlike.shares(choice, copies))
         bound_s = self.least_s(choice, copies)
+        if bound_s > WORTH * self.found.best_s:
+            return True
         fitted = False
         for zero, degree, reduce, slots in self.shardings(copies, choice.pipeline):
             each = replace(choice, zero=zero, shard_degree=degree, reduce=reduce, slots=slots)
