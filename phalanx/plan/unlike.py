@@ -129,7 +129,10 @@ class Unlike:
             times = []
             for sequences in (1, 4):
                 work = replace(self.work, global_batch=sequences)
-                plain = replace(choice, pipeline=1, virtual=1, stages=(), micro_batch=sequences, devices=choice.tensor)
+                plain = replace(
+                    choice, pipeline=1, virtual=1, stages=(), shares=(), state=(), shard_degree=0,
+                    micro_batch=sequences, devices=choice.tensor,
+                )  # fmt: skip
                 terms = Model(work, alone, self.constants).predict(plain).terms
                 times.append(terms["compute"] + terms["communication"] + terms["offload"])
             each = max((times[1] - times[0]) / 3, times[1] * 1e-6)
