@@ -78,7 +78,7 @@ class Model:
         runs = list(self._runs(choice, copies, shares))
         slowest, slowest_s, mean_s = None, -1.0, 0.0
         for run in runs:
-            sequences = run.share / micro_batches
+            sequences = max(1, run.share) / micro_batches  # a copy without any computes one for nothing
             stages = [self._stage(choice, run, number, layers, copies, sequences) for number in range(choice.pipeline)]
             longest = max(stage.total_s for stage in stages)
             fill = (sum(stage.total_s for stage in stages) - longest) / choice.virtual

@@ -24,6 +24,7 @@ from phalanx.plan.work import Work
 RECOMPUTE: tuple[tuple[Recompute, bool], ...] = (("none", False), ("selective", False), ("full", False), ("full", True))
 MOST_GROUPS = 4  # of which all subsets are tried; of more, those of the fastest kinds
 FEW = 16  # copies of the model of which every number is tried; sequences of one, too
+MOST_SHARES = 4  # even shares that a copy on faster devices may have
 NEARLY = 0.9  # slices of a block may take less than their part of it
 BETTER = 1 - 1e-9
 WORTH = 1.25  # times as long as the best: what is slower is not even a runner-up
@@ -239,6 +240,8 @@ class _Search:
             for recompute, offload in RECOMPUTE:
                 if pins.get("recompute", recompute) != recompute or pins.get("offload", offload) != offload:
                     continue
+                if offload and "offload" not in pins and any(kind.on_host for kind in self.cluster.kinds):
+                    continue  # the host's memory is the device's
                 base = Choice(
                     tensor=tensor, pipeline=pipeline, virtual=virtual, recompute=recompute, offload=offload,
                     sequence=tensor > 1 and pins.get("sequence", self.work.seq_len % tensor == 0), devices=devices,
@@ -266,8 +269,10 @@ class _Search:
         return PACE_IS_NEAR * self.work.global_batch / per_s > WORTH * self.found.best_s
 
     def sizes(self, copies: int) -> Iterator[int]:
-        """Of micro-batches: powers of two up to the share of a copy, and that."""
+        """Of micro-batches: powers of two up to the share of a copy, and that; more where fast copies get more."""
         share, size = -(-self.work.global_batch // copies), 1
+        if not self.unlike.uniform:
+            share = min(self.work.global_batch, MOST_SHARES * share)
         if "micro_batch" in self.space.pins:
             yield min(self.space.pins["micro_batch"], share)
             return
@@ -280,7 +285,11 @@ class _Search:
         """Try all ways of sharding; whether any of them fits, or might where it was passed over as too slow."""
         if not self.unlike.uniform:
             choice = replace(choice, shares=self.unlike.shares(choice, copies))
+            if choice.shares and choice.micro_batch >= 2 * max(choice.shares):
+                return False  # half of it was as much as any copy has
         bound_s = self.least_s(choice, copies)
+        if bound_s > WORTH * self.found.best_s:
+            return True
         fitted = False
         for zero, degree, reduce, slots in self.shardings(copies, choice.pipeline):
             each = replace(choice, zero=zero, shard_degree=degree, reduce=reduce, slots=slots)

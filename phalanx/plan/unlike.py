@@ -29,7 +29,8 @@ class Unlike:
         self.work, self.cluster, self.constants = work, cluster, constants
         self.uniform = len(cluster.kinds) == 1
         self._paces: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._stages: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._stages: dict[tuple[int, tuple[float, ...]], tuple[int, ...]] = {}
+        self._classes: dict[tuple[object, ...], list[tuple[int, float, float]]] = {}
 
     def completed(self, choice: Choice) -> Choice:
         """A layout with what it leaves open: layers of its stages, and where devices differ the copies' shares."""
@@ -46,11 +47,14 @@ class Unlike:
         if choice.pipeline == 1 or choice.virtual > 1:
             return ()
         width = copies * choice.tensor
-        speeds = [
-            1.0 / max(self.pace(kind, choice)[1] for kind in self.kinds_of(stage * width, (stage + 1) * width))
+        paces = [
+            max(self.pace(kind, choice)[1] for kind in self.kinds_of(stage * width, (stage + 1) * width))
             for stage in range(choice.pipeline)
         ]
-        key = (choice.pipeline, tuple(speed / speeds[0] for speed in speeds))
+        fastest = min(paces)
+        ratios = {pace: float(f"{fastest / pace:.2g}") for pace in set(paces)}  # more digits would be noise
+        speeds = tuple(ratios[pace] for pace in paces)
+        key = (choice.pipeline, speeds)
         if key not in self._stages:
             head = self.work.vocabulary * self.work.hidden / self.work.matrices
             found = pipelines.divide(self.work.layers, choice.pipeline, "1f1b", speeds=speeds, head=head)
@@ -91,6 +95,12 @@ class Unlike:
 
     def classes(self, choice: Choice, copies: int) -> list[tuple[int, float, float]]:
         """(copies, fixed seconds, seconds of a sequence) of neighbouring copies that are alike, in order."""
+        key = (copies, choice.tensor, choice.pipeline, choice.stages, choice.recompute, choice.offload)
+        if key not in self._classes:
+            self._classes[key] = self._found_classes(choice, copies)
+        return self._classes[key]
+
+    def _found_classes(self, choice: Choice, copies: int) -> list[tuple[int, float, float]]:
         width = copies * choice.tensor
         cuts = {0, copies}
         for begin, _, _ in self.cluster.spans[1:]:
@@ -119,7 +129,10 @@ class Unlike:
             times = []
             for sequences in (1, 4):
                 work = replace(self.work, global_batch=sequences)
-                plain = replace(choice, pipeline=1, virtual=1, stages=(), micro_batch=sequences, devices=choice.tensor)
+                plain = replace(
+                    choice, pipeline=1, virtual=1, stages=(), shares=(), state=(), shard_degree=0,
+                    micro_batch=sequences, devices=choice.tensor,
+                )  # fmt: skip
                 terms = Model(work, alone, self.constants).predict(plain).terms
                 times.append(terms["compute"] + terms["communication"] + terms["offload"])
             each = max((times[1] - times[0]) / 3, times[1] * 1e-6)

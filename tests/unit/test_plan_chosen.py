@@ -344,3 +344,16 @@ def test_a_config_has_the_keys_that_are_told() -> None:
     assert told["keys"]["train.micro_batch"] == 2
     assert all(key.count(".") == 1 and get(small(), key) is not False for key in told["keys"])
     assert asdict(CPU) == told["for"]["nodes"][0][0]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("work", ["even", "auto"])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_copies_without_a_sequence_and_shares_of_unlike_stages_are_foretold(
+    batch: int, work: str, pipeline: int
+) -> None:
+    slow = replace(CPU, cores=0.2, memory_bytes=2**30)
+    config = small(train={"global_batch": batch, "micro_batch": 1}, balance={"work": work})
+    config = recipe.update(config, {"parallel.pipeline": pipeline})
+    config, _ = recipe.resolve(config, device="cpu", world=4)
+    assert chosen.foretold(asked(config, (CPU, CPU), (CPU, slow)))["expected"]["step_s"] > 0

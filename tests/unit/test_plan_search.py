@@ -257,3 +257,17 @@ def test_degrees_divide() -> None:
 def test_a_type_that_a_device_does_not_have_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match="V100-16GB computes no bf16"):
         on(SMALL, "4xV100-16GB")
+
+
+def test_a_fast_copy_may_have_its_whole_share_in_one_micro_batch() -> None:
+    """An even share is 6 of 16; the fast ones get 8, which two micro-batches of 4 would take twice as long for."""
+    work = replace(SMALL, hidden=256, ffn=704, global_batch=16, precision="fp16")
+    there = parse.cluster("2xA100-80GB, 1xT4")
+    found = search(work, there, Space(((1, 1),), whole=True))
+    assert max(found.best.choice.shares) > 6
+    assert found.best.choice.micro_batch >= max(found.best.choice.shares)
+
+
+def test_on_a_host_nothing_is_moved_to_the_host() -> None:
+    found = on(replace(SMALL, precision="fp32"), "2xCPU")
+    assert found.plans and not any(plan.choice.offload for plan in found.plans)
