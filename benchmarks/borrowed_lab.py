@@ -66,7 +66,7 @@ QUICK = Size(
     memory=(round(3.5 * GIB), round(2.2 * GIB), round(1.28 * GIB)),
     model={"hidden": 96, "layers": 8, "heads": 4, "intermediate": 256, "vocabulary": 512, "seq_len": 256,
            "global_batch": 252},
-    turns=1, steps=3,
+    turns=1, steps=2,
 )  # fmt: skip
 
 
@@ -158,7 +158,10 @@ def story(size: Size, folder: Path, teller: Teller) -> tuple[list[Row], list[Che
         place.memory = limits
         teller.act(3, f"All together, {third} sequences for everyone")
         paths, ended = equal(place, size, "equal", third)
-        why, killed = cause(paths), not ended.well
+        kills = [place.limits.memory_kills(node) for node in limits]
+        why, killed = cause(paths), not ended.well and any(kills)
+        if killed:
+            why += f": the kernel, at the {limits[kills.index(max(kills))] / GIB:.1f} GiB of its control group"
         teller.say(f"[red]{why or 'it ended'}" if killed else "[yellow]everyone lived")
 
         teller.act(4, "The same in micro-batches that all can hold")

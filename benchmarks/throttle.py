@@ -35,6 +35,10 @@ class Throttle:
         Not everywhere: `limits_memory` says."""
         raise AssertionError
 
+    def memory_kills(self, rank: int) -> int:
+        """How many processes of `rank` the kernel has killed for its limit of memory."""
+        raise AssertionError
+
     @property
     def limits_memory(self) -> bool:
         """Whether `limit_memory` can be called."""
@@ -84,6 +88,11 @@ class ControlGroups(Throttle):
         )  # a shorter period must not make it more than allowed
         (self._groups[rank] / "cpu.cfs_period_us").write_text(str(period))
         (self._groups[rank] / "cpu.cfs_quota_us").write_text(str(quota))
+
+    def memory_kills(self, rank: int) -> int:
+        file = self._memory[rank] / ("memory.events" if self.second else "memory.oom_control")
+        lines = [line.split() for line in file.read_text().splitlines()]
+        return sum(int(words[1]) for words in lines if words[0] == "oom_kill")
 
     def remove(self) -> None:
         for group in {*self._groups, *self._memory}:

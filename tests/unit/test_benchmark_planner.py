@@ -1,5 +1,7 @@
 """The planner judged on this machine in miniature, and the borrowed lab: they run what is planned, and report it."""
 
+import os
+import signal
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 from benchmarks import borrowed_lab, harness, lab, planner_here
 from benchmarks.planner_here import PICKED, Size, drawn, held_by, least, plan_of, used
+from benchmarks.throttle import throttle
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.kinds import KINDS
@@ -104,3 +107,18 @@ def test_nodes_are_found_in_the_order_of_a_plan() -> None:
     assert order(Cluster((Group(2, 2, fast),)), 3) == [(1, 2), (2, 1)]
     cluster = Cluster((Group(1, 1, slow), Group(1, 1, fast), Group(2, 2, fast)))  # two of one node, measured unlike
     assert order(cluster, 6) == [(0, 2), (1, 2), (2, 2)]
+
+
+def swell(placement: Placement) -> list[int]:
+    """The signal that ends a child which takes more than it may, and how many the kernel says that it has killed."""
+    with throttle(1) as limits:
+        limits.limit_memory(0, 48 * 2**20)
+        if (pid := os.fork()) == 0:
+            limits.enter(0)
+            os._exit(len(b"x" * (96 * 2**20)) & 1)
+        return [os.WTERMSIG(os.waitpid(pid, 0)[1]), limits.memory_kills(0)]
+
+
+@needs_nodes
+def test_who_takes_more_memory_than_allowed_is_killed_and_counted() -> None:
+    assert run_ranks(swell, 1) == [[signal.SIGKILL, 1]]
