@@ -19,6 +19,7 @@ class Carrier:
     def __init__(self, ways: Ways, timetable: Timetable, pool: Pool | None) -> None:
         self._ways, self._timetable, self._pool = ways, timetable, pool
         self._under_way: tuple[Arriving, Callable[[], None]] | None = None
+        self._summing = False  # what is under way, if anything is, is a sum
 
     def reduce(self, held: Held, gradient: Gradient, number: int, then: Callable[[], None]) -> None:
         """Wait for a gradient and begin to sum part `number` of it; `then`, when the sum is there."""
@@ -34,6 +35,7 @@ class Carrier:
         part = held.bucket.parts[number]
         start = functools.partial(self._ways.trained.reduce_scatter, buffer, part.cuts, into)
         self._begin(part, self._ways.reduced(buffer.dtype), start, arrived)
+        self._summing = True
 
     def gather(self, helds: Sequence[Held], number: int, then: Callable[[], None]) -> None:
         """Begin to gather part `number` of some buckets; `then`, when the last has arrived."""
@@ -56,6 +58,7 @@ class Carrier:
         moves, size = self._ways.trained if trained else self._ways.frozen, self._ways.gathered(tensor.dtype)
         start = functools.partial(moves.all_gather, tensor, part.cuts)
         self._begin(part, size if trained else tensor.element_size(), start, both)
+        self._summing = False
 
     def _begin(self, part: Part, item_bytes: float, start: Callable[[], Arriving], then: Callable[[], None]) -> None:
         """Start a transfer, then finish the one before: so the link is busy between the two."""
@@ -78,6 +81,11 @@ class Carrier:
             (moving, then), self._under_way = self._under_way, None
             moving.wait()
             then()
+
+    def settle_sums(self) -> None:
+        """Finish what is under way if it is a sum, as those before it are finished."""
+        if self._summing:
+            self.settle()
 
     def wait(self, mark: Mark) -> None:
         """Wait for the main thread; it must not wait for the lane meanwhile."""

@@ -227,8 +227,6 @@ class Sharded:
                         self._put(self._release_behind, unit, sent[id(held)], passes.marks)
                     self._put(self._reduce, now, unit, held, sent[id(held)], op.part, last)
             if last and at == asks:
-                if asks == summed:  # else the transfer behind it has begun, so that it has ended
-                    self._put(self._carrier.settle)
                 self._put(self._ask, now)
             if last and at == hears:
                 self._put(self._hear, now)
@@ -313,6 +311,7 @@ class Sharded:
 
     def _ask(self, now: Step) -> None:
         """Begin to agree on the norm of the whole gradient, and on which parameters have one."""
+        self._carrier.settle_sums()
         self._await_others()
         zero = self._zero()
         squares = gradients.squares_once(reduced(self._trained_held, self._held_alike), zero.dtype, zero.device)
@@ -371,9 +370,9 @@ class Sharded:
 
     def _gather_updated(self, now: Step, unit: Unit, part: int, fresh: Mark | None) -> None:
         """`fresh` is set when the last part has arrived, and the ranks have agreed."""
-        if unit.number not in now.updated:
+        if unit.trained and unit.number not in now.updated:
             self._carrier.settle()  # which may update it
-        if unit.number not in now.updated:
+        if unit.trained and unit.number not in now.updated:
             assert now.change is not None
             self._update(now, unit, now.change)
         now.gathered.add(unit.number)

@@ -11,7 +11,8 @@ from torch import nn
 
 from phalanx.comm.mesh import Mesh, join
 from phalanx.optim import sharded
-from phalanx.optim.order import Sharding
+from phalanx.optim.order import Orders, Sharding
+from phalanx.optim.timeline import Op
 from phalanx.records import Placement
 from tests.dist.engine_cases import WIDTH, Batch, Driven, Mix, Net, batches, mix
 from tests.helpers import run_ranks
@@ -228,3 +229,34 @@ def test_what_was_updated_early_is_put_back_when_it_is_clipped_or_skipped(zero: 
         assert two == [units * 8, 2]
         skipped = [False, True, False, False, True]  # between which steps nothing may change, from the first pair on
         assert moved == ([True] * 5 if bad == bad else [not each for each in skipped]) * 2
+
+
+def with_a_frozen_unit(placement: Placement) -> list[float]:
+    """Units are updated early, but for one that is not trained: its parts are gathered as soon as may be, or before and
+    behind the last gradient."""
+    sharded.PART_BYTES = 8
+    found = []
+    with join(placement, 20) as mesh:
+        parts = range(4)
+        order = (
+            *(Op("reduce", unit, part) for unit in (2, 1, 0) for part in parts if (unit, part) != (0, 3)),
+            Op("gather", 2, 0), Op("reduce", 0, 3), *(Op("gather", 2, part) for part in parts[1:]),
+            *(Op("gather", unit, part) for unit in (0, 1) for part in parts),
+        )  # fmt: skip
+        for given in (None, Orders(order, order, (), ())):
+            torch.manual_seed(0)
+            model = Net([Mix([[4, 200]]), Mix([[130]]), Mix([[9, 300]])], own=False)
+            model.blocks[2].requires_grad_(False)
+            driven = Driven(mesh, model, model.units(), Sharding(1, slots=2), clip=1e6)
+            assert driven.engine._parts == len(parts)
+            if given is not None:
+                driven.engine._timetable.of = lambda step, given=given: given  # type: ignore[method-assign]
+            driven.walk(4)
+            found.append(driven.apart())
+            driven.engine.close()
+    return found
+
+
+def test_what_is_not_trained_neither_waits_for_an_update_nor_hides_that_a_sum_is_not_there() -> None:
+    for found in run_ranks(with_a_frozen_unit, 2):
+        assert max(found) < 1e-9, found
