@@ -18,6 +18,7 @@ from phalanx import accelerator, host_memory, state_file
 from phalanx.checkpoint.kept_state import open_kept, tensor_of
 from phalanx.checkpoint.replay import Gradients, gradient_bytes, kernels
 from phalanx.checkpoint.snapshot import DTYPE_NAMES
+from phalanx.checkpoint.working import Working, forget_from
 from phalanx.comm.mesh import Mesh
 from phalanx.errors import ConfigError
 from phalanx.kept import Kept
@@ -83,6 +84,7 @@ class Memory:
         self._first_here = mesh.rank == 0 if first_here is None else first_here
         self._lane = Lane(mesh.device) if background else None
         self._alive = state_file.live_in(folder)
+        self._working = Working(folder, mesh.rank)
         self._file: StateFile | None = None
         self._settled = self._last = 0  # the step that was confirmed, and the one that was given to `commit`
         self.whole: Whole = iter  # gives an engine's pieces in coordinates of whole parameters
@@ -273,6 +275,9 @@ class Memory:
             self._say(Kind.RESOLVED, {"key": KEY, "value": bool(made), "reason": reason})
         return bool(made)
 
+    def working(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return self._working.take(elements, dtype)
+
     # ------------------------------------------------------------------------------------------------------ every step
 
     def begin(self) -> None:
@@ -340,6 +345,7 @@ class Memory:
         self._mesh.min([1.0])
         if self._file is None or not self._first_here:
             return
+        forget_from(self._folder, self._mesh.world)
         mine = self._file.facts.generation
         replicas = self._folder / state_file.REPLICAS
         for path in (*state_file.files_in(self._folder), *state_file.files_in(replicas)):

@@ -97,6 +97,9 @@ class Keeper(Protocol):
         """Take memory for two slots that look like `like`, which may be on meta and of which `pieces` gives the pieces;
         False where there is none. Collective."""
 
+    def working(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for what every process makes anew, with any content, where that is had sooner than new memory."""
+
     def begin(self) -> None:
         """The slot that is not current is about to be written to, where the state lives in the slots."""
 

@@ -20,6 +20,14 @@ IN_FLIGHT = 3  # gradient buffers of one size: one that is filled, one that is s
 IN_FLIGHT_RELEASED = 2  # where parameters are released: the backward pass waits for the link anyway
 
 
+Working = Callable[[int, torch.dtype], torch.Tensor | None]  # elements and type -> memory with any content
+
+
+def nothing(elements: int, dtype: torch.dtype) -> None:
+    """Where there is no other memory than new one."""
+    return None
+
+
 class Pool:
     """Gradient buffers that are given back when they are summed. Who computes faster than the lane sends waits here,
     but never for a lane that itself waits for the main thread."""
@@ -98,14 +106,17 @@ class Held:
         lane: Lane,
         pool: Pool | None,
         released: bool,
+        working: Working = nothing,
     ) -> None:
         """`rank` among those that a copy of the state is sharded over. Without a `pool` the buffer for gradients is the
-        bucket's own for good; `released`: whole parameters are there only between `gathering` and `release`."""
+        bucket's own for good; `released`: whole parameters are there only between `gathering` and `release`.
+        `working`: memory that may be had for what stays."""
         self.bucket, self.fragments = bucket, tuple(bucket.fragments(rank))
         self.names = [member.parameter.name for member in bucket.members]
         self._own = [part.range(rank) for part in bucket.parts]  # elements of the bucket
         self._precision, self._lane, self._pool = precision, lane, pool
-        self.values = torch.empty(bucket.elements, dtype=precision.compute, device=device)
+        own = None if released else working(bucket.elements, precision.compute)
+        self.values = torch.empty(bucket.elements, dtype=precision.compute, device=device) if own is None else own
         self._released = released
         self._bytes = self.values.untyped_storage().nbytes()
         self._travelling: torch.Tensor | None = None
@@ -119,7 +130,9 @@ class Held:
         if not bucket.trained:
             return
         # With any content: what no gradient comes for is zeroed when it is handed over.
-        self._sums = self.values.new_empty(bucket.elements, dtype=precision.master) if pool is None else None
+        self._sums = None if pool is not None else working(bucket.elements, precision.master)
+        if pool is None and self._sums is None:
+            self._sums = self.values.new_empty(bucket.elements, dtype=precision.master)
         # The sum over the ranks of each part's own range.
         self.reduced = (
             self._by_part(self._new(bucket.share(rank)))

@@ -120,7 +120,10 @@ class Sharded:
         make = functools.partial(self._shards.make, masters=not itself)
         self._state = Slots(make, self._shards.pieces, self._allocate, self.sharding.slots, self._keeper)
         for bucket in self.buckets:  # one after the other: what is released between uses was never there all at once
-            held = Held(bucket, self._rank, self.mesh.device, self._precision, self._lane, pool, self._released)
+            held = Held(
+                bucket, self._rank, self.mesh.device, self._precision, self._lane, pool, self._released,
+                self._state.working,
+            )  # fmt: skip
             held.take([parameters[member.parameter.name] for member in bucket.members], replaced)
             for fragment in held.fragments if itself and bucket.trained else ():
                 self._state.source[fragment.key]["param"] = held.own(fragment)

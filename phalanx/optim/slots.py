@@ -95,6 +95,10 @@ class Slots:
         """Where the next one is written."""
         return self._all[(self._current + 1) % len(self._all)]
 
+    def working(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory that outlives the process, for what is made anew and kept on this host; with any content."""
+        return self._keeper.working(elements, dtype) if self._keeper is not None and self._keeper.in_place else None
+
     def begin(self) -> None:
         """The next state is about to be written; may be repeated."""
         if self._keeper is not None:
