@@ -113,7 +113,7 @@ def exchange(placement: Placement, mib: int, turns: int, interface: str = INTERF
                 if one["operation"] == ALL_GATHER:
                     tensor[own] = values[own]
                 mesh.sum([0.0])  # all begin together
-                before, start = sent_bytes(interface), time.perf_counter()
+                before, start = float(sent_bytes(interface)), time.perf_counter()
                 if one["operation"] == REDUCE_SCATTER:
                     moves[compress].reduce_scatter(tensor, cuts, into).wait()
                 else:
