@@ -113,12 +113,12 @@ def exchange(placement: Placement, mib: int, turns: int, interface: str = INTERF
                 if one["operation"] == ALL_GATHER:
                     tensor[own] = values[own]
                 mesh.sum([0.0])  # all begin together
-                before, start = sent_bytes(interface), time.perf_counter()
+                before, begun = sent_bytes(interface), time.perf_counter()
                 if one["operation"] == REDUCE_SCATTER:
                     moves[compress].reduce_scatter(tensor, cuts, into).wait()
                 else:
                     moves[compress].all_gather(tensor, cuts).wait()
-                (seconds,) = mesh.max([time.perf_counter() - start])
+                (seconds,) = mesh.max([time.perf_counter() - begun])
                 one["sent"] = sent_bytes(interface) - before
                 one["seconds"] += [seconds] if turn else []
                 if one["operation"] == ALL_GATHER:

@@ -160,11 +160,11 @@ def plan_alone(kind: str, nodes: int, draw: random.Random) -> Plan:
         text = CHANGING[kind]
         victim = 1 if kind == "nan" else 0
     if kind == "spike":  # there has to be something to compare it with, and to go back to
-        text = f"spike:rank=0,step={step + 10},factor=30"
+        text = f"spike:rank=0,step={step + 16},factor=30"
         plan.overrides = ("resilience.on_spike=rollback", "resilience.rollback_steps=2")
-    elif kind == "corrupt-checkpoint":  # the only one so far, and somebody who reads it
-        text, kill = f"{kind}:rank={victim},step=12", f"kill:rank={victim},step=22"
-        plan.overrides = ("resilience.memory=false", "checkpoint.every=12")
+    elif kind == "corrupt-checkpoint":  # the newest one, before which there is another, and somebody who reads it
+        text, kill = f"{kind}:rank={victim},step=22", f"kill:rank={victim},step=32"
+        plan.overrides = ("resilience.memory=false", "checkpoint.every=11")
         plan.injected.append((Strike("kill", victim, attempt=1), kill))
     elif kind in HARMLESS:
         step -= step % EVERY
@@ -223,6 +223,10 @@ class FaultyRun(Run):
             time.sleep(LOOK_S)
         return True
 
+    def until_after(self, attempt: int) -> None:
+        """Until a later attempt has begun, or the run is done."""
+        self.until(lambda: self.attempt() > attempt or bool(self.events(Kind.FINISHED)))
+
     def to_its_end(self) -> bool:
         """Wait until the last agent has left; whether the last step was done."""
         ended = self.until(lambda: not self.commands)
@@ -238,7 +242,7 @@ def perform(place: Path, name: str, plan: Plan) -> FaultyRun:
         _strike(run, strike, after)
         following = [each for each, _ in plan.outside[number + 1 : number + 2]]
         if strike.happened and not (following and following[0].during):
-            run.until(lambda since=strike.attempt: run.attempt() > since or bool(run.events(Kind.FINISHED)))
+            run.until_after(strike.attempt)
     return run
 
 

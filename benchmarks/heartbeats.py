@@ -8,6 +8,7 @@ from another one, how long lay between two that were sent, and how long each age
 the gap would be if it sent them itself. docs/benchmarks.md says how to read the figures.
 """
 
+import functools
 import json
 import os
 import signal
@@ -105,7 +106,7 @@ def measure(folder: Path, nodes: int, load: int, seconds: float) -> tuple[list[R
     """Have the agents meet, load the machine, and look at what has arrived until then."""
     paths = RunPaths(folder / "run")
     (folder / "recipe.yaml").write_text(RECIPE.format(cache=folder / "cache"))
-    agents = [fork(lambda number=number: node(folder, number, nodes)) for number in range(nodes)]
+    agents = [fork(functools.partial(node, folder, number, nodes)) for number in range(nodes)]
     others: list[tuple[int, int]] = []
     try:
         _wait(lambda: len(read_steps(paths.metrics)) >= 3, agents, folder)

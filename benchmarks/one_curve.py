@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -182,7 +183,7 @@ def control(prepared: RunPaths, steps: int, split: int) -> list[float]:
     for name, shape in parameter_shapes(spec).items():
         values = init_slice(spec, config.train.seed, name, 0, parameters[name].numel(), "cpu", torch.float64)
         parameters[name].data.copy_(values.view(shape))
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters.values() if p.dim() == 1], "weight_decay": 0.0},
     ]

@@ -5,11 +5,11 @@ losses of its steps, so that it can be shown that they do the same work.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -288,7 +288,7 @@ def drive_trainer(
             return loss
 
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
-            return SequentialSampler(self.train_dataset)
+            return SequentialSampler(cast(Sized, self.train_dataset))
 
     class Turns(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

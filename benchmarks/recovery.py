@@ -12,6 +12,7 @@ docs/benchmarks.md says how to read the figures.
 
 import argparse
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -118,24 +119,28 @@ def kills(system: str, run: Run, size: Size, seed: int) -> Iterator[tuple[float,
     steps is as far as it was), both without the steps themselves."""
     draw = random.Random(seed)
     for number in range(size.times):
-        far = run.recorded()[1] + size.apart
-        run.wait(lambda far=far: run.recorded()[1] >= far)
+        run.reach(run.recorded()[1] + size.apart)
         time.sleep(draw.uniform(0.0, 0.5))
-        attempt, reached = run.recorded()
         if system == OURS:
-            found = draw.choice(sorted(run.commands[0].ranks().values()))
-            dead_s, _ = recover(run, lambda found=found: os.kill(found, signal.SIGKILL))
+            victim = draw.choice(sorted(run.commands[0].ranks().values()))
+            dead_s, _ = recover(run, functools.partial(os.kill, victim, signal.SIGKILL))
             again_s = dead_s
         else:
-            begun = time.time()
-            os.kill(draw.choice(children(run.commands[0].pid)), signal.SIGKILL)
-            step_s = run.step_s()
-            # A line is written when the next step has come to its backward pass.
-            dead_s = run.wait(lambda attempt=attempt: run.recorded()[0] > attempt) - begun - 2 * step_s
-            assert run.recorded()[1] <= reached + 1, "the run has gone on as if nothing had happened"
-            again_s = run.wait(lambda reached=reached: run.recorded()[1] > reached) - begun - 2 * step_s
+            dead_s, again_s = by_torchrun(run, draw)
         tell(f"{system}: kill {number + 1} of {size.times}: dead for {dead_s:.2f} s")
         yield dead_s, again_s
+
+
+def by_torchrun(run: Run, draw: random.Random) -> tuple[float, float]:
+    """Kill a rank; as above, of a run whose steps are known by their lines alone."""
+    attempt, reached = run.recorded()
+    begun = time.time()
+    os.kill(draw.choice(children(run.commands[0].pid)), signal.SIGKILL)
+    step_s = run.step_s()
+    # A line is written when the next step has come to its backward pass.
+    dead_s = run.wait(lambda: run.recorded()[0] > attempt) - begun - 2 * step_s
+    assert run.recorded()[1] <= reached + 1, "the run has gone on as if nothing had happened"
+    return dead_s, run.wait(lambda: run.recorded()[1] > reached) - begun - 2 * step_s
 
 
 def recover(run: Run, harm: Callable[[], object]) -> tuple[float, int]:
@@ -159,8 +164,7 @@ def on_this_machine(folder: Path, model: str, ranks: int, size: Size, seed: int)
     for system in (OURS, TORCHRUN):
         tell(f"{system} on this machine, {ranks} ranks")
         with begin(system, folder / system, model, ranks).ending() as run:
-            begun_at = 12 if system == TORCHRUN else 3  # behind its first checkpoint
-            run.wait(lambda run=run, begun_at=begun_at: run.recorded()[1] >= begun_at)
+            run.reach(12 if system == TORCHRUN else 3)  # behind its first checkpoint
             found = list(kills(system, run, size, seed))
             step_s = run.step_s()
         low, middle, high = spread([first for first, _ in found])
@@ -183,11 +187,12 @@ def shard_s(run: Run) -> float:
     return max(facts.slot_bytes for facts in found) * 8 / (MBIT * 1e6)
 
 
-def strike(place: Place, kind: str, draw: random.Random) -> int:
-    """Have something happen to a node that trains; returns which."""
+def strike(place: Place, kind: str, draw: random.Random, struck: list[int]) -> None:
+    """Have something happen to a node that trains, which is noted in `struck` before."""
     leader, seated = place.leader(), place.seated()
     others = [node for node in seated if node != leader] or seated
     node = leader if kind == LEADER else draw.choice(others)
+    struck.append(node)
     match kind:
         case "kill":
             os.kill(draw.choice(sorted(place.ranks(node).values())), signal.SIGKILL)
@@ -198,7 +203,6 @@ def strike(place: Place, kind: str, draw: random.Random) -> int:
         case _:
             place.cut(node)
             place.crash(node)
-    return node
 
 
 def thaw(place: Place, node: int, ranks: Sequence[int]) -> float:
@@ -221,8 +225,7 @@ def settle(place: Place, apart: int) -> None:
     if place.returns:
         place.run.wait(place.whole)
         time.sleep(SETTLED_S)
-    far = place.run.recorded()[1] + apart
-    place.run.wait(lambda: place.run.recorded()[1] >= far)
+    place.run.reach(place.run.recorded()[1] + apart)
 
 
 def harm(place: Place, kinds: Sequence[str], times: int, size: Size, draw: random.Random) -> Iterator[Row]:
@@ -232,7 +235,7 @@ def harm(place: Place, kinds: Sequence[str], times: int, size: Size, draw: rando
         time.sleep(draw.uniform(0.0, 0.5))
         pids = {node: sorted(place.ranks(node).values()) for node in place.seated()}
         struck: list[int] = []
-        dead_s, lost = recover(place.run, lambda kind=kind, struck=struck: struck.append(strike(place, kind, draw)))
+        dead_s, lost = recover(place.run, functools.partial(strike, place, kind, draw, struck))
         fenced_s = thaw(place, struck[0], pids[struck[0]]) if kind == FREEZE else None
         if kind != KILL and place.returns:
             place.bring_back(struck[0])
@@ -356,10 +359,13 @@ def by_chance(where: str, system: str, kind: str, mtbf_s: float, folder: Path, g
                     if time.monotonic() > since + BACK_S:
                         del away[node]
                         place.bring_back(node)
-                ready = due and not away and place.whole() and len(place.seated()) == node_faults.TRAINING
-                if ready and (node := strike(place, kind, draw)) >= 0 and kind != KILL:
-                    away[node] = time.monotonic()
-                return ready
+                if not (due and not away and place.whole() and len(place.seated()) == node_faults.TRAINING):
+                    return False
+                struck: list[int] = []
+                strike(place, kind, draw, struck)
+                if kind != KILL:
+                    away[struck[0]] = time.monotonic()
+                return True
 
         highest = 0
 
@@ -368,7 +374,7 @@ def by_chance(where: str, system: str, kind: str, mtbf_s: float, folder: Path, g
             highest = max(highest, done())
             return highest
 
-        run.wait(lambda: run.recorded()[1] >= 5)
+        run.reach(5)
         part, happened = under_faults(run, size, trace, furthest, turn)
     target = STEPS_COMMITTED.get(mtbf_s, {}).get(kind) if system == OURS else None
     tell(f"{system} on {where}: {kind} every {mtbf_s:g} s: {part:.1%} of the steps, {happened} faults")
@@ -463,7 +469,7 @@ def main() -> None:
                 tell("what a committed step costs")
                 if not (folder / OURS).exists():
                     with begin(OURS, folder / OURS, given.parameters, given.ranks).ending() as run:
-                        run.wait(lambda: run.recorded()[1] >= 2)
+                        run.reach(2)
                 rows += cost(folder, given.ranks, size.pairs, RunPaths(folder / OURS / "run"))
     checks = checks_of(rows, LOADED if given.loaded else 1.0)
     report(result("recovery", machine(None, 1), rows, checks), given.json)

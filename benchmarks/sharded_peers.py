@@ -70,7 +70,7 @@ class _Wait(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         until = time.perf_counter() + ctx.model.backward_s
         (weight,) = ctx.saved_tensors
         found = torch.add(weight, 1.0).mul_(ctx.factor * grad[0])
@@ -209,7 +209,7 @@ class Fsdp2:
     def __call__(self, model: Model, mesh: Mesh) -> Way:
         shards = self.shards or mesh.shard
         made = model.make(mesh.rank)
-        kept = {"reshard_after_forward": False} if self.whole else {}
+        kept: dict[str, Any] = {"reshard_after_forward": False} if self.whole else {}
         blocks: list[FSDPModule] = [fully_shard(block, mesh=shards, **kept) for block in made]
         fully_shard(made, mesh=shards, **kept)
         for number, block in enumerate(blocks if self.tuned else []):

@@ -123,7 +123,8 @@ def start(
         own = dict(os.environ, PYTHONPATH=str(ROOT)) | dict(environment or {})
         os.execve(sys.executable, [sys.executable, *words], own)
 
-    pid, pidfd = fork(child)
+    # In a session of its own, as a user's would be: Linux serves sessions alike (sched_autogroup).
+    pid, pidfd = fork(child, session=True)
     os.close(pidfd)
     return Command(pid, output)
 
@@ -222,6 +223,10 @@ class Run:
             assert time.monotonic() < until, f"nothing has happened for {patience_s:g} s; see {self.paths.root}"
             time.sleep(look_s)
         return time.time()
+
+    def reach(self, step: int) -> None:
+        """Wait until a step is recorded."""
+        self.wait(lambda: self.recorded()[1] >= step)
 
     def end(self) -> None:
         """Kill what still runs, and take away what it leaves in shared memory."""
