@@ -281,10 +281,11 @@ class Configuration:
 
 def drawn(count: int, largest: int) -> list[Configuration]:
     """So many unlike ones, always the same."""
-    draw, found = random.Random(7), []
+    draw = random.Random(7)
+    found: list[Configuration] = []
     while len(found) < count:
         shape, world = draw.choice(SHAPES[:largest]), draw.choice((2, 4))
-        words = draw.choice(SHARDED)
+        words: tuple[str, ...] = draw.choice(SHARDED)
         if draw.random() < 0.3:
             words = draw.choice(CUT if world == 4 else CUT[:2])
         words = tuple({**_pairs(("parallel.tensor=1", "parallel.pipeline=1")), **_pairs(words)}.values())

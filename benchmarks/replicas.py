@@ -82,7 +82,8 @@ def commits(placement: Placement, folder: str, addresses: list[str], way: str, e
     from phalanx.replicas import Replicas
 
     class Told:
-        weight, loss_scale = 1, None
+        weight: int = 1
+        loss_scale: float | None = None
 
         def get(self) -> tuple[float, float]:
             return 1.0, 0.0

@@ -155,8 +155,9 @@ def throttle(ranks: int, by_groups: bool | None = None) -> Iterator[Throttle]:
         yield groups
     finally:
         groups.remove()
-        for each in {parent, memory} - {None}:
-            each.rmdir()
+        for each in {parent, memory}:
+            if each is not None:
+                each.rmdir()
 
 
 def _made_parent() -> Path | None:

@@ -205,7 +205,7 @@ class Memory:
     def _handed_over(self, replicas: Replicas) -> Gradients | None:
         """Memory for gradients, which the process that sends them has too; None where there is too little."""
         tensors = self.file.index()["tensors"]
-        if gradient_bytes(tensors) > OF_HOST * accelerator.host_memory_free():
+        if gradient_bytes(tensors) > OF_HOST * host_memory.free():
             return None
         try:
             gradients = Gradients(tensors)

@@ -43,8 +43,7 @@ from phalanx.optim.units import Unit, describe
 from phalanx.optim.update import NO_COPIES, Change, Read, Rule, zeros
 
 EVEN = Sharding()
-# How many gathers behind the last gradient the ranks begin to agree, and need to have agreed, where units are updated
-# early: the link would be idle meanwhile, and nobody needs to know before the first unit has been gathered.
+# Early updates: after so many gathers the ranks begin to agree, and must have agreed; the link is not idle meanwhile.
 ASKED, HEARD = 1, 3
 NEAR_CLIPPING = 0.8  # of the limit: a norm that was below is taken to stay below it in the next step
 
@@ -120,10 +119,8 @@ class Sharded:
         make = functools.partial(self._shards.make, masters=not itself)
         self._state = Slots(make, self._shards.pieces, self._allocate, self.sharding.slots, self._keeper)
         for bucket in self.buckets:  # one after the other: what is released between uses was never there all at once
-            held = Held(
-                bucket, self._rank, self.mesh.device, self._precision, self._lane, pool, self._released,
-                self._state.working,
-            )  # fmt: skip
+            shared = self._precision, self._lane, pool, self._released, self._state.working
+            held = Held(bucket, self._rank, self.mesh.device, *shared)
             held.take([parameters[member.parameter.name] for member in bucket.members], replaced)
             for fragment in held.fragments if itself and bucket.trained else ():
                 self._state.source[fragment.key]["param"] = held.own(fragment)
@@ -270,8 +267,8 @@ class Sharded:
 
     def close(self) -> None:
         self._lane.close()
-        if (passes := self.__dict__.get("_passes")) is not None:
-            passes.leave()
+        if "_passes" in self.__dict__:
+            self._passes.leave()
         # Their groups end with the last reference, and none may outlive the interpreter, as this engine may.
         self._complete = None
         for name in ("_ways", "_carrier", "_timetable", "_now"):
@@ -316,8 +313,8 @@ class Sharded:
         """Begin to agree on the norm of the whole gradient, and on which parameters have one."""
         self._carrier.settle_sums()
         self._await_others()
-        zero = self._zero()
-        squares = gradients.squares_once(reduced(self._trained_held, self._held_alike), zero.dtype, zero.device)
+        ours = reduced(self._trained_held, self._held_alike)
+        squares = gradients.squares_once(ours, self._precision.master, self.mesh.device)
         names = [name for held in self._trained_held for name in held.names]
         mine, rates, here = squares.item() / self._copies, self._timetable.rates(), set().union(*now.used_here)
         now.agreement = Agreement(mine, rates, names, here, self.mesh.agreement, self.traffic)
@@ -375,9 +372,9 @@ class Sharded:
         """`fresh` is set when the last part has arrived, and the ranks have agreed."""
         if unit.trained and unit.number not in now.updated:
             self._carrier.settle()  # which may update it
-        if unit.trained and unit.number not in now.updated:
-            assert now.change is not None
-            self._update(now, unit, now.change)
+            if unit.number not in now.updated:
+                assert now.change is not None
+                self._update(now, unit, now.change)
         now.gathered.add(unit.number)
 
         def then() -> None:
