@@ -313,8 +313,8 @@ class Sharded:
         """Begin to agree on the norm of the whole gradient, and on which parameters have one."""
         self._carrier.settle_sums()
         self._await_others()
-        ours = reduced(self._trained_held, self._held_alike)
-        squares = gradients.squares_once(ours, self._precision.master, self.mesh.device)
+        ours, zero = reduced(self._trained_held, self._held_alike), self._zero()
+        squares = gradients.squares_once(ours, zero.dtype, zero.device)
         names = [name for held in self._trained_held for name in held.names]
         mine, rates, here = squares.item() / self._copies, self._timetable.rates(), set().union(*now.used_here)
         now.agreement = Agreement(mine, rates, names, here, self.mesh.agreement, self.traffic)
@@ -337,9 +337,9 @@ class Sharded:
         )
         now.change = Change(now.number, now.lr, self._no_decay, divisor, skip)
         self._used, self._last_norm = used, None if now.skipped else now.norm
-        now.agreed.set()
         if not likely:
             self._do_again(now)
+        now.agreed.set()  # behind that: what arrives from here on is good
         for fresh in now.early_fresh:
             fresh.set()
 

@@ -29,8 +29,9 @@ def test_what_the_command_says_and_writes(tmp_path: Path) -> None:
     commands = [["health", *files], ["health", "--json", "--expect", "baseline.json"], ["health", "--as-slurm", "prolog"]]
     table, as_json, prolog = run_ranks("tests.dist.command:call", 1, folder=str(tmp_path), commands=commands)[0]
     assert [table[0], as_json[0], prolog[0]] == [0, 0, 0], table + as_json + prolog
-    for word in ("limits", "memory", "processors", "disk", "clock", "kernel log"):
+    for word in ("limits", "memory", "processors", "disk", "clock"):
         assert word in table[1]
+    assert "kernel log" in table[1] or "out of memory" in table[1]  # other tests have processes killed for memory
     result = json.loads((tmp_path / "new" / "result.json").read_text())
     assert result.keys() == {"version", "host", "time", "verdict", "findings"}
     assert result["version"] == 1
@@ -233,7 +234,8 @@ def test_what_deserves_a_look_is_said_once_and_the_run_goes_on(tmp_path: Path) -
     assert code == 0, err
     events = [each for each in read_lines(RunPaths(tmp_path / "run").events) if each["kind"] == Kind.HEALTH]
     assert [(each["verdict"], each["after"]) for each in events] == [("watch", None)]
-    assert [finding["check"] for finding in events[0]["findings"]] == ["open files"]
+    # Other tests have processes killed for memory, which the kernel's log tells of.
+    assert [each["check"] for each in events[0]["findings"] if each["check"] != "out of memory"] == ["open files"]
     assert out.count("this process may open 700 files") == 1
 
 

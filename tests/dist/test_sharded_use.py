@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import re
 import threading
 import time
@@ -16,11 +17,13 @@ from phalanx.comm.mesh import join
 from phalanx.errors import ConfigError
 from phalanx.optim.held import IN_FLIGHT
 from phalanx.optim.order import PREFETCH, Sharding
+from phalanx.optim.sharded import Sharded
 from phalanx.records import Placement
 from tests.dist.engine_cases import WIDTH, Driven, Mix, Net, batches, mix
 from tests.helpers import run_ranks
 
 PATIENCE_S = 3.0
+CLIP = 2.0
 
 
 def five_units(own: bool = True) -> Net:
@@ -525,3 +528,36 @@ def test_no_rank_updates_before_all_are_through_with_the_step_before(sharding: d
     (mine, begun), (others, _) = run_ranks(through, 2, sharding=sharding)
     assert len(mine) == len(others) == len(begun) == 5
     assert all(end < begin for end, begin in zip(others, begun[1:], strict=False))
+
+
+def done_again(placement: Placement) -> list[float]:
+    """A run whose norm comes to the limit all of a sudden, so that what was gathered early is done again, slowly."""
+
+    def slowly(engine: Sharded, now: Any) -> None:
+        engine._carrier.settle()
+        time.sleep(0.05)  # for who believes that the parameters are there
+        known(engine, now)
+        again.append(now.number)
+
+    known, again = Sharded._do_again, []
+    Sharded._do_again = slowly  # type: ignore[method-assign]
+    try:
+        with join(placement, 20) as mesh:
+            found = []
+            for degree, units in itertools.product((1, 2), (1, 5)):
+                again.clear()
+                torch.manual_seed(0)
+                model = Net([Mix([[], [28, 16], [26, 5]]) for _ in range(units)], False)
+                driven = Driven(mesh, model, model.units(), Sharding(2, slots=2, degree=degree), CLIP)
+                driven.walk(50, lambda step, rank: batches(step, rank, 2))
+                found.append(driven.apart())
+                driven.engine.close()
+                assert again, f"nothing was done again with {units} units, so nothing was tested"
+            return found
+    finally:
+        Sharded._do_again = known  # type: ignore[method-assign]
+
+
+def test_nobody_computes_with_what_is_about_to_be_done_again() -> None:
+    for found in run_ranks(done_again, 2):
+        assert max(found) < 1e-9, found
