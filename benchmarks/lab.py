@@ -12,9 +12,7 @@ import itertools
 import json
 import os
 import random
-import re
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from pathlib import Path
 
 from benchmarks import links
 from benchmarks.links import Links
+from benchmarks.started import children, command_line, ranks_of
 from benchmarks.throttle import Throttle, throttle
 from phalanx.cluster import agent
 from phalanx.cluster.fork import fork, kill_group
@@ -123,8 +122,8 @@ class _Started:
         until = time.monotonic() + PATIENCE_S
         while self.running:
             for place, (pid, pidfd) in list(self.running.items()):
-                for child in _children(pid):
-                    if child not in inside and (rank := _rank_of(child)) is not None:
+                for rank, child in ranks_of(children(pid)).items():
+                    if child not in inside:
                         inside[child] = rank
                         with contextlib.suppress(OSError):  # it has just ended
                             self._hold(rank, child)
@@ -203,39 +202,12 @@ def write_text(file: Path, words: int = 120_000) -> None:
 
 
 def _phalanx(namespace: str | None, folder: Path, arguments: Sequence[str], output: Path) -> int:
-    from phalanx import cli
-
     if namespace is not None:
         links.enter(namespace)
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # of an interface that is not there
             os.environ.pop(name, None)
     os.chdir(folder)
-    sys.argv = ["phalanx", *arguments]
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for each in (1, 2):
-        os.dup2(descriptor, each)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    try:
-        cli.main()
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
-    return 0
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _rank_of(pid: int) -> int | None:
-    """The rank that a process is, by the log that it writes; None of any other."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"/rank-(\d+)\.log$", os.readlink(f"/proc/{pid}/fd/1"))
-        return None if found is None else int(found[1])
-    return None
+    return command_line(arguments, output)
 
 
 def _resident(pid: int) -> int:

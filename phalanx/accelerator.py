@@ -35,7 +35,6 @@ PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
 # The kind of device, and its groups, that scripts of other libraries name outright.
 NAMED_IN_SCRIPTS, GROUPS_NAMED_IN_SCRIPTS = "cuda", "nccl"
 
-
 # Beside a name of the table, these words mean a slower or faster chip, or a part of one.
 _ANOTHER_CHIP = re.compile(r"\b(Laptop|Mobile|Max-Q|MIG|Ti|SUPER|D)\b", re.IGNORECASE)
 
@@ -242,9 +241,7 @@ def memory_free(device: torch.device, local_world: int) -> int:
     if device.type != "cpu":
         free, _ = torch.accelerator.get_memory_info(device)
         return int(free)
-    import psutil  # only here, so that a machine with an accelerator need not have it
-
-    return min([psutil.virtual_memory().available, *host_memory.group_room()]) // local_world
+    return host_memory.free() // local_world
 
 
 def forget_unused(device: torch.device) -> None:

@@ -1,6 +1,5 @@
 """This machine's devices as a launcher sees them: a child process, which may touch them, finds them for the ranks."""
 
-import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ PRELOAD = (
     "phalanx.train.resolve",
     "numpy.ma",  # which numpy itself imports when it first looks something up
 )
-WHERE_INSTALLED = ("psutil",)
 DEVICES_TIMEOUT_S = 120.0
 
 
@@ -42,7 +40,7 @@ def warmed(on_cpu: bool) -> tuple[dict[str, Device], list[str]]:
     terminal = open_terminal()
     if terminal.is_terminal:
         terminal.print("[dim]importing torch[/dim]", end="\r")
-    agent.preload([*PRELOAD, *(name for name in WHERE_INSTALLED if importlib.util.find_spec(name) is not None)])
+    agent.preload(PRELOAD)
     found = {row[0]: Device(*row) for row in fork_call(_devices, timeout_s=DEVICES_TIMEOUT_S)}
     return found, [name for name in found if name != "cpu" and not on_cpu]
 

@@ -87,6 +87,14 @@ def read(path: Path) -> Hardware:
         raise ConfigError(f"the hardware file {path} cannot be used: {error}; {AGAIN}") from None
 
 
+def read_if_any(path: Path) -> Hardware | None:
+    """The same; None where there is no file, or none that can be used."""
+    try:
+        return read(path) if path.exists() else None
+    except ConfigError:
+        return None
+
+
 def write(path: Path, hardware: Hardware) -> None:
     """Write the file in one go. Raises OSError where that cannot be done."""
     write_atomic(path, json.dumps(to_json(hardware), indent=1, allow_nan=False) + "\n")

@@ -95,12 +95,7 @@ def foretold(
 
 def _known(file: str | None, paths: RunPaths) -> Hardware | None:
     """What was measured: the file that the recipe names, else that of the run folder, if it is of any use."""
-    if file is not None:
-        return hardware.read(Path(file).expanduser())
-    try:
-        return hardware.read(paths.hardware) if paths.hardware.exists() else None
-    except ConfigError:
-        return None
+    return hardware.read(Path(file).expanduser()) if file is not None else hardware.read_if_any(paths.hardware)
 
 
 def _last(paths: RunPaths) -> Record | None:

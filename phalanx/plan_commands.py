@@ -270,4 +270,4 @@ def _run_of(paths: RunPaths) -> calibration.Run:
 
         spec = hf.spec_from_config(hf.read_config(paths.hf_config.parent), str(paths.hf_config))
     steps = calibration.steps_of_newest(read_steps(paths.metrics))
-    return calibration.Run(paths.name, config, nodes, calibration.known_of(paths.hardware), steps, spec)
+    return calibration.Run(paths.name, config, nodes, hardware.read_if_any(paths.hardware), steps, spec)

@@ -136,7 +136,7 @@ MAY_USE: dict[str, set[str]] = {
     "storage": {"fsspec"},
     "cluster": {"pynvml"},
     "report": {"plotly", "rich", "yaml"},
-    "accelerator": {"torch", "psutil"},
+    "accelerator": {"torch"},
     "phases": {"torch"},
     "models": {"torch", "safetensors"},  # never transformers: its models are a reference, not a part
     "comm": {"torch"},

@@ -15,7 +15,7 @@ from phalanx.optim import rates
 from phalanx.optim.overlap import Work
 
 KEPT = 5  # micro-batches whose median counts
-RESTARTS = 64  # transfers after idling of which the shortest counts
+RESTARTS = 8  # transfers after idling of which the shortest counts: few, for they are of the rate that was then
 LEAST_S = 1e-6  # for what has not been seen, or is nothing
 
 

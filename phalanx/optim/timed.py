@@ -1,13 +1,13 @@
 """How long updates take on a host that does them itself, whichever thread they are on."""
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
-from phalanx.optim.engine import Engine
-from phalanx.optim.update import Allocator, Change, Rule, Slot, State
+from phalanx.optim.engine import Engine, Slot
+from phalanx.optim.update import Change, Rule
 
 
 class Updates:
@@ -20,7 +20,7 @@ class Updates:
         """The same maker of an engine, whose updates are counted here."""
 
         def make(*args: Any, rule: Rule, **more: Any) -> Engine:
-            return make_engine(*args, rule=Timed(rule, self), **more)
+            return make_engine(*args, rule=cast(Rule, Timed(rule, self)), **more)
 
         return make
 
@@ -39,26 +39,8 @@ class Timed:
     def __init__(self, rule: Rule, updates: Updates) -> None:
         self.rule, self._updates = rule, updates
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return self.rule.kinds
-
-    def make(
-        self,
-        name: str,
-        shape: Sequence[int],
-        elements: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        allocate: Allocator,
-    ) -> State:
-        return self.rule.make(name, shape, elements, dtype, device, allocate)
-
-    def keeps_rows(self, shape: Sequence[int]) -> bool:
-        return self.rule.keeps_rows(shape)
-
-    def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
-        return self.rule.state_bytes(shape, itemsize)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rule, name)
 
     def apply(self, source: Slot, target: Slot, grads: dict[str, torch.Tensor], change: Change) -> None:
         begun = time.perf_counter()

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from phalanx import hardware
 from phalanx.axes import axes_of
 from phalanx.config import Config, spec_of
 from phalanx.errors import ConfigError
@@ -20,7 +19,7 @@ from phalanx.models.spec import ModelSpec, adapter_count, parameter_count
 from phalanx.plan import compared, cost, links, measured, present
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
-from phalanx.plan.constants import DEFAULT, RANGES, Constants
+from phalanx.plan.constants import RANGES, Constants
 from phalanx.plan.cost import Model
 from phalanx.plan.kinds import Kind
 from phalanx.plan.predict import Prediction, predict
@@ -74,7 +73,7 @@ def learn(run: Run) -> Lesson:
     taken = run.steps[compared.WARM_UP :]
     parts = compared.measured_parts(taken, run.config.parallel.data == "sharded")
     measured_s = compared.median(record["step_s"] for record in taken)
-    cluster, constants = _known(run)
+    cluster, constants, _ = present.known_as(run.nodes, run.known)
     before = predict(run.config, cluster, run.spec, constants)
     said: list[str] = []
     speeds = _speeds(run, before, parts, taken, constants, said)
@@ -86,15 +85,6 @@ def learn(run: Run) -> Lesson:
         said.append(f"the host: {seconds(learnt.host_s)} a step beside all else")
     after = _foretold(run, found)
     return Lesson(found, tuple(said), measured_s, before.estimate.step_s, after.estimate.step_s)
-
-
-def _known(run: Run) -> tuple[Cluster, Constants]:
-    if run.known is not None:
-        constants = measured.constants_of(run.known)
-        there = present.as_measured(run.nodes, run.known, constants)
-        if there is not None:
-            return there, constants
-    return present.cluster_of(run.nodes), DEFAULT
 
 
 def _foretold(run: Run, found: Hardware) -> Prediction:
@@ -291,11 +281,3 @@ def steps_of_newest(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     """The steps of the attempt that came last."""
     newest = max((step.get("attempt", 1) for step in steps), default=1)
     return [step for step in steps if step.get("attempt", 1) == newest]
-
-
-def known_of(file: Any) -> Hardware | None:
-    """What a run's own file says; None where there is none, or none that can be used."""
-    try:
-        return hardware.read(file) if file.exists() else None
-    except ConfigError:
-        return None

@@ -15,10 +15,10 @@ from phalanx.config import Config, get
 from phalanx.errors import ConfigError
 from phalanx.hardware import Hardware
 from phalanx.models.spec import ModelSpec
-from phalanx.plan import advice, measured, parse, present, record
+from phalanx.plan import advice, parse, present, record
 from phalanx.plan.advice import Question
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.constants import DEFAULT, Constants
+from phalanx.plan.constants import Constants
 from phalanx.plan.predict import allocated_bytes, predict
 from phalanx.plan.present import Present
 from phalanx.plan.recipe_keys import FREE, keys_of, pins_of
@@ -47,12 +47,8 @@ class Asked:
 
     def cluster(self) -> tuple[Cluster, Constants, str]:
         """The devices, the constants for them, and what both rest on."""
-        if self.known is not None:
-            constants = measured.constants_of(self.known)
-            there = present.as_measured(self.nodes, self.known, constants)
-            if there is not None:
-                return there, constants, MEASURED
-        return present.cluster_of(self.nodes), DEFAULT, SHEETS
+        there, constants, is_measured = present.known_as(self.nodes, self.known)
+        return there, constants, MEASURED if is_measured else SHEETS
 
 
 def choose(asked: Asked, before: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -36,10 +36,13 @@ def cluster_of(nodes: Sequence[Sequence[Present]]) -> Cluster:
     return Cluster(measured.grouped(numbers, kinds), parse.DEFAULT_SPEED, parse.DEFAULT_LATENCY)
 
 
-def as_measured(nodes: Sequence[Sequence[Present]], known: Hardware, constants: Constants = DEFAULT) -> Cluster | None:
-    """The same as they were measured; None where that was of other devices."""
+def known_as(nodes: Sequence[Sequence[Present]], known: Hardware | None) -> tuple[Cluster, Constants, bool]:
+    """The cluster that these devices are, the constants for it, and whether both rest on what was measured of them
+    (`known`), or on data-sheets, as where that was of other devices."""
     there = [(number, device.model) for number, devices in enumerate(nodes) for device in devices]
-    order = {node: number for number, node in enumerate(dict.fromkeys(device.node for device in known.devices))}
-    if there != [(order[device.node], device.model) for device in known.devices]:
-        return None
-    return measured.cluster_of(known, constants)
+    if known is not None:
+        order = {node: number for number, node in enumerate(dict.fromkeys(device.node for device in known.devices))}
+        if there == [(order[device.node], device.model) for device in known.devices]:
+            constants = measured.constants_of(known)
+            return measured.cluster_of(known, constants), constants, True
+    return cluster_of(nodes), DEFAULT, False
