@@ -283,7 +283,9 @@ def refusal(placement: Placement, settings: dict[str, Any], what: str) -> str:
         try:
             tsm.init(settings)
             if what == "group":
-                wrapped(model, process_group=dist.new_group([0, 1]))
+                group = dist.new_group([0, 1])
+                dist.barrier()  # or the first rank refused closes the connections that the other still makes
+                wrapped(model, process_group=group)
             if what == "from rank 0":
                 tsm.transform(model, load_state_dict_from_rank0=True)
                 wrapped(model)

@@ -158,7 +158,7 @@ def test_the_command_prints_what_was_found_and_touches_no_data(tmp_path: Path) -
     command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", "--dry-run", "--ranks", "2", "--json"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == dry_run(recipe.load(tmp_path / "recipe.yaml"), 2)
+    assert json.loads(done.stdout) == {**dry_run(recipe.load(tmp_path / "recipe.yaml"), 2), "planned": None}
     assert os.listdir(tmp_path) == ["recipe.yaml"]
 
 
