@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+QUIET = 0.02  # of the wanted processor time: with more of it stolen, or a load before, timings are longer by that
 PACKAGES = ("phalanx", "torch", "transformers", "accelerate", "numpy")
 Row = dict[str, Any]
 
@@ -44,7 +45,7 @@ def options(description: str) -> argparse.ArgumentParser:
 
 
 def machine(accelerator: str | None, threads: int) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """What the figures were measured on; to be asked when they are, since it says how much time others had."""
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpu(),
@@ -53,7 +54,27 @@ def machine(accelerator: str | None, threads: int) -> dict[str, Any]:
         "memory_gib": round(pages * page_bytes / 2**30, 1),
         "accelerator": accelerator,
         "platform": platform.platform(),
+        "load_before": _LOAD_BEFORE,
+        "stolen": stolen(_TIMES_BEFORE, _processor_times()),
     }
+
+
+def _processor_times() -> list[int]:
+    """The kernel's clocks of all processors, in ticks: user, nice, system, idle, iowait, irq, softirq, steal."""
+    try:
+        return [int(ticks) for ticks in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except OSError:  # not Linux
+        return []
+
+
+def stolen(before: Sequence[int], after: Sequence[int]) -> float | None:
+    """Which part of the processor time that was wanted a hypervisor gave to other machines; None if nobody knows."""
+    user, nice, system, _, _, irq, softirq, steal = [b - a for a, b in zip(before, after, strict=True)] or [0] * 8
+    wanted = user + nice + system + irq + softirq + steal
+    return round(steal / wanted, 3) if wanted else None
+
+
+_TIMES_BEFORE, _LOAD_BEFORE = _processor_times(), round(os.getloadavg()[0], 2)  # when the program began
 
 
 def _cpu() -> str:
@@ -100,6 +121,8 @@ def report(outcome: dict[str, Any], file: Path | None) -> None:
     facts = [f"{key} {value}" for key, value in outcome["machine"].items() if value is not None]
     print(f"{outcome['name']}: " + ", ".join(facts))
     print(", ".join(f"{key} {value}" for key, value in outcome["versions"].items()))
+    if (part := outcome["machine"].get("stolen") or 0) > QUIET:
+        print(f"Other virtual machines took {part:.0%} of the processor time meanwhile: timings say less than usual.")
     tables: dict[tuple[str, ...], list[Row]] = {}
     for row in outcome["rows"]:
         tables.setdefault(tuple(row), []).append(row)

@@ -1,9 +1,9 @@
 """How well the sharded engine hides communication: beside the bound of its schedule, DDP, ZeRO and FSDP2.
 
-    sudo python3 benchmarks/overlap.py [--quick] [--blocks 8|16|32] [--json FILE]
+    sudo python3 benchmarks/overlap.py [--quick] [--blocks 8|16|32] [--mbit RATE] [--ddp-only] [--json FILE]
 
-Four nodes are network namespaces of this machine with links of 400 Mbit/s (links.py). The blocks of a real module wait
-inside their forward and backward passes, so that computation takes a given multiple of communication: r is
+Four nodes are network namespaces of this machine with links of 400 Mbit/s (links.py) or of --mbit. The blocks of a real
+module wait inside their forward and backward passes, so that computation takes a given multiple of communication: r is
 communication over computation, both at their best. The ways to train take turns in the same processes, on the same
 weights; a figure is the median of steps, each as long as on its slowest rank. Then a gradient's global norm is clipped,
 the links lose half of their rate in the middle of training, and blocks multiply matrices for real.
@@ -352,12 +352,20 @@ def only(blocks: int) -> tuple[Size, ...]:
 def main() -> None:
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, choices=Size.blocks, help="models of so many blocks only (default: all)")
+    parser.add_argument("--ratios", type=float, nargs="+", choices=Size.ratios, metavar="R", help="only these ratios")
+    parser.add_argument("--mbit", type=float, default=Size.mbit, help="rate of the links (default: %(default)g)")
+    parser.add_argument("--ddp-only", action="store_true", help="beside DDP alone, on four nodes, in one round")
     arguments = parser.parse_args()
     if (reason := links.why_not()) is not None:
         print(f"overlap: not measured; {reason}")
         return
     sizes = (Size(), SEVERAL) if arguments.blocks is None else only(arguments.blocks)
-    rows, checks = measure(*((QUICK, QUICK_SEVERAL) if arguments.quick else sizes))
+    sizes = (QUICK, QUICK_SEVERAL) if arguments.quick else sizes
+    first, *others = (replace(each, mbit=arguments.mbit) for each in sizes)
+    first = replace(first, ratios=tuple(arguments.ratios or first.ratios))
+    if arguments.ddp_only:
+        first, others = replace(first, together=(), rounds=1, steps=4, real=0), []
+    rows, checks = measure(first, *others)
     report(result("overlap", machine(None, 1), rows, checks), arguments.json)
 
 

@@ -152,11 +152,23 @@ def train(placement: Placement, case: dict[str, Any], splits: Sequence[Sequence[
             for split in splits:
                 ours = Ours(Sharding(zero, weights=tuple(map(float, split))))
                 held[name_of(split)][f"zero {zero}"] = holds(mesh, ours, model)
+    return {"seconds": taken, "held": held}
+
+
+def most_memory(placement: Placement, side: int) -> dict[str, int]:
+    """What a step takes at the most, by way; in processes that have done nothing before, whose heap has no holes that a
+    later part would fill and keep."""
+    import torch
+
+    from phalanx import accelerator
+    from phalanx.comm.mesh import join
+
+    accelerator.use(torch.device("cpu"), 1)
+    with join(placement, 120) as mesh:
         ways = released_ways()
         for make in ways.values():  # what is taken at a first use stays
             peak_bytes(mesh, make, side=64)
-        beside = {name: peak_bytes(mesh, make, of.peak_side) for name, make in ways.items()}
-    return {"seconds": taken, "held": held, "beside FSDP2": beside}
+        return {name: peak_bytes(mesh, make, side) for name, make in ways.items()}
 
 
 def released_ways() -> dict[str, Any]:
@@ -304,7 +316,14 @@ def compare_training(found: Sequence[dict[str, Any]], case: Training) -> tuple[l
             # With zero 3 the formula is what a backward pass holds at the most; "most memory" below is of that.
             off = max(off, *(max(0.0, each) if zero == "zero 3" else abs(each) for each in away))
     checks.append(at_most("bytes held on a rank: largest part away from the formula", off, 0.02))
-    peaks = {name: [rank["beside FSDP2"][name] for rank in found] for name in found[0]["beside FSDP2"]}
+    return rows, checks
+
+
+def compare_memory(found: Sequence[dict[str, int]]) -> tuple[list[Row], list[Check]]:
+    """The most memory that steps took, beside FSDP2, on the ranks that took most."""
+    rows: list[Row] = []
+    checks: list[Check] = []
+    peaks = {name: [rank[name] for rank in found] for name in found[0]}
     for name, by_rank in peaks.items():
         rows.append({"most memory in steps": name, "MiB, by rank": _mib(by_rank)})
         if name != RELEASED:
@@ -331,8 +350,11 @@ def measure(size: Size) -> tuple[list[Row], list[Check]]:
         checks += some_checks
     with links([size.training.mbit] * len(SPLITS[0])) as nodes:
         trained = nodes.run(range(len(SPLITS[0])), train, asdict(size.training), SPLITS, timeout_s=600)
-    some_rows, some_checks = compare_training(trained, size.training)
-    return rows + some_rows, checks + some_checks
+        taken = nodes.run(range(len(SPLITS[0])), most_memory, size.training.peak_side)
+    for some_rows, some_checks in (compare_training(trained, size.training), compare_memory(taken)):
+        rows += some_rows
+        checks += some_checks
+    return rows, checks
 
 
 def main() -> None:

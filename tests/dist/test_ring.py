@@ -84,7 +84,7 @@ def moved(placement: Placement, count: int) -> dict[str, Any]:
     return {"wrong": wrong, "counted": [taken.calls, taken.payload_bytes], "expected": expected}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 7])
 def test_the_ring_is_its_twin(world: int) -> None:
     for found in run_ranks(moved, world, count=12):
         assert found["wrong"] == []

@@ -74,6 +74,23 @@ def test_any_shapes_walk_as_adamw_does(case: dict[str, Any]) -> None:
         assert max(found) < 1e-9, found
 
 
+def seven(placement: Placement) -> list[float]:
+    found = []
+    with join(placement, 20) as mesh:
+        for zero, weights in itertools.product((1, 2, 3), (None, (4.0, 2.0, 1.0, 0.0, 1.0, 0.0, 3.0))):
+            model = Net([Mix([[5, 3], []]), Mix([[40]]), Mix([[2, 2, 2], [7]])], own=True)
+            driven = Driven(mesh, model, model.units(), Sharding(zero, "per_step", weights, slots=2), 0.5)
+            driven.walk(5, lambda step, rank: batches(step, rank, 2))
+            found.append(driven.apart())
+            driven.engine.close()
+    return found
+
+
+def test_seven_ranks_walk_as_one_does() -> None:
+    for found in run_ranks(seven, 7):
+        assert max(found) < 1e-9, found
+
+
 class Part(nn.Module):
     """A unit of many kinds of parameters; what others share with it is given."""
 

@@ -28,11 +28,17 @@ def train(placement: Placement) -> dict[str, Any]:
     return uneven_shards.train(placement, asdict(TINY), SPLITS[:2])
 
 
+def most_memory(placement: Placement) -> dict[str, int]:
+    return uneven_shards.most_memory(placement, TINY.peak_side)
+
+
 def test_compares_and_writes_the_agreed_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, checks = uneven_shards.compare(run_ranks(exchange, 4), 200.0, 0.25, SPLITS)
     trained = run_ranks(train, 4, timeout_s=240)
     more_rows, more_checks = uneven_shards.compare_training(trained, TINY)
-    harness.report(harness.result("uneven_shards", {}, rows + more_rows, checks + more_checks), tmp_path / "out.json")
+    memory_rows, memory_checks = uneven_shards.compare_memory(run_ranks(most_memory, 4))
+    rows, checks = rows + more_rows + memory_rows, checks + more_checks + memory_checks
+    harness.report(harness.result("uneven_shards", {}, rows, checks), tmp_path / "out.json")
     written = json.loads((tmp_path / "out.json").read_text())
     exchanged = written["rows"][:8]
     assert [row["split"] for row in exchanged[::2]] == ["1:1:1:1", "4:2:1:1", "2:1:1:0", GLOO]

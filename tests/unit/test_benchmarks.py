@@ -50,6 +50,18 @@ def test_compares_the_same_training_and_writes_the_agreed_json(
     assert printed.rstrip().splitlines()[-1].lstrip().startswith(("holds", "DOES NOT HOLD"))
 
 
+def test_what_a_hypervisor_took_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        harness.stolen([5, 0, 0, 70, 9, 0, 0, 1], [85, 5, 5, 990, 9, 0, 0, 11]) == 0.1
+    )  # of what was wanted, not idle
+    assert harness.stolen([5] * 8, [5] * 8) is None and harness.stolen([], []) is None
+    assert 0 <= (harness.machine(None, 1)["stolen"] or 0) < 1
+    written(harness.result("some", {"stolen": 0.1}, [], []), tmp_path)
+    assert "Other virtual machines took 10%" in capsys.readouterr().out
+    written(harness.result("some", {"stolen": 0.01}, [], []), tmp_path)
+    assert "took" not in capsys.readouterr().out
+
+
 def test_a_slow_machine_stops_early_and_compares_what_it_has() -> None:
     case = Case(SPEC, 16, 2, 2, "fp32", False, CPU)
     rows, _ = single_device.compare(case, single_device.Effort(cycles=50, block=1, seconds=0.0))
