@@ -38,7 +38,8 @@ WARM = (
     "tests.helpers",
 )
 WARM_PACKAGES = (
-    ".", "cluster", "models", "comm", "data", "tasks", "parallel", "optim", "checkpoint", "train", "plan", "report", "scripts"
+    ".", "cluster", "models", "comm", "data", "tasks", "parallel", "optim", "checkpoint", "train", "plan", "report",
+    "scripts",
 )  # fmt: skip
 
 
