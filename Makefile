@@ -34,7 +34,7 @@ demo: setup
 # Files stay whole, so that what one of them sets up is set up once; tests/conftest.py puts those that take long first.
 WORKERS ?= 3
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=60 --durations-min=4
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -37,7 +37,10 @@ WARM = (
     "hypothesis",
     "tests.helpers",
 )
-WARM_PACKAGES = ("models", "comm", "data", "tasks", "parallel", "optim", "checkpoint", "train")
+WARM_PACKAGES = (
+    ".", "cluster", "models", "comm", "data", "tasks", "parallel", "optim", "checkpoint", "train", "plan", "report",
+    "scripts",
+)  # fmt: skip
 
 
 class TimeUp(Exception):
@@ -48,9 +51,12 @@ def warm_up() -> None:
     """Import what ranks use. A module of ours that does not import is left to the test that needs it to report."""
     preload(WARM)
     for package in WARM_PACKAGES:
+        within = "phalanx" if package == "." else f"phalanx.{package}"
         for module in pkgutil.iter_modules([str(Path("phalanx") / package)]):
+            if module.ispkg or module.name == "__main__":
+                continue
             try:
-                preload([f"phalanx.{package}.{module.name}"])
+                preload([f"{within}.{module.name}"])
             except Exception:
                 traceback.print_exc()
 

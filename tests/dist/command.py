@@ -27,14 +27,20 @@ def call(
     commands: list[list[str]],
     free_bytes: int | None = None,
     room_bytes: int | None = None,
+    environment: dict[str, str | None] | None = None,
 ) -> list[Any]:
     """[exit code, output, errors] of each command line, with `folder` as the working folder.
 
     `free_bytes`: what the device is said to have free. `room_bytes`: how much more memory this process can really map.
+    `environment`: variables that are another, or None and not there.
     """
     from phalanx import accelerator, cli
 
     os.chdir(folder)
+    for name, value in (environment or {}).items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     if room_bytes is not None:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (mapped + room_bytes, mapped + room_bytes))
@@ -54,14 +60,14 @@ def call(
     return results
 
 
-def phalanx(folder: Path, *arguments: str, **limits: int) -> tuple[int, str, str]:
-    code, out, err = run_ranks(call, 1, folder=str(folder), commands=[list(arguments)], **limits)[0][0]
+def phalanx(folder: Path, *arguments: str, **how: Any) -> tuple[int, str, str]:
+    code, out, err = run_ranks(call, 1, folder=str(folder), commands=[list(arguments)], **how)[0][0]
     return code, out, err
 
 
-def refused(folder: Path, *arguments: str, code: int = ExitCode.CONFIG, **limits: int) -> str:
+def refused(folder: Path, *arguments: str, code: int = ExitCode.CONFIG, **how: Any) -> str:
     """The one sentence with which a command line is refused."""
-    found, _, err = phalanx(folder, *arguments, **limits)
+    found, _, err = phalanx(folder, *arguments, **how)
     return sentence(found, err, code)
 
 

@@ -1,6 +1,8 @@
 """A model of one's own: what is wrong with its file is one sentence, and the run keeps what it was trained with."""
 
 import runpy
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from phalanx.models.llama import Llama
 from phalanx.models.spec import ModelSpec, parameter_count, parameter_shapes
 from phalanx.records import RunPaths
 from phalanx.train import folder
+from tests.dist import command
 from tests.helpers import ROOT
 
 SPEC = ModelSpec(vocab_size=96, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=64)
@@ -148,8 +151,16 @@ def test_a_run_keeps_the_file_and_goes_on_with_no_other(tmp_path: Path) -> None:
         folder.check_code(paths, config, going_on=True)
 
 
+def forked(words: list[str], check: bool) -> None:
+    """What the example starts as a process of its own, forked from one that has imported torch."""
+    assert words[:3] == [sys.executable, "-m", "phalanx"] and check
+    code, _, err = command.phalanx(ROOT, *words[3:])
+    assert code == 0, err
+
+
 def test_the_example_trains_goes_on_exports_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(subprocess, "run", forked)
     example = runpy.run_path(str(EXAMPLE))
     assert example["main"](tmp_path / "own") < 1e-5
     kept = tmp_path / "own" / "run" / "model.py"

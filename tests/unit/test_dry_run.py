@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,8 @@ from phalanx.train.placed import at_height
 from phalanx.train.probe import least_zero
 from phalanx.train.resolve import _fitting
 from phalanx.train.subject import subject_of
-from tests.helpers import ROOT, run_ranks
+from tests.dist import command
+from tests.helpers import run_ranks
 from tests.numerics import runs
 
 MODEL = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab_size": 300}
@@ -154,11 +153,9 @@ def test_presets_take_no_memory(preset: str) -> None:
 
 def test_the_command_prints_what_was_found_and_touches_no_data(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(json.dumps({"model": MODEL, "data": {"source": "gone.jsonl", "seq_len": 32}}))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", "--dry-run", "--ranks", "2", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {**dry_run(recipe.load(tmp_path / "recipe.yaml"), 2), "planned": None}
+    code, out, err = command.phalanx(tmp_path, "train", "recipe.yaml", "--dry-run", "--ranks", "2", "--json")
+    assert code == 0, err
+    assert json.loads(out) == {**dry_run(recipe.load(tmp_path / "recipe.yaml"), 2), "planned": None}
     assert os.listdir(tmp_path) == ["recipe.yaml"]
 
 

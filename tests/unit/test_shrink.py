@@ -1,8 +1,5 @@
 """Tiny recipes: what shrinks, what stays, and that the recipes which come with Phalanx all have a legal tiny twin."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from phalanx.models.spec import PRESETS, ModelSpec, parameter_count
 from phalanx.models.spec_problems import problems
 from phalanx.records import RunPaths, read_steps
 from phalanx.shrink import changes, shrunk, tiny_spec
+from tests.dist import command
 from tests.helpers import ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -132,17 +130,14 @@ def test_steps_to_look_into_move_into_the_run() -> None:
 
 
 def test_a_recipe_for_a_model_that_is_not_here_trains_on_two_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "phalanx", "train", str(ROOT / "recipes" / "continue-from-hf.yaml"), "--shrink"]
-    options = ["--ranks", "2", "data.source=text.jsonl", "data.cache=cache", "report.tensorboard=false"]
+    words = ["train", str(ROOT / "recipes" / "continue-from-hf.yaml"), "--shrink", "--ranks", "2"]
+    options = ["data.source=text.jsonl", "data.cache=cache", "report.tensorboard=false"]
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"a few words " * (5 + i % 9)}"}}\n' for i in range(200)))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, out, err = command.phalanx(tmp_path, *words, *options)
+    assert code == 0, out + err
     paths = RunPaths(tmp_path / "runs" / "continue-from-hf-shrunk")
     assert [step["step"] for step in read_steps(paths.metrics)] == list(range(1, 11))
-    assert "train.global_batch: 64 -> 8" in done.stdout
+    assert "train.global_batch: 64 -> 8" in out
     (model,) = (tmp_path / "cache").glob("tiny-*")
-    assert f"model.from_hf: hf/model -> {Path('cache') / model.name}" in done.stdout
+    assert f"model.from_hf: hf/model -> {Path('cache') / model.name}" in out
     assert (model / "model.safetensors").stat().st_size < 1_000_000

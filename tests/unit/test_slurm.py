@@ -1,9 +1,7 @@
 """What is asked of Slurm and what it answers, as text; no Slurm is needed."""
 
-import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from phalanx.compat import run as script_run
 from phalanx.errors import ConfigError, RunError
 from phalanx.records import RunPaths
 from phalanx.slurm_config import SlurmSection
-from tests.helpers import ROOT
+from tests.dist import command
 
 # As sinfo and scontrol of Slurm 22.05 print it, with details left out that nobody reads.
 SINFO = "main*|up|2|1-00:00:00\nmain*|up|1|1-00:00:00\none|up|1|1:00:00\nshut|down|3|infinite\nnonsense\n"
@@ -230,12 +228,11 @@ def test_a_script_on_one_node_is_started_again_where_that_was_asked_for(
     tmp_path: Path, asked: str, code: int, times: int
 ) -> None:
     (tmp_path / "script.py").write_text(FAILS_TWICE)
-    words = [sys.executable, "-m", "phalanx", "run", "--nproc", "1", str(tmp_path / "script.py"), str(tmp_path / "try")]
-    environment = os.environ | {AUTO_RESUME: asked}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == code, done.stderr
+    words = ["run", "--nproc", "1", "script.py", "try"]
+    found, _, said = command.phalanx(tmp_path, *words, environment={AUTO_RESUME: asked})
+    assert found == code, said
     assert len(list(tmp_path.glob("try*"))) == times
-    assert done.stderr.count("all ranks are started again (--auto-resume=1)") == times - 1
+    assert said.count("all ranks are started again (--auto-resume=1)") == times - 1
 
 
 def test_a_script_on_several_nodes_is_not_and_says_so(

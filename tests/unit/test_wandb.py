@@ -3,8 +3,6 @@
 import json
 import os
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ from phalanx import recipe
 from phalanx.records import ExitCode, Kind, RunPaths, read_lines
 from phalanx.train.sinks import SCALARS
 from phalanx.train.weights_and_biases import WeightsAndBiases
-from tests.helpers import ROOT
+from tests.dist import command
 
 RECIPE = """
 model: {hidden: 16, layers: 1, heads: 2, intermediate: 32}
@@ -88,12 +86,12 @@ def test_a_run_and_its_continuation_are_one_run_there(tmp_path: Path) -> None:
 
 def test_nobody_logged_in_is_said_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}  # nobody's home
-    command = [sys.executable, "-m", "phalanx", "train", "recipe.yaml", "--run-dir", "run", "--ranks", "1"]
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=240)
-    assert done.returncode == ExitCode.CONFIG
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    clean: dict[str, str | None] = {key: None for key in os.environ if key.startswith("WANDB_")}
+    clean |= {"HOME": str(tmp_path)}  # nobody's home
+    words = ["train", "recipe.yaml", "--run-dir", "run", "--ranks", "1"]
+    code, _, said = command.phalanx(tmp_path, *words, environment=clean)
+    assert code == ExitCode.CONFIG
+    (line,) = [line for line in said.splitlines() if line.startswith("error:")]
     assert "report.wandb a-project cannot be used" in line
     assert "wandb login" in line
     assert not (tmp_path / "run").exists()
