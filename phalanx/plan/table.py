@@ -133,7 +133,7 @@ def _shown_by(run: str | None, otherwise: str) -> str:
 
 
 def _days(days: float) -> str:
-    return f"{days:,.0f} days" if days >= 10 else f"{days:.2g} days" if days >= 1 else seconds(86400 * days)
+    return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days" if days >= 1 else seconds(86400 * days)
 
 
 def _runners_up(record: Mapping[str, Any]) -> Table:
