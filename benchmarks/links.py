@@ -11,10 +11,8 @@ import ctypes
 import functools
 import json
 import os
-import re
 import select
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -24,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster.fork import fork, heeded, kill_group
+from benchmarks.tidy import heeding_signals, is_stale, undisturbed
+from phalanx.cluster.fork import fork, kill_group
 from phalanx.records import Placement, StoreAddress
 
 CLONE_NEWNET = 0x40000000
@@ -167,7 +166,7 @@ def links(mbit: Sequence[float]) -> Iterator[Links]:
         tuple(f"10.98.0.{1 + node}" for node in range(len(mbit))),
         f"{_PREFIX}{os.getpid()}-switch",
     )
-    with _heeding_signals():
+    with heeding_signals():
         try:
             _run("ip", "netns", "add", made.switch)
             _run("ip", "-n", made.switch, "link", "add", "bridge", "type", "bridge")
@@ -180,33 +179,10 @@ def links(mbit: Sequence[float]) -> Iterator[Links]:
             _remove((*made.names, made.switch))
 
 
-@contextlib.contextmanager
-def _heeding_signals() -> Iterator[None]:
-    """A signal to end raises SystemExit within, so that what was made is removed; a second one changes nothing."""
-
-    def leave(number: int, _: object) -> None:
-        for each in heeded():
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in heeded()}
-    try:
-        for number in before:
-            signal.signal(number, leave)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _remove(names: Sequence[str]) -> None:
-    """Remove namespaces; signals to end wait until that is done."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
-    try:
+    with undisturbed():
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _connect(made: Links, node: int) -> None:
@@ -238,8 +214,7 @@ def why_not() -> str | None:
 def remove_stale() -> None:
     """Remove namespaces of processes that no longer live."""
     for path in _FOLDER.glob(f"{_PREFIX}*"):
-        owner = re.fullmatch(rf"{_PREFIX}(\d+)-\w+", path.name)
-        if owner is not None and not Path("/proc", owner[1]).exists():
+        if is_stale(path.name, rf"{_PREFIX}(\d+)-\w+"):
             subprocess.run(["ip", "netns", "del", path.name], capture_output=True)
 
 

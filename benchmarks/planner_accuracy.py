@@ -32,7 +32,7 @@ from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import DEFAULT, RANGES, Constants, fit
 from phalanx.plan.cost import Model, predict
-from phalanx.plan.kinds import kind
+from phalanx.plan.kinds import KINDS
 from phalanx.plan.work import Work
 
 SEEDS = range(5)
@@ -92,7 +92,7 @@ def _vtrain(row: dict[str, str]) -> Run:
         zero=0, tensor=tensor, pipeline=number["pipeline"], micro_batch=number["micro_batch"], engine="megatron",
         recompute="full" if devices > 8 else "none", attention="plain",
     )  # fmt: skip
-    group = Group(-(-devices // 8), min(devices, 8), kind("A100-80GB"))
+    group = Group(-(-devices // 8), min(devices, 8), KINDS["A100-80GB"])
     cluster = Cluster((group,), VTRAIN_FAR_BITS_PER_S)
     size = f"{work.parameters() / 1e9:.1f}B"
     case = (devices, hidden, number["layers"], number["seq_len"], number["global_batch"])
@@ -112,7 +112,7 @@ def _mpt(row: dict[str, str]) -> Run:
         zero=3 if row["sharding"] == "FULL_SHARD" else 2, micro_batch=int(row["micro_batch"]), engine="fsdp",
         recompute="full" if row["activation_checkpointing"] == "True" else "none",
     )  # fmt: skip
-    cluster = Cluster((Group(-(-devices // 8), min(devices, 8), kind(name)),), FAR_BITS_PER_S[name[0]])
+    cluster = Cluster((Group(-(-devices // 8), min(devices, 8), KINDS[name]),), FAR_BITS_PER_S[name[0]])
     seconds = work.tokens / (float(row["tokens_per_s_per_gpu"]) * devices)
     return Run(work, cluster, choice, seconds, row["model"], tuple(row.values()), True)
 
@@ -223,7 +223,7 @@ def _llama(devices: int, engine: str, tokens_per_s: float, own: bool = False) ->
         engine="megatron" if engine == "megatron" else "sharded",
         reduce="per_step" if own or engine == "megatron" else "per_micro_batch", slots=2 if own else 1,
     )  # fmt: skip
-    cluster = Cluster((Group(devices // 8, 8, kind("A100-80GB")),), 8e11)
+    cluster = Cluster((Group(devices // 8, 8, KINDS["A100-80GB"]),), 8e11)
     return Run(work, cluster, choice, work.tokens / (tokens_per_s * devices), "13B", (devices,), False)
 
 

@@ -114,9 +114,8 @@ def question_of(file: Path, words: Sequence[str]) -> Question:
 
 def keys(plan: Plan) -> list[str]:
     """The words of a command line that make a run of a plan; all ranks as they are planned, and nothing found anew."""
-    chosen = keys_of(plan) | {"balance.state": list(plan.choice.state) or "even"}
-    if not plan.choice.shares:
-        chosen["balance.work"] = "even"
+    chosen = keys_of(plan)
+    chosen |= {key: "even" for key in ("balance.work", "balance.state") if chosen[key] == "auto"}
     return as_overrides(chosen)
 
 

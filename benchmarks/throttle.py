@@ -5,6 +5,7 @@ stops it for the rest of every period once it has had its part. Control groups m
 """
 
 import contextlib
+import errno
 import os
 import signal
 import tempfile
@@ -12,8 +13,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.tidy import heeding_signals, is_stale, undisturbed
+
 PERIOD_S = 0.010
 LEAST = 0.1  # of a core: the kernel takes no quota below a millisecond a period
+ROOTS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cpu,cpuacct"), Path("/sys/fs/cgroup"))
+MEMORY_ROOT = Path("/sys/fs/cgroup/memory")  # of version 1
+GONE_S, LOOK_S = 10.0, 0.02  # until killed processes have left their groups; and between two looks
+_PREFIX = "phalanx-"
 
 
 class Throttle:
@@ -94,10 +101,6 @@ class ControlGroups(Throttle):
         lines = [line.split() for line in file.read_text().splitlines()]
         return sum(int(words[1]) for words in lines if words[0] == "oom_kill")
 
-    def remove(self) -> None:
-        for group in {*self._groups, *self._memory}:
-            group.rmdir()
-
 
 class StopAndGo(Throttle):
     """A forked helper stops its process once it has used its part of a period, and lets it go on in the next."""
@@ -142,28 +145,53 @@ class StopAndGo(Throttle):
 @contextlib.contextmanager
 def throttle(ranks: int, by_groups: bool | None = None) -> Iterator[Throttle]:
     """Control groups where this process may make them (or if `by_groups` says so), else stop and go. Nothing of it is
-    left afterwards; the processes must have ended by then."""
-    parent = None if by_groups is False else _made_parent()
-    assert parent is not None or not by_groups, "this process may make no control group with a CPU quota"
-    if parent is None:
-        with tempfile.TemporaryDirectory(prefix="phalanx-throttle-") as folder:
-            yield StopAndGo(Path(folder), ranks)
-        return
-    memory = _made_memory_parent(parent)
-    groups = ControlGroups(parent, ranks, memory)
-    try:
-        yield groups
-    finally:
-        groups.remove()
-        for each in {parent, memory}:
-            if each is not None:
-                each.rmdir()
+    left afterwards, also when the process is told to end meanwhile; nor of one that was killed before it could tidy up.
+    The processes in it must have ended by then."""
+    remove_stale()
+    with heeding_signals():
+        parent = None if by_groups is False else _made_parent()
+        assert parent is not None or not by_groups, "this process may make no control group with a CPU quota"
+        if parent is None:
+            with tempfile.TemporaryDirectory(prefix="phalanx-throttle-") as folder:
+                yield StopAndGo(Path(folder), ranks)
+            return
+        memory = None
+        try:
+            memory = _made_memory_parent(parent)
+            yield ControlGroups(parent, ranks, memory)
+        finally:
+            with undisturbed():
+                for made in filter(None, (memory, parent)):
+                    _remove(made)
+
+
+def remove_stale() -> None:
+    """Remove groups of processes that no longer live, unless something else is in them."""
+    for root in (*ROOTS, MEMORY_ROOT):
+        for folder in root.glob(f"{_PREFIX}*"):
+            if is_stale(folder.name, rf"{_PREFIX}(\d+)"):
+                with contextlib.suppress(OSError):
+                    _remove(folder, patience_s=0.0)
+
+
+def _remove(folder: Path, patience_s: float = GONE_S) -> None:
+    """Remove a folder of groups. Who was killed a moment ago may still be in one of them."""
+    until = time.monotonic() + patience_s
+    for group in (*folder.glob("rank-*"), folder):
+        while True:
+            try:
+                group.rmdir()
+                break
+            except OSError as error:
+                if error.errno != errno.EBUSY or time.monotonic() >= until:
+                    raise
+            time.sleep(LOOK_S)
 
 
 def _made_parent() -> Path | None:
     """A new folder of the CPU controller, in which groups with a quota can be made."""
-    for root in (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cpu,cpuacct"), Path("/sys/fs/cgroup")):
-        parent = root / f"phalanx-{os.getpid()}"
+    for root in ROOTS:
+        parent = root / f"{_PREFIX}{os.getpid()}"
         try:
             parent.mkdir()
         except OSError:
@@ -179,7 +207,7 @@ def _made_memory_parent(parent: Path) -> Path | None:
     groups limit memory themselves."""
     if (parent / "cgroup.controllers").exists():
         return None
-    folder = Path("/sys/fs/cgroup/memory") / parent.name
+    folder = MEMORY_ROOT / parent.name
     try:
         folder.mkdir()
     except OSError:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -15,8 +15,8 @@ from phalanx.config import Config
 from phalanx.data_commands import Overrides
 from phalanx.errors import ConfigError
 from phalanx.models.spec import ModelSpec
+from phalanx.plan import advice, experience, large, measured, parse, record, table
 from phalanx.plan import calibrate as calibration
-from phalanx.plan import experience, large, measured, parse, record, table
 from phalanx.plan.advice import Question
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.constants import DEFAULT
@@ -30,9 +30,17 @@ from phalanx.resilience_config import ResilienceSection
 
 STEP_S = 10.0  # of a job of which nobody says what it trains
 CHECKPOINT_S = 10.0
+# Parameters that only a simulation reads; only a plan; and only a plan's question, which a simulation may do without.
+SIMULATED = (
+    "gpus", "per_node", "days", "keep", "detect", "restart", "checkpoint_time", "spares", "stragglers_every",
+    "stalls_every", "seed",
+)  # fmt: skip
+SAID = ("tokens", "price", "wish", "out")
+ASKED = ("cluster_text", "hardware_path")
 
 
 def plan_command(
+    context: typer.Context,
     recipe_path: Annotated[
         Path | None,
         typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/llama-3-8b.yaml."),
@@ -53,7 +61,10 @@ def plan_command(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("plan.json"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, what is written.")] = False,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Also, or without a recipe only: a job with failures, over weeks.")
+        bool,
+        typer.Option(
+            "--simulate", help="Instead: a job with failures, over weeks; with a recipe, of the plan's steps."
+        ),
     ] = False,
     gpus: Annotated[int | None, typer.Option(min=1, help="With --simulate: devices. Default: the plan's.")] = None,
     per_node: Annotated[int, typer.Option(min=1, help="With --simulate: devices of a node.")] = 8,
@@ -99,10 +110,18 @@ def plan_command(
     Keys given as KEY=VALUE are held fixed; those of the recipe that are about layout are chosen anew.
     """
     if calibrate is not None:
-        if recipe_path is not None or cluster_text is not None or simulate or run is not None:
-            raise ConfigError("--calibrate only learns from a run; leave all but --hardware, the file to write, out")
+        if recipe_path is not None:
+            raise ConfigError("--calibrate only learns from a run, and plans nothing; leave the recipe out")
+        _refuse_unread(context, (*SIMULATED, *SAID, "cluster_text", "simulate", "mtbf", "run"), "with --calibrate")
         _learn(calibrate, hardware_path or Path("hardware.json"), as_json)
         return
+    if not simulate:
+        _refuse_unread(context, SIMULATED, "without --simulate")
+    else:
+        _refuse_unread(context, SAID, "with --simulate, which writes no plan")
+        by_recipe = recipe_path is not None
+        why = "for a plan's own devices" if by_recipe else "without a recipe"
+        _refuse_unread(context, ("per_node",) if by_recipe else ASKED, why)
     mtbf_s = None if mtbf is None else parse.seconds(mtbf, "--mtbf")
     lived = None if run is None else _lived(run)
     wanted = record.Wanted(None if tokens is None else parse.amount(tokens, "--tokens"), price, mtbf_s, wish, lived)
@@ -116,7 +135,8 @@ def plan_command(
     terminal = open_terminal()
     if found is not None and not found[2].plans:
         question, cluster, nothing = found
-        assert nothing.short is not None
+        if nothing.short is None:
+            raise ConfigError(advice.none_even(question, cluster))
         told = record.short_record(question, cluster, nothing.short)
         if as_json:
             typer.echo(json.dumps(told, indent=2))
@@ -151,6 +171,20 @@ def plan_command(
         typer.echo(text, nl=False)
     else:
         terminal.print(table.plan({**told, "out": str(out)}))
+
+
+def _refuse_unread(context: typer.Context, unread: Collection[str], why: str) -> None:
+    """Raises ConfigError for options on the command line that would change nothing, by their parameters' names."""
+    said = [each.opts[0] for each in context.command.params if each.name in unread and _is_given(context, each.name)]
+    if said:
+        raise ConfigError(
+            f"{' and '.join(said)} would change nothing {why}; leave {'it' if said[1:] == [] else 'them'} out"
+        )
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _planned(path: Path, overrides: list[str], text: str | None, file: Path | None) -> tuple[Question, Cluster, Found]:

@@ -1,7 +1,7 @@
 """What a reader of a plan asks next: why not another layout, what a wish costs, what would help, and what to do where
 nothing fits. Every answer is another search or prediction, never a rule of thumb."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import DEFAULT, Constants
 from phalanx.plan.cost import Estimate
 from phalanx.plan.kinds import KINDS, Kind
-from phalanx.plan.recipe_keys import free, pins_of, shape_of, space_of, work_of
+from phalanx.plan.recipe_keys import PLANNED, free, pins_of, shape_of, space_of, work_of
 from phalanx.plan.search import Found, Plan, search
 from phalanx.plan.work import Work
 
@@ -29,6 +29,7 @@ WORDS = {
 }
 MEMORY = 1.5  # how much more memory is asked about
 MOST_NODES = 4096  # that are looked through for enough memory
+KEPT = 6  # families of layouts, as a search keeps them
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,23 @@ class Question:
     def on(self, cluster: Cluster, near: Found | None = None) -> Found:
         """The best layouts there; `near`: of no larger degrees than those that were found. Raises ConfigError for what
         the recipe itself refuses."""
+        found, work = self._search(cluster, near), self.work(cluster)
+        # Without some devices the others may compute in another type, and are judged by that.
+        plans = [plan for plan in found.plans if self.work(plan.cluster) == work]
+        tried = found.tried
+        for part in () if self.whole else _of_types(cluster):
+            alone = self.work(part)
+            if alone != work:
+                try:
+                    more = self._search(part, near)
+                except ConfigError:  # what is held fixed does not come out even there
+                    continue
+                plans += [plan for plan in more.plans if self.work(plan.cluster) == alone]
+                tried += more.tried
+        plans.sort(key=lambda plan: plan.estimate.step_s)
+        return Found(tuple(plans[:KEPT]), None if plans else found.short, tried)
+
+    def _search(self, cluster: Cluster, near: Found | None) -> Found:
         work = self.work(cluster)
         pins = {**self.pins, **pins_of(self.config, self.overrides)}
         space = replace(space_of(self.config, work, cluster, pins), whole=self.whole)
@@ -59,18 +77,7 @@ class Question:
             tensor, pipeline = near.best.choice.tensor, near.best.choice.pipeline
             kept = tuple(each for each in space.degrees if each in known or (each[0] <= tensor and each[1] <= pipeline))
             space = replace(space, degrees=kept or space.degrees)
-        found = search(work, cluster, space, self.constants)
-        if not found.plans or len(found.best.cluster.kinds) == len(cluster.kinds):
-            return found
-        # Without the devices that are left idle it may compute in another type.
-        used = found.best.cluster
-        rest = self.work(used)
-        if rest.precision == work.precision:
-            return found
-        again = search(rest, used, space, self.constants)
-        others = [plan for plan in found.plans if plan.cluster != used]
-        plans = sorted([*again.plans, *others], key=lambda plan: plan.estimate.step_s)
-        return replace(found, plans=tuple(plans), tried=found.tried + again.tried)
+        return search(work, cluster, space, self.constants)
 
     def changed(self, *words: str) -> "Question":
         """The same with further keys. Raises ConfigError for keys or values that no recipe has."""
@@ -79,6 +86,21 @@ class Question:
         keys = {word.partition("=")[0] for word in words}
         kept = tuple(word for word in self.overrides if word.partition("=")[0] not in keys)
         return replace(self, config=config, overrides=(*kept, *words))
+
+
+def _of_types(cluster: Cluster) -> Iterator[Cluster]:
+    """What is left without the devices that keep the others from computing in the type that they would have alone."""
+    wanted: tuple[Callable[[Kind], bool], ...] = (
+        lambda kind: not kind.on_host,
+        lambda kind: not kind.on_host and "bf16" in kind.flop_per_s,
+        lambda kind: not kind.on_host and "bf16" not in kind.flop_per_s,
+    )
+    seen = [cluster.groups]
+    for fits in wanted:
+        groups = tuple(group for group in cluster.groups if fits(group.kind))
+        if groups and groups not in seen:
+            seen.append(groups)
+            yield replace(cluster, groups=groups)
 
 
 # ------------------------------------------------------------------------------------------------------- other layouts
@@ -95,9 +117,11 @@ def explain(question: Question, cluster: Cluster, best: Plan, wish: str) -> dict
     has."""
     if "=" not in wish:
         raise ConfigError(f"--explain {wish} has no value; write it as key=value, such as parallel.tensor=4")
-    found = question.changed(wish).on(cluster)
+    asked = question.changed(wish)
+    found = asked.on(cluster)
     if not found.plans:
-        assert found.short is not None
+        if found.short is None:
+            raise ConfigError(none_even(asked, cluster))
         lacking = found.short.missing_bytes
         return {"wish": wish, "fits": False, "missing_bytes": lacking, "kind": found.short.kind.name}
     theirs = found.best
@@ -120,6 +144,9 @@ def helps(question: Question, cluster: Cluster, near: Found) -> list[tuple[str, 
     if cluster.nodes > 1:
         faster = replace(cluster, between_bits_per_s=2 * cluster.between_bits_per_s)
         ideas.append((f"a network of {2 * cluster.between_bits_per_s / 1e9:g} Gb/s", faster))
+    elif cluster.devices > 1:
+        linked = tuple(replace(group, kind=_linked(group.kind)) for group in cluster.groups)
+        ideas.append(("twice as fast links between the devices", replace(cluster, groups=linked)))
     roomier = replace(cluster, groups=tuple(replace(group, kind=_roomier(group.kind)) for group in cluster.groups))
     ideas.append((f"devices with {MEMORY:g} times the memory", roomier))
     for number, group in enumerate(cluster.groups):
@@ -137,27 +164,42 @@ def _roomier(kind: Kind) -> Kind:
     return replace(kind, memory_bytes=int(kind.memory_bytes * MEMORY))
 
 
+def _linked(kind: Kind) -> Kind:
+    return replace(kind, link_bytes_per_s=2 * kind.link_bytes_per_s)
+
+
 def idle(question: Question, cluster: Cluster, best: Plan) -> str | None:
     """Why devices are left over; None where none are."""
     over = cluster.devices - best.devices
     if not over:
         return None
     batch, copies = question.config.train.global_batch, best.copies
+    together = best.devices // copies
     unused = [
         group for group in cluster.groups if all(group.kind.name != used.kind.name for used in best.cluster.groups)
     ]
     if unused:
         names = " and ".join(group.kind.name for group in unused)
         why = f"with the {names} a step would take longer: what they compute is less than what waiting for them costs"
-    elif copies * 2 > batch or -(-batch // copies) == -(-batch // (cluster.devices // (best.devices // copies))):
+    elif over < together:
+        why = f"a copy of the model takes {together} devices, and these are too few for another"
+    elif -(-batch // copies) == -(-batch // min(batch, cluster.devices // together)):
         why = f"a step has {batch} sequences, and more copies of the model would not make the largest share less"
     else:
-        together = best.devices // copies
-        why = f"a copy of the model takes {together} devices, and they are {over} too few for another that helps"
+        why = "with more of them a step would take longer: what they compute is less than what their exchanges cost"
     return f"{over} of {cluster.devices} devices {'is' if over == 1 else 'are'} idle: {why}"
 
 
 # ------------------------------------------------------------------------------------------------- where nothing fits
+
+
+def none_even(question: Question, cluster: Cluster) -> str:
+    """Why there is no layout at all, be it too large for the devices or not."""
+    fixed = [word for word in question.overrides if word.partition("=")[0] in PLANNED]
+    return (
+        f"{' '.join(fixed) or 'the recipe'} comes out even on no part of {parse.text_of(cluster)}; choose degrees "
+        "whose product divides the devices of a node, or of all nodes, or leave them out"
+    )
 
 
 def ways_out(question: Question, cluster: Cluster) -> list[str]:

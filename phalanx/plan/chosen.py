@@ -15,7 +15,7 @@ from phalanx.config import Config, get
 from phalanx.errors import ConfigError
 from phalanx.hardware import Hardware
 from phalanx.models.spec import ModelSpec
-from phalanx.plan import advice, parse, present, record
+from phalanx.plan import advice, measured, parse, present, record
 from phalanx.plan.advice import Question
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.constants import Constants
@@ -27,7 +27,7 @@ from phalanx.report.words import seconds, size
 
 VERSION = 1
 # What the ranks of a run find out by themselves, and what follows from their number.
-LEFT_TO_THE_RUN = ("parallel.data", "parallel.stages", "balance.work")
+LEFT_TO_THE_RUN = ("parallel.data", "parallel.stages", "balance.work", "balance.state")
 FOUND_LATER = ("vocabulary", "trained")
 ALIKE = 5e-4  # relative difference of two steps below which neither is the faster
 SHEETS, MEASURED = "data-sheets", "measurements"
@@ -48,7 +48,16 @@ class Asked:
     def cluster(self) -> tuple[Cluster, Constants, str]:
         """The devices, the constants for them, and what both rest on."""
         there, constants, is_measured = present.known_as(self.nodes, self.known)
-        return there, constants, MEASURED if is_measured else SHEETS
+        return there, constants, MEASURED if is_measured else self._sheets()
+
+    def _sheets(self) -> str:
+        """What is said of figures of data-sheets; of devices that have none here they are another one's."""
+        there = [device for node in self.nodes for device in node if not device.cores]
+        strange = dict.fromkeys(device.model for device in there if not measured.is_known(device.model))
+        if not strange:
+            return SHEETS
+        names = " and ".join(strange)
+        return f"the data-sheet of an {measured.LIKE}, since none of {names} is known (`phalanx hardware` measures it)"
 
 
 def choose(asked: Asked, before: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -76,6 +85,8 @@ def choose(asked: Asked, before: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ConfigError(_nothing(question, cluster, found))
     plan = found.best
     keys = {key: value for key, value in keys_of(plan).items() if key not in LEFT_TO_THE_RUN}
+    if plan.choice.state and plan.choice.tensor > 1:  # a run divides by memory only among ranks that hold a whole model
+        keys["balance.state"] = list(plan.choice.state)
     if plan.choice.tensor * plan.choice.pipeline > 1 and asked.config.balance.hardware is not None:
         keys["balance.hardware"] = None  # it rests on measuring the whole model on each device
     told = {
@@ -85,7 +96,7 @@ def choose(asked: Asked, before: Mapping[str, Any] | None) -> dict[str, Any]:
         "basis": basis,
         "keys": keys,
         "layout": in_words(plan),
-        "why": _why(found),
+        "why": _why(found) + ("" if basis in (SHEETS, MEASURED) else f"; this is from {basis}"),
         "expected": expected(plan),
         "runners_up": [
             {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from phalanx.plan.choice import Choice
 from phalanx.plan.constants import Constants
 from phalanx.plan.kinds import Kind
-from phalanx.plan.work import Work
+from phalanx.plan.work import WIDTH, Work
 
 TILE_ROWS, TILE_COLUMNS = 256, 128  # of a matrix product that one multiprocessor computes at a time, at its fastest
 # Kernels that are called for a block, by hand of an eager profile of a pre-norm decoder: forward, backward.
@@ -17,7 +17,7 @@ KERNELS = (28, 52)
 PLAIN_KERNELS = (6, 9)  # more of them where attention writes its scores
 COLLECTIVE_CALLS = 4  # a collective takes the host as long as so many kernels
 CALLS_OF_EDGE = (12, 20)  # of last norm, head and loss
-LOGITS_MOVED = (20.0, 16.0)
+LOGITS_MOVED = (20.0, 16.0)  # bytes of an element of whole logits, forward and backward
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def matmul_s(rows: float, columns: float, depth: float, kind: Kind, dtype: str, 
     longer = 1.0 + constants.matmul_tail / waves
     if columns % 8 or depth % 8:  # of two bytes each: NVIDIA's guide, tensor core requirements
         rate *= constants.unaligned_share
-    moved = (rows * depth + depth * columns + rows * columns) * (4 if dtype == "fp32" else 2)
+    moved = (rows * depth + depth * columns + rows * columns) * WIDTH[dtype]
     return max(2.0 * rows * columns * depth * longer / rate, moved / (kind.memory_bytes_per_s * constants.memory_share))
 
 

@@ -106,7 +106,7 @@ class Model:
         terms["other"] = constants.step_s + waits
         step_s = busy + terms["other"]
         peak = sum(
-            max(0, min(behind, devices) - begin) * group.kind.peak(_counted(work, group.kind))
+            max(0, min(behind, devices) - begin) * group.kind.peak(_counted(work, group.kind)) / group.kind.speed
             for begin, behind, group in self.cluster.spans
         )
         tokens_per_s = work.tokens / step_s

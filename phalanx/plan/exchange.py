@@ -52,7 +52,8 @@ def travel(
 
     def sharded(moved: float, ring: Ring, operations: int) -> float:
         """Seconds of a tensor that travels in so many operations."""
-        return operations * (links.shard_s(moved / operations, ring, cluster, constants) + _start(ring, constants))
+        alone_s = links.shard_s(moved / operations, ring, cluster, constants)
+        return operations * (alone_s + links.skew_s(ring, constants))
 
     state = parameters * owns
     if choice.engine == "megatron" or choice.zero == 0 or choice.engine == "ddp":
@@ -78,10 +79,6 @@ def travel(
         alone = micro_batches - reduces
         return Travel(reduces * sent[0] + alone * silent[0], reduces * sent[1] + alone * silent[1], update)
     return _planned(choice.slots > 1, passes_s, reduce, gather, update, units, reduces)
-
-
-def _start(ring: Ring, constants: Constants) -> float:
-    return links.skew_s(ring, constants)
 
 
 def _fetched(

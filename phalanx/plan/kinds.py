@@ -25,7 +25,7 @@ class Kind:
     """One kind of device. Bytes and flop per second are of one device; links count one direction."""
 
     name: str
-    flop_per_s: Mapping[str, float]  # of dense matrix products, by type: fp32, bf16, fp16, fp8
+    flop_per_s: Mapping[str, float]  # of dense matrix products, by type: fp64, fp32, bf16, fp16, fp8
     memory_bytes: int
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to the other devices of its node
@@ -37,14 +37,17 @@ class Kind:
     host_bytes_per_s: float = 12e9  # between device and host
     reserved_bytes: int = 3 * GIB // 4  # that the driver's context and the collectives' buffers take of its memory
     update: float = 1.0  # of its memory's bandwidth that updates reach, where a run has shown it
+    speed: float = 1.0  # times as fast as its data-sheet says; of a CPU, which has none to speak of, always 1
     on_host: bool = False  # a CPU: nothing is queued, its memory is the host's, and it carries all that is sent itself
     call_s: float = 0.0  # of a CPU for an operation, beside what it computes
 
     def peak(self, dtype: str) -> float:
-        """Matrix products per second in a type, flop/s. Raises ConfigError for one that the device has no unit for."""
+        """Matrix products per second in a type, flop/s. Raises ConfigError for one that the device has no unit for, or
+        of which nothing is known here."""
         if dtype not in self.flop_per_s:
             raise ConfigError(
-                f"a {self.name} computes no {dtype}, only {', '.join(sorted(self.flop_per_s))}; choose one of these"
+                f"a {self.name} computes no {dtype}, or a plan does not know how fast; it knows "
+                f"{', '.join(sorted(self.flop_per_s))}: choose one of these"
             )
         return self.flop_per_s[dtype]
 
@@ -53,7 +56,9 @@ class Kind:
         faster = {dtype: flops * speed for dtype, flops in self.flop_per_s.items()}
         found = replace(self, flop_per_s=faster, memory_bytes_per_s=self.memory_bytes_per_s * speed)
         # What processes of one host exchange is copied by themselves.
-        return replace(found, link_bytes_per_s=self.link_bytes_per_s * speed) if self.on_host else found
+        if self.on_host:
+            return replace(found, link_bytes_per_s=self.link_bytes_per_s * speed)
+        return replace(found, speed=self.speed * speed)
 
 
 _MAMF = "sustained: S. Bekman, Machine Learning Engineering, table of maximum achievable matmul flop/s"
@@ -141,7 +146,7 @@ KINDS: dict[str, Kind] = {
             f"NVIDIA Ada whitepaper, 2022; {_COLLECTED}, 165 Tflop/s", fp8=330.3, link_latency_s=8e-6, sustained=1.0,
         ),
         Kind(
-            "CPU", {"fp32": 0.5e12, "bf16": 0.25e12, "fp16": 0.25e12}, 64 * GIB, 50e9, 10e9, 2e-5, 1,
+            "CPU", {"fp64": 0.25e12, "fp32": 0.5e12, "bf16": 0.25e12, "fp16": 0.25e12}, 64 * GIB, 50e9, 10e9, 2e-5, 1,
             "16 cores of 32 flop a cycle at 1 GHz, DDR4-3200 in two channels: an order of magnitude, so measure it",
             host_bytes_per_s=50e9, reserved_bytes=GIB // 2, on_host=True,
         ),
@@ -160,14 +165,10 @@ def known(name: str) -> Kind | None:
     return names.get(wanted)
 
 
-def kind(name: str) -> Kind:
-    """The kind of that name. Raises ConfigError, which says what is needed of an unknown one."""
-    found = known(name)
-    if found is None:
-        raise ConfigError(
-            f"no kind of device is called {name!r}; known are {', '.join(KINDS)}. For another one measure it with "
-            "`phalanx hardware` and give that file, or name its numbers: dense flop/s of matrix products in bf16 and "
-            "fp32, bytes of memory, bytes per second of memory and of the link to its neighbours, and its number of "
-            "multiprocessors"
-        )
-    return found
+def unknown(name: str) -> str:
+    """What is said of a kind that nobody knows: which numbers are needed of it, and what finds them."""
+    return (
+        f"no kind of device is called {name!r}; known are {', '.join(KINDS)}. Of another one these numbers are needed: "
+        "seconds of passes of a model, bytes of memory, and bytes per second of its links to other devices and to its "
+        "host. `phalanx hardware` on a node of them measures all; give its file as --hardware"
+    )

@@ -10,7 +10,7 @@ from phalanx.plan import intervals
 from phalanx.plan.advice import Question
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.record import HARDWARE_SHARE
-from phalanx.plan.search import Found
+from phalanx.plan.search import Found, Plan
 from phalanx.plan.simulate import Scenario, simulate
 from phalanx.resilience_config import ResilienceSection
 
@@ -103,26 +103,35 @@ def simulated(
 
 
 def _scaled(job: Job, devices: int, question: tuple[Question, Cluster, Found] | None) -> dict[str, Any]:
-    """As many devices of the same kind, each failing as often; the same steps, where it is known what they are."""
-    mtbf_s = job.mtbf_s * job.devices / devices
-    row: dict[str, Any] = {"devices": devices, "mtbf_s": mtbf_s}
+    """As many devices of the same kind (of unlike ones of the first), in whole nodes, each failing as often; the same
+    steps, where it is known what they are."""
     step_s = job.step_s
+    rates: dict[str, float | None] = {}
     if question is not None:
         asked, cluster, found = question
         group = cluster.groups[0]
         there = replace(cluster, groups=(replace(group, nodes=max(1, devices // group.per_node)),))
-        plans = asked.on(there, found).plans
-        row["tokens_per_s"] = row["of_ideal"] = None
-        if plans:
-            best = found.best
-            step_s = plans[0].estimate.step_s
-            row["tokens_per_s"] = plans[0].estimate.tokens_per_s
-            each = best.estimate.tokens_per_s / best.devices
-            row["of_ideal"] = row["tokens_per_s"] / (each * there.devices)
+        devices = there.devices
+        plan, best = _best_on(there, asked, found), found.best
+        rates = {"tokens_per_s": None, "of_ideal": None}
+        if plan is not None:
+            step_s, per_s = plan.estimate.step_s, plan.estimate.tokens_per_s
+            rates = {"tokens_per_s": per_s, "of_ideal": per_s * best.devices / (best.estimate.tokens_per_s * devices)}
+    mtbf_s = job.mtbf_s * job.devices / devices
     best_of = intervals.best(job.saving(step_s, mtbf_s, job.keep))
-    row["checkpoint_every_s"] = None if best_of.checkpoint_steps is None else best_of.checkpoint_steps * step_s
-    row["goodput"] = best_of.goodput
-    return row
+    every_s = None if best_of.checkpoint_steps is None else best_of.checkpoint_steps * step_s
+    return {
+        "devices": devices, "mtbf_s": mtbf_s, **rates, "checkpoint_every_s": every_s, "goodput": best_of.goodput,
+    }  # fmt: skip
+
+
+def _best_on(there: Cluster, question: Question, near: Found) -> Plan | None:
+    """The best plan; None where nothing fits, or what the command line holds fixed needs more devices."""
+    try:
+        plans = question.on(there, near).plans
+    except ConfigError:
+        return None
+    return plans[0] if plans else None
 
 
 def _hang_s(resilience: ResilienceSection, step_s: float) -> float:

@@ -147,13 +147,21 @@ def kind_called(model: str, on_host: bool, memory_bytes: int) -> Kind:
     """The same of a device of which no more is known."""
     if on_host:
         return KINDS["CPU"]
+    return min(_called(model) or [KINDS[LIKE]], key=lambda kind: abs(math.log(kind.memory_bytes / memory_bytes)))
+
+
+def is_known(model: str) -> bool:
+    """Whether an accelerator that its maker calls so has a data-sheet here."""
+    return bool(_called(model))
+
+
+def _called(model: str) -> list[Kind]:
     words = set(re.split(r"[\s_-]+", model.upper()))
-    fitting = [
+    return [
         kind
         for kind in KINDS.values()
         if not kind.on_host and words >= {part for part in kind.name.split("-") if not part.endswith("GB")}
     ]
-    return min(fitting or [KINDS[LIKE]], key=lambda kind: abs(math.log(kind.memory_bytes / memory_bytes)))
 
 
 def _linked(cluster: Cluster, found: Hardware, constants: Constants) -> Cluster:

@@ -31,6 +31,7 @@ class Held:
     kind: Kind
     stage: int
     parts: dict[str, float]
+    state_bytes: float = 0.0  # of the master weights and moments that it owns, once: what is committed and saved of it
 
     @property
     def total(self) -> float:
@@ -156,12 +157,12 @@ def held(
     if last and choice.engine != "sharded":
         logits = sequences * work.seq_len * work.vocabulary / choice.tensor * LOGIT_BYTES * work.width / 2
         parts["logits"] = logits
+    state = state_own * trained * (work.master_bytes + work.state_bytes)
     if kind.on_host and choice.engine == "sharded":
         # A checkpoint's copy lies in the same memory; it is made between steps, when nothing is under way.
         resting = (0.0 if zero == 3 else parts["weights"]) + parts["master weights"] + parts["optimizer state"]
         resting += min(parts["gradients"], own * gradient * trained if zero == 3 else parts["gradients"])
-        copied = own * trained * (work.master_bytes + work.state_bytes)
-        parts[COPY] = max(0.0, resting + copied - sum(parts.values()))
+        parts[COPY] = max(0.0, resting + state - sum(parts.values()))
     slack = max(constants.slack, ROOM) if choice.engine == "sharded" else constants.slack
     parts["reserved"] = kind.reserved_bytes + slack * kind.memory_bytes
-    return Held(devices, kind, stage, parts)
+    return Held(devices, kind, stage, parts, state)

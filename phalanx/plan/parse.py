@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from phalanx.errors import ConfigError
 from phalanx.plan.cluster import Cluster, Group
-from phalanx.plan.kinds import KINDS, Kind, known
+from phalanx.plan.kinds import KINDS, Kind, known, unknown
 
 DEFAULT_SPEED = 100e9  # bits/s: one link of 100 Gb/s a node
 DEFAULT_LATENCY = 5e-6
@@ -103,13 +103,7 @@ def _kind(text: str, at: int) -> tuple[Kind, int]:
         raise _wrong(text, at, f"a kind of device is expected here, one of {', '.join(KINDS)}")
     found = known(match[0])
     if found is None:
-        raise _wrong(
-            text,
-            at,
-            f"no kind of device is called {match[0]!r}; known are {', '.join(KINDS)}. Of another one measure a node by "
-            "`phalanx hardware` and give that file as --hardware: its speed for a model, its memory and the "
-            "speed of its links are needed",
-        )
+        raise _wrong(text, at, unknown(match[0]))
     return found, match.end()
 
 

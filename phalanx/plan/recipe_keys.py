@@ -78,7 +78,8 @@ def work_of(config: Config, spec: ModelSpec, cluster: Cluster) -> Work:
     rule, options = config.optim.rule, config.optim.options
     state = STATE_BYTES[rule] + sum(more for name, more in MORE_STATE.items() if options.get(name))
     whole = parameter_count(spec)
-    sent = SENT[config.comm.compress]
+    doubled = 2 if precision == "fp64" else 1  # then masters, moments and gradients are, too
+    sent = SENT[config.comm.compress] * (doubled if config.comm.compress == "none" else 1)
     return Work(
         layers=spec.layers,
         hidden=spec.hidden,
@@ -95,7 +96,8 @@ def work_of(config: Config, spec: ModelSpec, cluster: Cluster) -> Work:
         positions=spec.max_seq_len if bert else 0,
         head_dim=spec.head_dim,
         precision=precision,
-        state_bytes=state,
+        master_bytes=4 * doubled,
+        state_bytes=state * doubled,
         reduce_bytes=sent,
         gather_bytes=min(sent, 4 if mixed else WIDTH[precision]),
         trained=1.0 if spec.lora is None else adapter_count(spec) / (whole + adapter_count(spec)),
@@ -191,6 +193,7 @@ def keys_of(plan: Plan) -> dict[str, Any]:
         "memory.activations": activations(choice),
         "optim.slots": choice.slots,
         "balance.work": list(choice.shares) if choice.shares else "auto",
+        "balance.state": list(choice.state) if choice.state else "auto",
     }
     return keys
 

@@ -313,11 +313,10 @@ class _Search:
     def shardings(self, copies: int, pipeline: int) -> Iterator[tuple[int, int, Reduce, int]]:
         """(zero, shard degree, reduce, slots) that the sharded engine can do and that may be worth it. Zero 2 that
         reduces once a step holds more than zero 1 and sends as much, and a pipeline can do no other."""
-        pins = self.space.pins
-        if copies == 1:
+        pins, degree = self.space.pins, self.space.pins.get("shard_degree", 0)
+        if copies == 1 and (degree < 2 or (self.space.whole and self.cluster.devices == 1)):
             yield 1, 0, "per_step", 1  # nothing to shard
             return
-        degree = pins.get("shard_degree", 0)
         if degree and copies % degree:
             return
         for zero in self.pinned("zero", (1, 2, 3) if pipeline == 1 else (1,)):

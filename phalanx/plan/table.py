@@ -1,5 +1,6 @@
 """A plan, and a simulated job, as tables that a person reads in a hundred columns."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -45,11 +46,13 @@ def _layout(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     shape = [copies, *([f"{pipeline} stages"] if pipeline > 1 else []), *([f"{tensor} slices"] if tensor > 1 else [])]
     rows = [("layout", f"{' x '.join(shape)} on {used['devices']} devices, in {record['model']['precision']}")]
     rows.append(("", f"keys of {record['out']}: {' '.join(as_overrides(_short(keys)))}"))
-    stages, shares = keys["parallel.stages"], keys["balance.work"]
+    stages, shares, state = keys["parallel.stages"], keys["balance.work"], keys["balance.state"]
     if stages != "auto" and (len(set(stages)) > 1 or len(stages) <= FEW_STAGES):
         rows.append(("layers of stages", _runs(stages)))
     if shares != "auto":
         rows.append(("sequences of copies", _runs(shares)))
+    if state != "auto":
+        rows.append(("parts of the state", _runs(f"{100 * part / sum(state):.3g} %" for part in state)))
     if record["idle"]:
         rows.append(("idle", record["idle"]))
     return rows
@@ -61,15 +64,10 @@ def _short(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if not isinstance(value, list) and plain.get(key) != value}
 
 
-def _runs(numbers: Iterable[int]) -> str:
+def _runs(numbers: Iterable[int | str]) -> str:
     """`3 x 27, 10`: neighbours alike together."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, number])
-    shown = [f"{times} x {number}" if times > 1 else f"{number}" for times, number in runs]
+    alike = [(number, len(list(same))) for number, same in itertools.groupby(numbers)]
+    shown = [f"{times} x {number}" if times > 1 else f"{number}" for number, times in alike]
     return ", ".join(shown if len(shown) <= FEW_STAGES else [*shown[: FEW_STAGES - 1], f"... {shown[-1]}"])
 
 
@@ -106,6 +104,8 @@ def _further(record: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{_shown_by(saving['recovery_from'], ' (assumed)')}: goodput {100 * saving['goodput']:.1f} %",
         )
     )
+    if saving["commit_s"] is not None:
+        rows.append(("", f"each step is committed in memory, {_committed(saving)}"))
     if "goal" in record:
         goal = record["goal"]
         money = "" if goal["money"] is None else f", {goal['money']:,.0f} at {goal['price']:g} an hour and device"
@@ -121,12 +121,19 @@ def _further(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _committed(saving: Mapping[str, Any]) -> str:
+    if not saving["commit_s"]:
+        return "while the next one computes"
+    enough = saving["commit_steps"]
+    return f"{seconds(saving['commit_s'])} each, reckoned" + (f"; each {enough:,}th would do" if enough > 1 else "")
+
+
 def _shown_by(run: str | None, otherwise: str) -> str:
     return otherwise if run is None else f" in the run {run}"
 
 
 def _days(days: float) -> str:
-    return f"{days:,.0f} days" if days >= 10 else f"{days:.2g} days" if days >= 1 else seconds(86400 * days)
+    return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days" if days >= 1 else seconds(86400 * days)
 
 
 def _runners_up(record: Mapping[str, Any]) -> Table:
@@ -238,7 +245,7 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
         cells = [
             f"{row['devices']:,}",
             seconds(row["mtbf_s"]),
-            seconds(row["checkpoint_every_s"]),
+            "never" if row["checkpoint_every_s"] is None else seconds(row["checkpoint_every_s"]),
             f"{100 * row['goodput']:.2f} %",
         ]
         if "tokens_per_s" in row:

@@ -107,7 +107,8 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_two_machines_that_meet_in_a_folder_walk_the_curve_of_one(wired: Networks, place: Path) -> None:
-    ended = train(wired, place, "by-file", f"file://{place}/meet", (2, 1))
+    """In a layout that node 0 has chosen for all devices."""
+    ended = train(wired, place, "by-file", f"file://{place}/meet", (2, 1), "parallel.layout=auto")
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert len(curve(place / "by-file")) == 2 * 24
     assert curve(place / "by-file") == pytest.approx(curve(place / "one"), rel=1e-12)
@@ -117,6 +118,11 @@ def test_two_machines_that_meet_in_a_folder_walk_the_curve_of_one(wired: Network
     assert not (place / "by-file" / ".sign").exists()
     (started,) = events(place / "by-file", Kind.RUN_STARTED)
     assert (started["world"], len(started["hosts"])) == (3, 2)
+    (planned,) = events(place / "by-file", Kind.PLANNED)
+    assert planned["keys"]["parallel.tensor"] == planned["keys"]["parallel.pipeline"] == 1
+    kept = json.loads(RunPaths(place / "by-file").plan.read_text())
+    assert [len(node) for node in kept["for"]["nodes"]] == [2, 1]
+    assert events(place / "by-file", Kind.COMPARED)[0]["predicted_s"] == pytest.approx(kept["expected"]["step_s"])
 
 
 def test_one_command_on_each_machine_measures_all_devices(wired: Networks, place: Path) -> None:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +13,14 @@ import pytest
 
 from benchmarks import borrowed_lab, harness, lab, planner_here
 from benchmarks.planner_here import PICKED, Size, drawn, held_by, least, plan_of, used
-from benchmarks.throttle import throttle
+from benchmarks.throttle import MEMORY_ROOT, ROOTS, remove_stale, throttle
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.kinds import KINDS
 from phalanx.plan.memory import Held
 from phalanx.plan.search import Plan
 from phalanx.records import Placement
-from tests.helpers import run_ranks
+from tests.helpers import ROOT, run_ranks
 
 MODEL = {"hidden": 32, "layers": 3, "heads": 2, "intermediate": 64, "vocabulary": 300, "seq_len": 16,
          "global_batch": 14}  # fmt: skip
@@ -122,3 +124,27 @@ def swell(placement: Placement) -> list[int]:
 @needs_nodes
 def test_who_takes_more_memory_than_allowed_is_killed_and_counted() -> None:
     assert run_ranks(swell, 1) == [[signal.SIGKILL, 1]]
+
+
+LIMITED = """
+import time
+from benchmarks.throttle import throttle
+
+with throttle(1, by_groups=True) as limits:
+    print("limited", flush=True)
+    time.sleep(60)
+"""
+
+
+@needs_nodes
+def test_control_groups_go_when_the_process_is_told_to_end_and_a_dead_ones_with_the_next() -> None:
+    child = subprocess.Popen([sys.executable, "-c", LIMITED], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == "limited\n"
+    made = [folder for root in (*ROOTS, MEMORY_ROOT) for folder in root.glob(f"phalanx-{child.pid}")]
+    assert made and all((folder / "rank-0").exists() for folder in made)
+    child.terminate()
+    assert child.wait(30) == 128 + signal.SIGTERM
+    assert not any(folder.exists() for folder in made)
+    (made[0] / "rank-0").mkdir(parents=True)  # as one leaves it that is killed
+    remove_stale()
+    assert not made[0].exists()

@@ -17,7 +17,7 @@ from phalanx.plan.advice import Question
 from phalanx.plan.chosen import Asked
 from phalanx.plan.predict import predict
 from phalanx.plan.present import Present
-from phalanx.plan.recipe_keys import checked, free
+from phalanx.plan.recipe_keys import checked, free, keys_of
 from phalanx.records import Kind, RunPaths, append_line
 from phalanx.report import words
 from tests.helpers import ROOT
@@ -51,14 +51,32 @@ def test_a_layout_is_foretold_as_it_was_planned(text: str) -> None:
     there = parse.cluster(text)
     config = free(recipe.load(LLAMA), ())
     for plan in Question(config, None, ()).on(there).plans:
-        if plan.choice.state:
-            continue  # unequal parts of the state are left to the run
         again = predict(checked(config, plan), replace(plan.cluster, groups=plan.cluster.groups))
         if plan.devices == plan.cluster.devices and again.work.precision == "bf16" == config.train.dtype:
             assert again.choice == replace(plan.choice, devices=plan.devices)
         if plan.devices == plan.cluster.devices:
             assert again.estimate.step_s == pytest.approx(plan.estimate.step_s, rel=1e-9)
             assert again.estimate.memory[0].total == pytest.approx(plan.estimate.memory[0].total)
+
+
+def test_unequal_parts_of_the_state_are_among_the_keys() -> None:
+    config = free(recipe.load(ROOT / "recipes" / "llama-3.2-1b.yaml"), ())
+    plan = Question(config, None, ()).on(parse.cluster("2xH200, 2xA10G, 400Gb/s")).best
+    parts = keys_of(plan)["balance.state"]
+    assert sum(parts) == pytest.approx(1) and parts[0] == parts[1] > 0.25 > parts[2] == parts[3]
+    again = predict(checked(config, plan), plan.cluster)
+    assert again.choice.state == pytest.approx(parts) and again.estimate.fits
+    evenly = predict(recipe.update(checked(config, plan), {"balance.state": "even"}), plan.cluster)
+    assert not evenly.estimate.fits
+
+
+def test_a_run_divides_the_state_by_itself_but_for_slices() -> None:
+    nodes = ((Present("NVIDIA H200", 139 * 2**30),) * 2, (Present("NVIDIA A10G", 22 * 2**30),) * 2)
+    config = recipe.load(ROOT / "recipes" / "llama-3.2-1b.yaml")
+    for tensor in (1, 2):
+        held = {"parallel.tensor": tensor, "parallel.pipeline": 1, "parallel.zero": 1}
+        told = chosen.choose(Asked(recipe.update(config, held), frozenset(held), nodes), None)
+        assert ("balance.state" in told["keys"]) == (tensor > 1)
 
 
 def test_an_open_micro_batch_is_the_largest_that_fits() -> None:
@@ -150,6 +168,14 @@ def test_what_belongs_to_a_layout_of_ones_own_is_refused(section: str, keys: dic
         small(**tree)
     tree["parallel"].pop("layout")
     small(**tree)
+
+
+def test_a_device_that_nobody_knows_is_no_data_sheet() -> None:
+    told = chosen.choose(asked(small(), (Present("Gaudi", 90 * 2**30),) * 2), None)
+    basis = "the data-sheet of an A100-40GB, since none of Gaudi is known (`phalanx hardware` measures it)"
+    assert told["basis"] == basis and told["why"].endswith(f"; this is from {basis}")
+    known = chosen.choose(asked(small(), (A100,) * 2), None)
+    assert known["basis"] == "data-sheets" and "; this is" not in known["why"]
 
 
 def test_nodes_of_unlike_memory_are_told_apart() -> None:

@@ -16,10 +16,12 @@ from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware, Link
 from phalanx.models.spec import PRESETS, parameter_count
 from phalanx.plan import measured, parse, record
+from phalanx.plan.advice import Question
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.cost import predict
-from phalanx.plan.recipe_keys import STATE_BYTES, work_of
+from phalanx.plan.intervals import daly_s
+from phalanx.plan.recipe_keys import STATE_BYTES, free, work_of
 from phalanx.rules import RULES
 from tests.helpers import ROOT
 
@@ -101,6 +103,7 @@ def test_a_wish_that_fits_nowhere(tmp_path: Path) -> None:
     )  # fmt: skip
     assert told["explain"]["fits"] is False
     assert told["explain"]["missing_bytes"] > 0
+    assert {help_["what"].split()[0] for help_ in told["helps"]} == {"twice", "devices", "one"}  # links of one node
 
 
 def test_a_model_that_fits_nowhere_says_how_much_is_short_and_three_ways_out(tmp_path: Path) -> None:
@@ -132,6 +135,14 @@ def test_a_model_that_fits_nowhere_says_how_much_is_short_and_three_ways_out(tmp
         ([LLAMA, "--cluster", NODES, "--explain", "parallel.tensr=2"], "tensr"),
         ([LLAMA, "--cluster", NODES, "parallel.tensor=5"], "parallel.tensor"),
         ([LLAMA, "--cluster", NODES, "parallel.tensor=16"], "come out even"),
+        ([LLAMA, "--cluster", NODES, "parallel.shard_degree=64"], "parallel.shard_degree=64 comes out even on no part"),
+        ([LLAMA, "--cluster", NODES, "--explain", "parallel.shard_degree=64"], "comes out even on no part"),
+        ([LLAMA, "--cluster", NODES, "--keep", "memory", "--days", "3"], "--days and --keep would change nothing"),
+        ([LLAMA, "--cluster", NODES, "--simulate", "--per-node", "4"], "--per-node would change nothing for a plan"),
+        (["--simulate", "--gpus", "8", "--cluster", NODES], "--cluster would change nothing without a recipe"),
+        (["--simulate", "--gpus", "8", "--out", "x.json"], "--out would change nothing with --simulate"),
+        (["--calibrate", "run", "--tokens", "3B"], "--tokens would change nothing with --calibrate"),
+        ([LLAMA, "--calibrate", "run"], "leave the recipe out"),
         ([LLAMA, "train.dtype=bf16", "--cluster", "8xV100-32GB"], "no bf16"),
         ([LLAMA, "--hardware", "nowhere.json"], "nowhere.json"),
         ([LLAMA, "model.code=mine.py", "--cluster", NODES], "model.code"),
@@ -161,6 +172,37 @@ def test_what_is_used_computes_in_its_own_type(tmp_path: Path) -> None:
     assert told["used"]["text"] == "8xH100-80GB"
     assert told["model"]["precision"] == "bf16"
     assert told["idle"].startswith("1 of 9 devices is idle: with the T4")
+
+
+def test_idle_devices_have_a_reason_that_is_true(tmp_path: Path) -> None:
+    few = ("train.global_batch=6", "parallel.tensor=1", "parallel.pipeline=1")
+    small = (ROOT / "recipes" / "llama-3.2-1b.yaml", *few)
+    told = planned(tmp_path / "plan.json", *small, "--cluster", "8xH100-80GB")
+    less = "a step has 6 sequences, and more copies of the model would not make the largest share less"
+    assert told["idle"] == f"2 of 8 devices are idle: {less}"
+    told = planned(tmp_path / "plan.json", *small, "--cluster", "6x(1xH100-80GB), 0.1Gb/s")
+    assert told["used"]["devices"] == 1
+    assert told["idle"].endswith("what they compute is less than what their exchanges cost")
+    told = planned(
+        tmp_path / "plan.json",
+        small[0],
+        "parallel.tensor=2",
+        "parallel.pipeline=1",
+        "--cluster",
+        "2xH100-80GB, 1xH100-80GB",
+    )
+    assert (
+        told["idle"] == "1 of 3 devices is idle: a copy of the model takes 2 devices, and these are too few for another"
+    )
+
+
+def test_no_kind_is_better_off_without_the_others() -> None:
+    """A100s compute in bf16 where they are alone, and gather half as many bytes as beside V100s in fp16."""
+    question = Question(free(recipe.load(LLAMA, ["train.global_batch=64"]), []), None, ())
+    both, alone = (parse.cluster(f"{text}, 5Gb/s") for text in ("2x(4xA100-80GB), 1xV100-32GB", "2x(4xA100-80GB)"))
+    best, ours = question.on(both).best, question.on(alone).best
+    assert best.estimate.tokens_per_s >= ours.estimate.tokens_per_s
+    assert best.cluster.groups == alone.groups and question.work(best.cluster).precision == "bf16"
 
 
 def test_every_rule_has_bytes_of_state() -> None:
@@ -301,3 +343,34 @@ def test_llama_3s_failures_by_what_is_kept() -> None:
 
 def test_saving_is_by_the_rate_of_failures_of_so_many_devices() -> None:
     assert pytest.approx(54 * 86400 / 419) == record.DEVICE_MTBF_S / 16384
+
+
+def test_a_job_that_no_failure_takes_back_to_a_checkpoint_needs_none() -> None:
+    done = phalanx("plan", "--simulate", "--gpus", 8, "--mtbf", "3h", "--days", 1, "--keep", "copies")
+    assert done.exit_code == 0, done.output
+    assert "never" in done.output
+
+
+def test_sizes_that_are_too_small_for_what_is_held_fixed_are_told_of() -> None:
+    words = ("parallel.pipeline=16", "--cluster", "2x(8xA100-80GB), 200Gb/s", "--simulate", "--days", 1)
+    told = json.loads(phalanx("plan", LLAMA, *words, "--json").output)
+    assert [row["tokens_per_s"] is None for row in told["scaling"][:3]] == [True, False, False]
+
+
+def test_commits_and_checkpoints_have_the_intervals_of_their_costs(tmp_path: Path) -> None:
+    """By hand, of 1.24B parameters in fp32 on two CPUs, with half of the state each: 12 bytes a parameter are written
+    elsewhere at 50 GB/s in three passes; Daly of that and failures each 3 h, of which 22 % leave memory as it is."""
+    small = ROOT / "recipes" / "llama-3.2-1b.yaml"
+    told = planned(
+        tmp_path / "plan.json", small, "--cluster", "2xCPU", "--mtbf", "3h", "parallel.tensor=1", "parallel.pipeline=1"
+    )
+    saving, step_s = told["saving"], told["expected"]["step_s"]
+    state = 12 * told["model"]["parameters"] / 2
+    assert saving["commit_s"] == pytest.approx(3 * state / 50e9, rel=1e-3)
+    assert saving["checkpoint_s"] == pytest.approx(state / 50e9, rel=1e-3)
+    assert saving["commit_steps"] == max(1, round(daly_s(saving["commit_s"], 3 * 3600 / 0.22) / step_s))
+    assert saving["checkpoint_steps"] == max(1, round(daly_s(saving["checkpoint_s"], 3 * 3600 / 0.78) / step_s))
+    without = planned(tmp_path / "plan.json", small, "--cluster", "2xCPU", "--mtbf", "3h", "resilience.memory=false")
+    assert (without["saving"]["commit_s"], without["saving"]["commit_steps"]) == (None, None)
+    on_gpus = planned(tmp_path / "plan.json", small, "--cluster", "2xA100-80GB")["saving"]
+    assert on_gpus["commit_s"] == 0.0  # copied while the next step computes

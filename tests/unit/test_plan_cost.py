@@ -14,7 +14,7 @@ from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import Constants
 from phalanx.plan.cost import TERMS, Estimate, Model, even, predict
-from phalanx.plan.kinds import KINDS, Kind, kind
+from phalanx.plan.kinds import KINDS, Kind, known, unknown
 from phalanx.plan.links import Ring
 from phalanx.plan.work import Work
 
@@ -136,6 +136,24 @@ def test_the_host_is_asked_for_each_kernel() -> None:
     assert compute.block(SMALL, replace(PLAIN, on_host=True), Choice(), 1, calls).host_forward_s == 0.0
 
 
+def test_the_edges_of_a_model_by_hand() -> None:
+    tokens, hidden, columns = 3 * 256, 512, 1024
+    product = 2 * tokens * columns * hidden / 1e12
+    found = compute.head(SMALL, PLAIN, Choice(), 3, FULL)
+    assert (found.forward_s, found.backward_s) == (pytest.approx(product), pytest.approx(2 * product))
+    assert compute.head(SMALL, PLAIN, Choice(tensor=2), 3, FULL).forward_s == pytest.approx(product / 2)
+    slow = replace(PLAIN, flop_per_s={"bf16": 1e30}, memory_bytes_per_s=1e9)
+    found = compute.head(SMALL, slow, Choice(), 3, FULL)
+    moved = 2 * (tokens * hidden + hidden * columns + tokens * columns)
+    # Logits in two bytes are read and written in four, read for their maximum, exponents and sum; gradients likewise.
+    assert found.forward_s == pytest.approx((moved + 20 * tokens * columns) / 1e9)
+    assert found.backward_s == pytest.approx((2 * moved + 16 * tokens * columns) / 1e9)
+    # Rows of the table are read and written; backward half as much more, and the table is cleared.
+    found = compute.embedding(SMALL, slow, Choice(), 3, FULL)
+    assert found.forward_s == pytest.approx(2 * 2 * tokens * hidden / 1e9)
+    assert found.backward_s == pytest.approx(2 * (3 * tokens * hidden + columns * hidden) / 1e9)
+
+
 # ---------------------------------------------------------------------------------------------------------------- links
 
 
@@ -161,6 +179,16 @@ def test_rings_are_found_on_a_cluster() -> None:
     slow = replace(PLAIN, name="slow", link_bytes_per_s=1e8)
     mixed = Cluster((Group(1, 4, PLAIN), Group(2, 4, slow)))
     assert links.ring_of(0, 12, 1, mixed) == Ring(12, 3, 1, slow)
+
+
+def test_one_rank_hands_to_the_next_by_hand() -> None:
+    late = replace(PLAIN, link_latency_s=0.5)
+    assert links.send_s(1e9, True, late, alone(), 4, FULL) == pytest.approx(1.5)  # 1 GB/s
+    cluster = replace(alone(4, per_node=2, far=4e9), between_latency_s=0.25)
+    assert links.send_s(1e9, False, late, cluster, 2, FULL) == pytest.approx(4.25)  # two share a cable of 0.5 GB/s
+    # Of n that are late by chance the last one is waited for, as many times longer as there are doublings.
+    assert links.skew_s(Ring(8, 1, 1, PLAIN), replace(FULL, skew_s=0.1)) == pytest.approx(0.3)
+    assert links.skew_s(Ring(1, 1, 1, PLAIN), replace(FULL, skew_s=0.1)) == 0.0
 
 
 # ------------------------------------------------------------------------------------------------------------ exchanges
@@ -239,6 +267,12 @@ def test_one_device_takes_its_operations() -> None:
     assert found.mfu == pytest.approx(1.0) and found.tokens_per_s == pytest.approx(SMALL.tokens / found.step_s)
 
 
+def test_a_device_that_was_measured_to_be_slower_is_used_less_of_what_was_promised() -> None:
+    full, half = (step(SMALL, Cluster((Group(1, 1, PLAIN.scaled(speed)),)), micro_batch=4) for speed in (1.0, 0.5))
+    assert half.step_s == pytest.approx(2 * full.step_s)
+    assert half.mfu == pytest.approx(full.mfu / 2)
+
+
 @pytest.mark.parametrize(("pipeline", "micro_batches"), [(2, 4), (4, 4), (4, 16)])
 def test_the_bubble_is_that_of_one_forward_one_backward(pipeline: int, micro_batches: int) -> None:
     # (p - 1) / m of the time computed, Narayanan et al. 2021; no time between stages.
@@ -310,9 +344,8 @@ def test_numbers_that_do_not_come_out_even(choice: Choice, what: str) -> None:
 
 
 def test_unknown_kinds_and_types_say_what_is_needed() -> None:
-    assert kind("a100 80gb") is KINDS["A100-80GB"] and kind("H100") is KINDS["H100-80GB"]
-    with pytest.raises(ConfigError, match="flop/s of matrix products in bf16"):
-        kind("A1000")
+    assert known("a100 80gb") is KINDS["A100-80GB"] and known("H100") is KINDS["H100-80GB"] and known("A1000") is None
+    assert "seconds of passes of a model, bytes of memory, and bytes per second of its links" in unknown("A1000")
     with pytest.raises(ConfigError, match="computes no bf16"):
         KINDS["V100-32GB"].peak("bf16")
     with pytest.raises(ConfigError, match="needs one device at least"):

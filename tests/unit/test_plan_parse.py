@@ -69,7 +69,7 @@ def test_a_mistake_is_pointed_at(text: str, at: int, words: str) -> None:
 
 
 def test_an_unknown_kind_says_what_is_needed() -> None:
-    with pytest.raises(ConfigError, match=r"phalanx hardware.*--hardware.*memory"):
+    with pytest.raises(ConfigError, match=r"numbers are needed: .*memory.*links.*phalanx hardware.*--hardware"):
         parse.cluster("8xMI300X")
 
 

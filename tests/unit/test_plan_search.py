@@ -13,7 +13,7 @@ from phalanx.plan import parse
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.cost import Model
-from phalanx.plan.search import Found, Plan, Space, degrees, search
+from phalanx.plan.search import Found, Plan, Reduce, Space, degrees, search
 from phalanx.plan.work import Work
 
 SMALL = Work(
@@ -77,6 +77,32 @@ def test_within_two_hundredths_of_brute_force(text: str, batch: int, hidden: int
     assert bool(found.plans) == (best is not None)
     if best is not None:
         assert found.best.estimate.step_s <= 1.02 * best
+
+
+def test_shares_and_stages_of_unlike_devices_are_within_two_hundredths_of_brute_force() -> None:
+    work = replace(SMALL, global_batch=12, precision="fp16")
+    there = parse.cluster("2xA100-40GB, 1xV100-16GB, 100Gb/s")
+    sizes, best_s = (1, 2, 4, 8, 12), []
+    for groups in (there.groups, there.groups[:1], there.groups[1:]):
+        part = replace(there, groups=groups)
+        model, parts = Model(work, part), range(1, work.global_batch + 1)
+        shared = [each for each in itertools.product(parts, repeat=part.devices) if sum(each) == work.global_batch]
+        ways: list[tuple[int, Reduce]] = [
+            (1, "per_step"),
+            (2, "per_micro_batch"),
+            (3, "per_step"),
+            (3, "per_micro_batch"),
+        ]
+        for shares, (zero, reduce), size in itertools.product(shared, ways[: 4 if part.devices > 1 else 1], sizes):
+            estimate = model.predict(Choice(zero=zero, reduce=reduce, shares=shares, micro_batch=size))
+            best_s += [estimate.step_s] if estimate.fits else []
+    found = search(work, there, Space())
+    assert found.best.estimate.step_s <= 1.02 * min(best_s)
+    two, best_s = parse.cluster("1xA100-40GB, 1xV100-16GB, 100Gb/s"), []
+    for groups, first, size in itertools.product((two.groups, two.groups[::-1]), range(1, work.layers), sizes):
+        choice = Choice(pipeline=2, stages=(first, work.layers - first), micro_batch=size)
+        best_s.append(Model(work, replace(two, groups=groups)).predict(choice).step_s)
+    assert search(work, two, Space(((1, 2),))).best.estimate.step_s <= 1.02 * min(best_s)
 
 
 clusters = st.builds(
