@@ -17,6 +17,7 @@ import pytest
 from phalanx.cluster import rendezvous, wire
 from phalanx.cluster.door import EVERYWHERE, MOST_STRANGERS, Door
 from phalanx.cluster.first_node import FirstNode
+from phalanx.cluster.fork import fork
 from phalanx.cluster.greeting import own_hello
 from phalanx.records import ExitCode
 from tests.helpers import ROOT, free_port, is_alive, wait_until
@@ -463,7 +464,9 @@ def test_who_listens_at_all_addresses_comes_to_listen_at_one() -> None:
     with socket.create_connection(("127.0.0.2", port), timeout=30) as before:
         door.tend()
         assert b"nonce" in before.recv(1000)
+        child = fork(lambda: [time.sleep(0.5), 0][1], keep=[listener.fileno()])[0]  # it has not dropped it yet
         door.narrow("127.0.0.1")
+        os.waitpid(child, 0)
         assert door.listener.getsockname() == ("127.0.0.1", port)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=30)
