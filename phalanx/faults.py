@@ -18,6 +18,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "exception": ("it raises a RuntimeError", ("phase",)),
     "hang": ("it sleeps for ever", ("phase",)),
     "freeze": ("it stops itself by SIGSTOP", ("phase",)),
+    "node-down": ("its node's agent and all its ranks are gone at once, as when a machine crashes", ("phase",)),
     "oom": ("it raises what the device's allocator raises when memory runs out", ("phase",)),
     "slow": ("its forward and backward passes take `factor` times as long, for `steps` steps", ("factor", "steps")),
     "nan": ("its loss is not a number", ()),
@@ -116,9 +117,9 @@ def _value(text: str, name: str, value: str) -> Any:
     return value
 
 
-def check(faults: Sequence[Fault], world: int, steps: int, local: bool) -> None:
+def check(faults: Sequence[Fault], world: int, steps: int, local: bool, nodes: int = 1) -> None:
     """Raise ConfigError for the first fault that could not happen in a run of `world` ranks and `steps` steps, whose
-    folder is a `local` one or at a URL."""
+    folder is a `local` one or at a URL, and that has agents on so many `nodes`."""
     for fault in faults:
         given = f"--inject {fault.text}"
         if fault.rank >= world:
@@ -128,6 +129,8 @@ def check(faults: Sequence[Fault], world: int, steps: int, local: bool) -> None:
             raise ConfigError(f"{given}: the run has {steps} steps (train.steps); choose one of these")
         if fault.kind == "corrupt-checkpoint" and not local:
             raise ConfigError(f"{given}: checkpoints at a URL are not touched; use a run folder on a disk")
+        if fault.kind == "node-down" and nodes < 2:
+            raise ConfigError(f"{given}: without another node (--nodes) nobody would be left; use kill")
 
 
 def absolute(faults: Iterable[Fault], first_attempt: int) -> tuple[Fault, ...]:

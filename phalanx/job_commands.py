@@ -103,7 +103,7 @@ def _folder(run_dir: str | None, recipe_path: Path) -> Path:
     if storage.is_url(run_dir):
         raise ConfigError(
             f"--run-dir {shown(run_dir)} is a URL, but a launched run needs a folder, by which its nodes meet and are "
-            "looked after; name one on a file system that all nodes share"
+            "looked after; name one on a file system that all nodes share, or give the URL to `phalanx train`"
         )
     return Path(run_dir)
 
@@ -168,12 +168,16 @@ def status(
 
 def _status(run: Path | None, as_json: bool) -> str:
     from phalanx import jobs
+    from phalanx.cluster import node_states
     from phalanx.report import standing
     from phalanx.report.terminal import open_terminal
 
     now = time.time()
     folders = sorted(_runs()) if run is None else [run]
-    found = [standing.standing(RunPaths(folder), now, jobs.scheduler_words(RunPaths(folder))) for folder in folders]
+    found = []
+    for paths in map(RunPaths, folders):
+        nodes = node_states.rows(paths) if paths.events.exists() else []
+        found.append(standing.standing(paths, now, jobs.scheduler_words(paths), nodes))
     if as_json:
         return json.dumps(found[0] if run is not None else found, indent=2, default=str) + "\n"
     terminal = open_terminal()

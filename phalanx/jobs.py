@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
-from phalanx import keeper, recipe
+from phalanx import keeper, links, recipe
 from phalanx.cluster import slurm, slurm_script
 from phalanx.cluster.rendezvous import look_again
 from phalanx.cluster.slurm import SlurmJob
@@ -130,7 +130,9 @@ def to_background(config: Config, paths: RunPaths, wish: Wish) -> int:
 
 
 def _check_free(paths: RunPaths) -> None:
-    """Raises ConfigError where the run is going on, or waits in the queue, already."""
+    """Raises ConfigError where the run is going on, or waits in the queue, already; RunError where its folder has links
+    that lead out of it."""
+    links.check(paths)
     job = newest_job(paths)
     if job is not None and not job.over:
         raise ConfigError(

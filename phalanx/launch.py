@@ -6,6 +6,7 @@ import functools
 import glob
 import math
 import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from phalanx.config import Config
 from phalanx.devices import DEVICES_TIMEOUT_S, Device, devices_of_ranks, models, warmed
 from phalanx.errors import ConfigError
 from phalanx.faults import Fault
+from phalanx.incidents import Told
 from phalanx.kept import Kept
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, write_atomic, write_event
 from phalanx.remote_run import fetch_records, mirrored
@@ -164,8 +166,10 @@ def run_ranks(
         if prepared.config.report.tensorboard:
             preload_tensorboard()
         console = Console(prepared.config.train.steps, paths.name, unit=prepared.unit)
-        follower = Follower(paths, console)
-        write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **facts(prepared, devices, len(devices)))
+        told = Told(console, lambda details: ending.note(paths, console, Kind.INCIDENT, details))
+        follower = Follower(paths, told)
+        said = facts(prepared, devices, len(devices)) | {"hosts": [platform.node()]}
+        write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **said)
         _show_warnings(prepared, console)
         if prepared.planned is not None:
             write_event(paths.events, Kind.PLANNED, prepared.attempt, **prepared.planned)
@@ -175,6 +179,7 @@ def run_ranks(
 
     def note(kind: str, details: dict[str, Any]) -> None:
         ending.note(paths, console, kind, {"attempt": prepared.attempt} | details)
+        told.note(kind, details)
         if kind == Kind.WORKER_DIED and "host" not in details and prepared.config.resilience.health != "off":
             watch.look(details["attempt"], f"the death of rank {details['rank']}")
 
@@ -203,6 +208,8 @@ def run_ranks(
             code = _in_memory(job, shared, prepared, paths)
     finally:
         watch.close()
+        follower.poll()
+        told.incidents.end({})
         follower.poll()
         console.close()
     code, asked = ending.outcome(paths, code, prepared.attempt)

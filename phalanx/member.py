@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from phalanx import ending, faults, fitness, hardware, launch, mirror, recipe, state_file
+from phalanx import ending, faults, fitness, hardware, launch, mirror, recipe, shared_memory, state_file
 from phalanx.axes import axes_of
 from phalanx.cluster import epochs, rendezvous
 from phalanx.cluster.affairs import Policy
@@ -128,6 +128,7 @@ class Member:
     code: int = int(ExitCode.FAILED)
     cut_off: bool = False
     records: RunPaths = field(init=False)  # of the run, as they are seen from here
+    begun: bool = False  # whether what this machine had kept as another node was looked for
     known: bytes = b""  # by which its state files are told from others; asked for early, as later its folder may hang
     limits: Callable[[], bool] = field(init=False)
     watch: fitness.Watch = field(init=False)
@@ -198,14 +199,24 @@ class Member:
         """Have nothing in this node's memory that a job is not to go on from: what belongs to a way that the run, whose
         records are at `paths`, has given up since; or all, where the recipe keeps nothing there."""
         self.records, self.known = paths, state_file.run_of(paths.events)
-        until = time.monotonic() + state_file.DEATH_S
-        while not state_file.are_dead(self.shared) and time.monotonic() < until:  # ranks whose agent was killed
-            tend()
-            time.sleep(state_file.LOOK_S)
+        _await_the_dead(self.shared, tend)
+        if not self.begun:
+            self.begun = True
+            self._take_over(tend)
         if self.wanted.resilience.memory is False:
             state_file.remove_others(self.shared, ())
         else:
             state_file.remove_passed(self.shared, self.known, ending.rolled_back(paths))
+
+    def _take_over(self, tend: Tend) -> None:
+        """Take what this machine has kept of the run when it had another number: Slurm may count nodes otherwise each
+        time. All have met, so nodes that are this same machine hold their own."""
+        with contextlib.closing(shared_memory.left_behind(self.shared)) as folders:
+            for folder in folders:
+                _await_the_dead(folder, tend)
+                if state_file.are_dead(folder) and state_file.take_over(folder, self.shared):
+                    number = folder.name.rpartition("-")[2]
+                    self.say(f"this machine was node {number} of the run before, and has what it had kept as that")
 
     def leave(self, shared: SharedMemory) -> None:
         """Take this node's memory of the run away, unless a later job may have to go on from there."""
@@ -350,6 +361,14 @@ class Member:
         return code
 
 
+def _await_the_dead(shared: Path, tend: Tend) -> None:
+    """Wait for ranks whose agent was killed, which outlive it by moments."""
+    until = time.monotonic() + state_file.DEATH_S
+    while not state_file.are_dead(shared) and time.monotonic() < until:
+        tend()
+        time.sleep(state_file.LOOK_S)
+
+
 def _ending(code: int, paths: RunPaths, leader: int) -> str:
     if code == ExitCode.DONE:
         return "the run is done"
@@ -373,8 +392,15 @@ def check_folder(paths: RunPaths, sign: str, tend: Tend) -> None:
             )
         tend()
         time.sleep(0.05)
-    if not os.access(paths.root, os.W_OK | os.X_OK):
-        raise ConfigError(f"this node cannot write to the run folder {paths.root.absolute()}; change its rights")
+    # By doing so: what the rights say is not what a server does, which may take this node's root for nobody.
+    probe = paths.root / f"{paths.sign.name}-{secrets.token_hex(4)}"
+    try:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"this node cannot write to the run folder {paths.root.absolute()} ({error.strerror}); change its rights"
+        ) from None
 
 
 def check_data(answer: dict[str, Any], theirs: dict[str, Any]) -> None:

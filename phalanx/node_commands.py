@@ -1,16 +1,15 @@
 """`phalanx nodes`: listing the nodes of a run or of Slurm, taking one out of use and back."""
 
 import json
-import socket
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from phalanx.cluster import node_requests, slurm_nodes
+from phalanx.cluster import node_requests, node_states, slurm_nodes
 from phalanx.cluster.node_requests import Wanted
 from phalanx.errors import ConfigError, RunError
-from phalanx.records import Kind, RunPaths, read_lines
+from phalanx.records import RunPaths
 from phalanx.report import health as shown
 from phalanx.report.terminal import open_terminal
 
@@ -34,7 +33,7 @@ def nodes_command(
         if run is not None or as_json:
             raise ConfigError(f"write the options behind the command: phalanx nodes {context.invoked_subcommand} NODE")
         return
-    rows = _of_slurm() if run is None else _of_run(RunPaths(run))
+    rows = _of_slurm() if run is None else node_states.rows(RunPaths(run))
     if as_json:
         open_terminal().out(json.dumps(rows, indent=1), highlight=False)
     else:
@@ -47,40 +46,6 @@ def _of_slurm() -> list[dict[str, str]]:
     except ConfigError as error:
         raise ConfigError(f"{error}; without Slurm, name a run: phalanx nodes --run RUN") from None
     return [{"node": node.name, "state": node.state, "health": "", "why": node.reason} for node in found]
-
-
-def _of_run(paths: RunPaths) -> list[dict[str, str]]:
-    """From the run's records: the nodes of its last start, whether they are there, their checks and requests."""
-    if not paths.events.exists():
-        raise RunError(f"{paths.shown} holds no run; name a run folder")
-    hosts: dict[str, str] = {}  # by number
-    state: dict[str, str] = {}
-    seen: dict[str, str] = {}
-    for event in read_lines(paths.events):
-        kind, number = event.get("kind"), str(event.get("node"))
-        if kind == Kind.RUN_STARTED:
-            hosts = {str(at): str(host) for at, host in enumerate(event.get("hosts") or [socket.gethostname()])}
-            state = dict.fromkeys(hosts, "in the run")
-        elif kind == Kind.NODE_JOINED and event.get("host"):
-            hosts[number], state[number] = str(event["host"]), "in the run"
-        elif kind == Kind.NODE_LOST:
-            state[number] = "lost"
-        elif kind in (Kind.FINISHED, Kind.STOPPED):
-            state = {each: "lost" if was == "lost" else "the run is over" for each, was in state.items()}
-        elif kind == Kind.HEALTH:
-            seen[str(event.get("host"))] = str(event.get("verdict"))
-    for host, report in node_requests.health_reports(paths).items():
-        seen[host] = str(report.get("verdict"))
-    asked = {request.node: request for request in node_requests.requests(paths)}
-    rows = []
-    for number, host in hosts.items():
-        request = asked.pop(number, None) or asked.pop(host, None)
-        why = "" if request is None else f"{request.wanted} asked for by {request.by}: {request.reason}"
-        rows.append({"node": f"{number} {host}", "state": state[number], "health": seen.get(host, ""), "why": why})
-    for request in asked.values():
-        why = f"{request.wanted} asked for by {request.by}: {request.reason}"
-        rows.append({"node": request.node, "state": "not in the run", "health": seen.get(request.node, ""), "why": why})
-    return rows
 
 
 @nodes_app.command("drain")
@@ -106,7 +71,13 @@ def _asked(node: str, wanted: Wanted, run: Path | None, reason: str | None) -> N
     if run is not None:
         paths = RunPaths(run)
         node_requests.ask(paths, node, wanted, reason or "no reason given")
-        open_terminal().print(f"{wanted} of node {node} is asked for in {paths.nodes}")
+        there = [row for row in node_states.rows(paths) if row["state"] != node_states.ELSEWHERE]
+        said = ""
+        if len(there) == 1:
+            said = "; the run is on one node, so it has nowhere else to go and takes no notice"
+        elif not any(node in row["node"].split() for row in there):
+            said = "; none of the run's nodes is called so now (phalanx nodes --run lists them), so this waits for one"
+        open_terminal().print(f"{wanted} of node {node} is asked for in {paths.nodes}{said}", soft_wrap=True)
         return
     try:
         slurm_nodes.set_state(node, wanted, reason)

@@ -252,11 +252,17 @@ def _lead(
         with stoppable():
             held.enter_context(folder.opened(paths))
             held.enter_context(mirrored(paths))
+            # Before all have met: what nobody holds then belongs to no node.
+            shared = held.enter_context(shared_memory.held(shared_memory.folder_of(paths, meeting.node)))
+            where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
+            run = member.Member(wanted, paths, devices, where, said, shared.folder, functools.partial(_say, meeting))
+            held.callback(run.leave, shared)
             first = held.enter_context(hosted(meeting, said))
             tend = hearing(first)
             gather(first, meeting, _watching(paths, tend))
             if (done := launch.finished(wanted, paths)) is not None:
                 first.finish(done, "the run is complete already")
+                run.code = done
                 return done
             noticed = fitness.checked(wanted, paths, devices)
             hellos = first.hellos()
@@ -264,7 +270,7 @@ def _lead(
             by_node = [[Device(*row) for row in rows] for rows in rows_of]
             everywhere = [device for devices_there in by_node for device in devices_there]
             elsewhere, world = everywhere[len(devices) :], len(everywhere)
-            faults.check(planned, world, wanted.train.steps, local=paths.url is None)
+            faults.check(planned, world, wanted.train.steps, local=paths.url is None, nodes=meeting.total)
             prepared = launch.prepare(
                 wanted,
                 paths,
@@ -282,17 +288,14 @@ def _lead(
             until_all_meet = held.enter_context(contextlib.ExitStack())
             until_all_meet.callback(paths.sign.unlink, missing_ok=True)
             offer(first, lambda node: told, tend)
-            shared = held.enter_context(shared_memory.held(shared_memory.folder_of(paths, meeting.node)))
-            where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
-            run = member.Member(wanted, paths, devices, where, said, shared.folder, functools.partial(_say, meeting))
-            held.callback(run.leave, shared)
             run.tidy(paths, tend)
             peer = Peer(first.secret, run.make, run.lead, _replay_of)
             peer.prepared(told, run.job(prepared.job, len(devices), world))
             run.held = {0: held_of(peer.held())}
             run.held |= {node: held_of(each.get("held", [])) for node, each in first.answered().items()}
-            hosts = [each["host"] for each in hellos[: meeting.nodes]]
-            run.begin(launch.facts(prepared, everywhere, world) | {"hosts": hosts}, prepared, noticed)
+            hosts = [each["host"] for each in hellos]
+            there = {"hosts": hosts[: meeting.nodes], "spares": hosts[meeting.nodes :]}
+            run.begin(launch.facts(prepared, everywhere, world) | there, prepared, noticed)
             epoch = 1 if run.claim is None else epochs.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
             enter_first(first, peer, run.claim, wanted.resilience.heartbeat_s, epoch)
             until_all_meet.pop_all()  # by the sign the others go on, and come back, without this node too

@@ -16,6 +16,7 @@ from typing import Any
 from phalanx import ending
 from phalanx.cluster.fork import fork, kill_group
 from phalanx.cluster.node_requests import Request, Wanted, requests
+from phalanx.incidents import Incidents
 from phalanx.records import Kind, RunPaths
 from phalanx.report.console import Console, Follower
 
@@ -119,16 +120,12 @@ class _Shown:
 
     def __init__(self, console: Console, paths: RunPaths, told: int) -> None:
         self.console, self._paths, self._told = console, paths, told
-        self._incident: dict[str, Any] | None = None
+        self.incidents = Incidents(lambda details: ending.note(paths, console, Kind.INCIDENT, details))
         self._requests: dict[str, float] = {}  # by node, when the last one that was told of was made
         self._look_at = 0.0
 
     def on_step(self, record: dict[str, Any]) -> None:
-        attempt, when = record.get("attempt"), record.get("time")
-        open_one = self._incident
-        if open_one is not None and type(attempt) is int and attempt >= open_one["attempt"]:
-            took = (when if isinstance(when, float) else time.time()) - open_one["began"]
-            self.end_incident({"step": record.get("step"), "seconds": took})
+        self.incidents.on_step(record)
         self.console.on_step(record)
 
     def on_event(self, event: dict[str, Any]) -> None:
@@ -155,20 +152,11 @@ class _Shown:
 
     def note(self, kind: str, details: dict[str, Any]) -> None:
         if kind == Kind.INCIDENT:
-            if self._incident is not None:  # it was not over when the next one came
-                details = {**details, "what": f"{self._incident['what']}; {details['what']}"}
-                details["began"] = min(details["began"], self._incident["began"])
-            self._incident = details
+            self.incidents.begin(details)
         elif details.get("written"):
             self.console.on_event({"kind": kind, **details})
         else:
             ending.note(self._paths, self.console, kind, details)
-
-    def end_incident(self, how: dict[str, Any]) -> None:
-        if self._incident is not None:
-            told = {name: value for name, value in self._incident.items() if name != "began"}
-            self._incident = None
-            ending.note(self._paths, self.console, Kind.INCIDENT, told | how)
 
 
 def _record(events: int, told: int, paths: RunPaths, steps: int, unit: str, hold: Hold) -> int:
@@ -188,7 +176,7 @@ def _record(events: int, told: int, paths: RunPaths, steps: int, unit: str, hold
             shown.look()
             follower.poll()
         follower.poll()
-        shown.end_incident({})
+        shown.incidents.end({})
         follower.poll()
         shown.console.close()
     return 0

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ PLACE = Path("/dev/shm")
 LOCK = "lock"
 OLD_S = 86400.0  # a folder that nobody has held for so long is swept
 TOUCHED_S = 60.0  # how often who holds one says so
+PASSING_S = 1.0  # what who holds one only to look at it gets
 OF_SHARED, OF_HOST = 0.9, 0.5  # of what is free, that state may take where nobody has asked for it
 
 
@@ -65,12 +66,13 @@ def held(folder: Path) -> Iterator[SharedMemory]:
         raise RunError(f"{folder} is not a folder that is this user's alone, so nothing is kept in it; remove it")
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(
-                f"another process holds {folder}, so this run already goes on on this machine; stop that one first"
-            ) from None
+        until = time.monotonic() + PASSING_S
+        while not _locked(descriptor):
+            if time.monotonic() > until:
+                raise RunError(
+                    f"another process holds {folder}, so this run already goes on on this machine; stop that one first"
+                )
+            time.sleep(0.02)
         memory = SharedMemory(folder)
         memory.touch()
         try:
@@ -82,6 +84,30 @@ def held(folder: Path) -> Iterator[SharedMemory]:
         os.close(descriptor)
 
 
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def left_behind(folder: Path) -> Generator[Path, None, None]:
+    """The folders that the same run has had on this machine as other nodes and that nobody holds; each is held while it
+    is looked at."""
+    for other in sorted(folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*")):
+        try:
+            descriptor = os.open(other / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # none of ours, or gone by now
+            continue
+        try:
+            own = not other.is_symlink() and other.stat().st_uid == os.getuid()
+            if other != folder and own and _locked(descriptor):
+                yield other
+        finally:
+            os.close(descriptor)
+
+
 def sweep(place: Path = PLACE, old_s: float = OLD_S) -> list[Path]:
     """Remove the folders of this user's runs that nobody holds or has held for `old_s` seconds; returns them."""
     swept = []
@@ -91,12 +117,10 @@ def sweep(place: Path = PLACE, old_s: float = OLD_S) -> list[Path]:
         except OSError:  # none of ours, or gone by now
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not folder.is_symlink() and time.time() - os.fstat(descriptor).st_mtime > old_s:
+            old = time.time() - os.fstat(descriptor).st_mtime > old_s
+            if old and not folder.is_symlink() and _locked(descriptor):
                 shutil.rmtree(folder, ignore_errors=True)
                 swept.append(folder)
-        except BlockingIOError:
-            continue
         finally:
             os.close(descriptor)
     return swept

@@ -368,6 +368,19 @@ def remove_passed(folder: Path, run: bytes, rolled_back: Iterable[int]) -> list[
     return passed
 
 
+def take_over(source: Path, target: Path) -> int:
+    """Move the state files of a folder, replicas too, to another one in shared memory; returns how many. What is there
+    already stays."""
+    count = 0
+    for path in [*files_in(source), *files_in(source / REPLICAS)]:
+        there = target / path.relative_to(source)
+        if not there.exists():
+            there.parent.mkdir(mode=0o700, exist_ok=True)
+            path.rename(there)
+            count += 1
+    return count
+
+
 def remove_others(folder: Path, used: Collection[str]) -> None:
     """Remove what lies in a folder, replicas too, but for some paths."""
     for path in [*files_in(folder), *files_in(folder / REPLICAS)]:

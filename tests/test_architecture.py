@@ -24,7 +24,7 @@ PLAIN = {
     "config", "combinations", "recipe", "explain", "models.spec", "optim.overlap", "optim.timeline",
     "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
     "shared_memory", "state_file", "kept", "pairing", "pulse", "faults", "slurm_config", "resilience_config",
-    "fencing", "replicas", "host_memory",
+    "fencing", "replicas", "host_memory", "links", "incidents",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -44,6 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "replicas": {"errors", "kept", "state_file"},
     "host_memory": set(),
     "fencing": {"errors", "records"},
+    "links": {"errors", "records"},
+    "incidents": {"records"},
     "balance": {"errors"},
     "pairing": set(),
     "axes": {"config", "errors"},

@@ -4,6 +4,7 @@ Nothing here waits, and nobody who calls can keep others out for long.
 """
 
 import contextlib
+import errno
 import secrets
 import select
 import socket
@@ -18,6 +19,8 @@ from phalanx.cluster.wire import Channel, Message, Proof
 MOST_STRANGERS = 64  # connections that have not proved themselves; others wait before they are taken
 PRESSED_S = 1.0  # what the oldest of them gets to prove itself while others wait
 BUFFER_BYTES = 4 << 20  # for beats that come while this process does something else
+EVERYWHERE = ("0.0.0.0", "::")
+FREED_S = 10.0  # what children that were just forked get to drop the descriptor of a socket that is closed here
 MOST_TOLD = 20  # hosts whose calls were refused, each of which is said once
 
 
@@ -49,14 +52,24 @@ class Address:
         self.beats.close()
 
 
+def listening(address: str, port: int) -> socket.socket:
+    """A socket that listens at one address; 0 is a port of the system's choice. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+        held.pop_all()
+    return listener
+
+
 def bind(address: str, listener: socket.socket | None = None) -> Address:
     """Listen at an address for the other nodes, or go on with a socket that does. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.ExitStack() as held:
         if listener is None:
-            listener = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            listener.bind((address, 0))
-            listener.listen(1024)
+            listener = held.enter_context(listening(address, 0))
         beats = held.enter_context(socket.socket(family, socket.SOCK_DGRAM))
         beats.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         beats.bind((address, 0))
@@ -88,6 +101,24 @@ class Door:
                 found.append((stranger.channel, hello))
         self._let_in()
         return found
+
+    def narrow(self, address: str) -> None:
+        """From now on listen at this address alone, at the same port, where it was at all of this machine's: by which
+        of them others come is not known before they have come. Who has called already stays. Raises OSError."""
+        there, port = self.listener.getsockname()[:2]
+        if there not in EVERYWHERE:
+            return
+        self.listener.close()  # first, as both cannot listen; who calls in between calls again
+        until = time.monotonic() + FREED_S
+        while True:
+            try:
+                self.listener = listening(address, port)
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                    raise
+            time.sleep(0.01)
+        self.listener.setblocking(False)
 
     def close(self, why: str) -> None:
         for stranger in self._strangers:

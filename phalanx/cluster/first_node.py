@@ -223,10 +223,12 @@ class FirstNode:
     # ------------------------------------------------------------------------------------------------------- the end
 
     def bound(self) -> Address:
-        """This machine's address as the other nodes know it, with the sockets for them. Raises RunError."""
+        """This machine's address as the other nodes know it, with the sockets for them; at others of its addresses
+        nothing listens any more. Raises RunError."""
         found = [str(seat.channel.socket.getsockname()[0]).removeprefix("::ffff:") for seat in self._seats.values()]
         address = min(found, key=rendezvous.is_loopback)
         try:
+            self.door.narrow(address)
             return bind(address, self.door.listener)
         except OSError as error:
             raise RunError(f"node 0 cannot listen at {address} ({error.strerror}); look at its network") from None

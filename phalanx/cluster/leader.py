@@ -44,7 +44,7 @@ from phalanx.cluster.hangs import Gathering
 from phalanx.cluster.node_requests import Request, Wanted
 from phalanx.cluster.peer import Peer
 from phalanx.cluster.roster import member_of, roster_to_message
-from phalanx.cluster.succession import beginning_state, budget_of, node_of, succeeding_state
+from phalanx.cluster.succession import beginning_state, budget_of, node_of, succeeding_state, taken_up
 from phalanx.cluster.supervisor import decide
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import PhalanxError
@@ -276,7 +276,7 @@ class Leader:
             case Prepare():
                 self._begin_preparing(action)
             case Offer():
-                self._offer(action)
+                self.offer(action)
             case Start():
                 self._start(action)
             case Drop():
@@ -329,7 +329,8 @@ class Leader:
             self.peer.offer = result[0]
             self.event(Prepared(now, division))
 
-    def _offer(self, action: Offer) -> None:
+    def offer(self, action: Offer) -> None:
+        """Tell all other members what a division needs, or the one that has come."""
         offer = self.peer.offer
         if offer is None or int(offer["division"]) != action.division:
             return
@@ -378,13 +379,17 @@ def take_lead(
 ) -> Leader:
     """Lead from now on: a job that begins with `attempt` from the step `committed`, or from a newer one that nodes have
     `held` in their memories since a job before; or what its leader has left."""
-    circle = peer.circle
-    assert peer.offer is not None, "who was offered nothing has not been let in"
+    circle, offered = peer.circle, peer.offer
+    assert offered is not None, "who was offered nothing has not been let in"
     if circle.before is None:
-        state = beginning_state(peer.offer, circle.roster, attempt, committed, held or {})
-    else:
-        state = succeeding_state(peer.offer, peer.start, circle.before, circle.votes, attempt)
-    return Leader(peer, state, hello, prepare, notice, safe, asked)
+        state = beginning_state(offered, circle.roster, attempt, committed, held or {})
+        return Leader(peer, state, hello, prepare, notice, safe, asked)
+    peer.offer = taken_up(offered, peer.start, circle.votes)
+    state = succeeding_state(peer.offer, peer.start, circle.before, circle.votes, attempt)
+    leader = Leader(peer, state, hello, prepare, notice, safe, asked)
+    if peer.offer is not offered:
+        leader.offer(Offer(state.division))
+    return leader
 
 
 def _nodes(seats: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx import links
 from phalanx.errors import ConfigError, RunError
 from phalanx.records import RunPaths, write_atomic
 
@@ -49,6 +50,7 @@ def ask(paths: RunPaths, node: str, wanted: Wanted, reason: str) -> Request:
     check_name(node)
     if not paths.events.exists():
         raise RunError(f"{paths.shown} holds no run, so no node can be asked for there; name a run folder with --run")
+    links.check(paths)
     request = Request(node, wanted, reason, time.time(), f"{getpass.getuser()} on {socket.gethostname()}")
     tree = {"version": VERSION, **vars(request)}
     try:

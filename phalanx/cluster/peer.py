@@ -120,7 +120,11 @@ class Peer:
         if self._running:
             return None
         attempt = 0 if self.start is None else int(self.start["attempt"])
-        return {"ready": self._division, "attempt": attempt, "last": self._last, "held": self.held()}
+        offered = self._division if self.offer is None else int(self.offer["division"])
+        return {
+            "ready": self._division, "offered": max(offered, self._division), "attempt": attempt, "last": self._last,
+            "held": self.held(),
+        }  # fmt: skip
 
     def about(self, following: Roster) -> dict[str, Any]:
         """What an epoch's file says of the run: the oldest attempt whose ranks may still write."""

@@ -57,6 +57,20 @@ def beginning_state(
     )
 
 
+def taken_up(offer: Message, start: Message | None, votes: Mapping[int, Message]) -> Message:
+    """What a new leader offers: what it was offered itself, `start` being the last order to start that it has heard. A
+    leader that was lost while it offered another division has told that to some alone: then the same once more, under
+    a number that nobody has heard, since numbers are what nodes tell divisions by."""
+    heard = {int(vote["offered"]) for vote in votes.values()}
+    if heard == {int(offer["division"])}:
+        return offer
+    current = start is not None and start["division"] == offer["division"]
+    return offer | {
+        "division": max(heard) + 1,
+        "seats": start["seats"] if start is not None and current else offer["seats"],
+    }
+
+
 def succeeding_state(
     offer: Message, start: Message | None, before: Roster, votes: Mapping[int, Message], attempt: int
 ) -> State:
@@ -74,6 +88,8 @@ def succeeding_state(
         division=int(offer["division"]),
         slots=tuple(Slot(int(ranks), str(model)) for ranks, model in offer["slots"]),
         seats=tuple(seats),
+        # Lost before, and not replaced by an order yet: nobody will say of them any more how their ranks ended.
+        gone=tuple(node for node in seats if before.member(node) is None) if current else (),
         attempt=last,
         first=int(budget.get("first", attempt)),
         committed=int(budget.get("committed", 0)),

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -17,16 +17,22 @@ from phalanx.report import words
 from phalanx.report.history import Run, after_steps, attempts, read_run, status
 
 RATE_STEPS = 20  # rate and time left follow from a median of these many steps
+NODES = 8  # each of which has a line on the screen; of more those only that something is to be said of
+MEANT, WELL = "in the run", ("", "ok", "unknown")  # of a node that nothing is to be said of
 INCIDENTS = 8  # shown on the screen; the JSON has them all
+SUMMED_UP = (Kind.WORKER_DIED, Kind.RESTARTED, Kind.NODE_LOST)  # by the line that follows once a step is done again
 ASKED_FOR = (Kind.STOPPED, Kind.SIGNALLED, Kind.WARNING)  # shown like what went wrong, but nothing broke
 STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
 
 Facts = dict[str, Any]
 
 
-def standing(paths: RunPaths, now: float, scheduler: Facts | None = None) -> Facts:
+def standing(
+    paths: RunPaths, now: float, scheduler: Facts | None = None, nodes: Sequence[Mapping[str, str]] = ()
+) -> Facts:
     """What is known of a run at the time `now`: plain data, all of it from the records but `scheduler`, which is what
-    the caller knows of its job or process (`by`, `id`, `state`, ...).
+    the caller knows of its job or process (`by`, `id`, `state`, ...), and `nodes` (each with `node`, `state`, `health`
+    and `why`).
 
     Raises RunError where there are neither records nor a job.
     """
@@ -63,6 +69,7 @@ def standing(paths: RunPaths, now: float, scheduler: Facts | None = None) -> Fac
         "ranks": started[-1].get("world") if started else None,
         "device": started[-1].get("device") if started else None,
         "hosts": started[-1].get("hosts") if started else None,
+        "nodes": list(nodes),
         "checkpoint": _checkpoint(run),
         "goodput": goodput(run, now if running else None),
         "incidents": incidents(run),
@@ -76,7 +83,7 @@ def _empty(paths: RunPaths, scheduler: Facts) -> Facts:
     return {
         "run": paths.shown, "name": paths.name, "state": "waiting" if waits else "not started",
         "tone": "warn" if waits else "quiet", "step": 0, "steps": None, "loss": None, "unit": "tokens",
-        "tokens_per_s": None, "left_s": None, "attempts": 0, "ranks": None, "device": None, "hosts": None,
+        "tokens_per_s": None, "left_s": None, "attempts": 0, "ranks": None, "device": None, "hosts": None, "nodes": [],
         "checkpoint": None, "goodput": None, "incidents": [], "last_line": None, "scheduler": scheduler,
     }  # fmt: skip
 
@@ -108,18 +115,21 @@ def goodput(run: Run, now: float | None) -> Facts | None:
 
 
 def incidents(run: Run) -> list[Facts]:
-    """What went wrong, and what was done about it, oldest first."""
-    return [
-        {
-            "time": words.number(event, "time"),
-            "kind": str(event.get("kind")),
-            "step": step,
-            "tone": words.mark(str(event.get("kind"))).tone,
-            "text": words.sentence(event, step),
-        }
-        for event, step in after_steps(run)
-        if words.mark(str(event.get("kind"))).tone in ("bad", "warn") and event.get("kind") not in ASKED_FOR
-    ]
+    """What went wrong, and what was done about it, oldest first: one line for each time that the ranks had to start
+    again, once they have come to another step."""
+    found: list[Facts] = []
+    open_at = 0  # where those begin that no line sums up yet
+    for event, step in after_steps(run):
+        kind = str(event.get("kind"))
+        tone = words.mark(kind).tone
+        if tone not in ("bad", "warn") or kind in ASKED_FOR:
+            continue
+        if kind == Kind.INCIDENT:
+            found[open_at:] = [each for each in found[open_at:] if each["kind"] not in SUMMED_UP]
+        text = words.sentence(event, step)
+        found.append({"time": words.number(event, "time"), "kind": kind, "step": step, "tone": tone, "text": text})
+        open_at = len(found) if kind == Kind.INCIDENT else open_at
+    return found
 
 
 def _total_steps(run: Run) -> int | None:
@@ -180,8 +190,9 @@ def _rows(facts: Facts, now: float) -> list[tuple[str, RenderableType]]:
         rows.append(("", Text("   ".join(figures))))
     if facts["ranks"] is not None:
         ranks = f"{facts['ranks']} rank{'' if facts['ranks'] == 1 else 's'} on {facts['device']}"
-        hosts = f", nodes {', '.join(map(str, facts['hosts']))}" if facts["hosts"] else ""
-        rows.append(("ranks", Text(f"{ranks}{hosts}, attempt {facts['attempts']}")))
+        rows.append(("ranks", Text(f"{ranks}, attempt {facts['attempts']}")))
+    if facts["nodes"] or facts["hosts"]:
+        rows.append(("nodes", _nodes(facts)))
     if facts["checkpoint"] is not None:
         when = facts["checkpoint"]["time"]
         ago = "" if when is None else f", {words.seconds(max(0.0, now - when))} ago"
@@ -193,6 +204,21 @@ def _rows(facts: Facts, now: float) -> list[tuple[str, RenderableType]]:
         )
         rows.append(("goodput", Text(text)))
     return rows
+
+
+def _nodes(facts: Facts) -> Text:
+    """Each node where they are few; of many how many there are, and those that something is to be said of."""
+    if not facts["nodes"]:
+        return Text(", ".join(map(str, facts["hosts"] or [])))
+    told = [(node, node["state"] != MEANT or node["health"] not in WELL or node["why"]) for node in facts["nodes"]]
+    few = len(told) <= NODES
+    lines = [] if few else [Text(f"{sum(not worth for _, worth in told)} in the run")]
+    for node, worth in told:
+        if worth or few:
+            parts = [node["state"], f"health: {node['health']}" if node["health"] else "", node["why"]]
+            text = f"{node['node']}, {', '.join(part for part in parts if part)}"
+            lines.append(Text(text, style=STYLES["warn"] if worth and node["state"] != "the run is over" else ""))
+    return Text("\n").join(lines)
 
 
 def _progress(facts: Facts) -> RenderableType:

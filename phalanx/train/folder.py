@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import phalanx
-from phalanx import recipe, storage
+from phalanx import links, recipe, storage
 from phalanx.config import Config
 from phalanx.data.chat import template_text
 from phalanx.data.tokens import TokenFile
@@ -52,8 +52,9 @@ def open_folder(paths: RunPaths) -> tuple[int, bool]:
     """Create the run folder if need be and lock it for this process.
 
     Returns the lock's descriptor, which keeps it, and whether the folder is new. Raises RunError when the folder is in
-    use or cannot be written.
+    use, cannot be written, or has links that lead out of it.
     """
+    links.check(paths)
     created = False
     for _ in range(LOCK_TRIES):
         made = False

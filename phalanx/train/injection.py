@@ -62,7 +62,7 @@ class Injector:
         self._slow_down(phase, step)
         if phase == "data":  # another step, or the same once more
             self._done = {fault for fault in self._done if not fault.every}
-        for fault in self._due(("kill", "crash", "hang", "freeze", "exception", "oom"), step):
+        for fault in self._due(("kill", "crash", "hang", "freeze", "exception", "oom", "node-down"), step):
             if fault.phase == phase:
                 self._begin(fault, step)
                 _fail(fault)
@@ -157,6 +157,10 @@ def _fail(fault: Fault) -> None:
         case "hang":
             while True:
                 time.sleep(3600)
+        case "node-down":
+            os.kill(os.getppid(), signal.SIGKILL)  # the agent, with which the kernel ends all that it has started
+            time.sleep(60)
+            raise RuntimeError(f"{said}, and the agent could not be killed")  # the first process of a container, say
         case "exception":
             raise RuntimeError(said)
         case "oom":

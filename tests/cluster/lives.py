@@ -38,7 +38,8 @@ PATIENCE_S = 200.0
 # What happens to a node, one life after the other: `begin` and `end` are steps of the run at which it is started and
 # gets `signal` (0 and None: at once, and not at all); `thaw_s`: a stopped one goes on after so many seconds. Instead of
 # the signal it may be `asked` for: a node, and what is wanted of it; or the `keeper` of a node gets it; or `all` nodes.
-# One that is `emptied` has lost its memory since the life before.
+# One that is `emptied` has lost its memory since the life before; what one has kept is that of the node whose number it
+# `had` before.
 Life = dict[str, Any]
 
 
@@ -60,8 +61,9 @@ def train(
     try:
         return run_ranks(_node, total, timeout_s=280, folder=str(place), run=run, commands=commands, lives=lives)
     finally:
-        for node in range(total):  # what is killed leaves its memory behind
-            shutil.rmtree(shared_memory.folder_of(RunPaths(place / run), node), ignore_errors=True)
+        any_node = shared_memory.folder_of(RunPaths(place / run))
+        for folder in any_node.parent.glob(f"{any_node.name.rpartition('-')[0]}-*"):  # what is killed leaves its memory
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _node(placement: Placement, folder: str, run: str, commands: list[list[str]], lives: list[list[Life]]) -> Any:
@@ -83,6 +85,8 @@ def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPa
 
     if told.get("emptied"):
         shutil.rmtree(shared_memory.folder_of(paths, node))
+    if "had" in told:
+        shared_memory.folder_of(paths, node).rename(shared_memory.folder_of(paths, told["had"]))
     pid, pidfd = fork(child)
     os.close(pidfd)
     process = out.with_suffix(".pid")

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster import wire
-from phalanx.cluster.door import MOST_STRANGERS, Door
+from phalanx.cluster import rendezvous, wire
+from phalanx.cluster.door import EVERYWHERE, MOST_STRANGERS, Door
 from phalanx.cluster.first_node import FirstNode
+from phalanx.cluster.fork import fork
 from phalanx.cluster.greeting import own_hello
 from phalanx.records import ExitCode
 from tests.helpers import ROOT, free_port, is_alive, wait_until
@@ -404,7 +405,8 @@ def test_strangers_do_not_disturb(cluster: Cluster) -> None:
     first = cluster.start("second_time", 0, max_restarts=1)
     file = cluster.folder / "meet" / "phalanx-node-0.json"
     wait_until(file.exists, timeout_s=180)
-    address = ("127.0.0.1", json.loads(file.read_text())["port"])
+    published = json.loads(file.read_text())
+    address = ("127.0.0.1", published["port"])
     with contextlib.ExitStack() as held:
         for number in range(100):  # more than node 0 listens to at a time
             stranger = held.enter_context(socket.create_connection(address, timeout=30))
@@ -413,8 +415,12 @@ def test_strangers_do_not_disturb(cluster: Cluster) -> None:
         pids = [cluster.noted("ready", 1, rank) for rank in range(2)]
         epoch = json.loads(next((cluster.folder / "run" / "epochs").iterdir()).read_text())
         assert epoch["epoch"] == 1
+        nearest = (published["hosts"][0], published["port"])  # by which the other node has come
+        if nearest != address:  # while ranks run it listens there alone
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(address, timeout=30)
         for said in STRANGE[1:]:  # while ranks run, too
-            late = held.enter_context(socket.create_connection(address, timeout=30))
+            late = held.enter_context(socket.create_connection(nearest, timeout=30))
             late.sendall(said)
             with contextlib.suppress(ConnectionResetError):
                 assert b"proof" not in late.makefile("rb").read()  # hung up on, and nothing learnt
@@ -448,6 +454,31 @@ def test_ranks_that_call_all_at_once_do_not_push_each_other_out() -> None:
     door.close("over")
     for channel in [*greeted, *(caller.channel for caller in callers)]:
         channel.close("over")
+
+
+def test_who_listens_at_all_addresses_comes_to_listen_at_one() -> None:
+    """Every address 127.x.y.z is this machine's."""
+    listener = rendezvous.listen(rendezvous.Place("file:///anywhere", folder=Path("/anywhere")))
+    assert listener.getsockname()[0] in EVERYWHERE
+    door, port = Door(listener, "secret", lambda host, why: pytest.fail(why)), listener.getsockname()[1]
+    with socket.create_connection(("127.0.0.2", port), timeout=30) as before:
+        door.tend()
+        assert b"nonce" in before.recv(1000)
+        child = fork(lambda: [time.sleep(0.5), 0][1], keep=[listener.fileno()])[0]  # it has not dropped it yet
+        door.narrow("127.0.0.1")
+        os.waitpid(child, 0)
+        assert door.listener.getsockname() == ("127.0.0.1", port)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=30)
+        with socket.create_connection(("127.0.0.1", port), timeout=30):
+            pass
+        before.setblocking(False)
+        with pytest.raises(BlockingIOError):  # who had called before was not hung up on
+            before.recv(1)
+    at_one = door.listener
+    door.narrow("127.0.0.2")  # it listens at one already
+    assert door.listener is at_one
+    door.close("over")
 
 
 def test_a_silent_stranger_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,10 +48,13 @@ def test_a_rank_is_killed_and_no_committed_step_is_lost(place: Path, replicate: 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_node_is_lost_and_its_replica_goes_to_the_spare(place: Path, lost: int) -> None:
+    """Node 0 is killed from outside, node 1 as its rank was asked to have it."""
     run = f"node-{lost}"
     lives = [[life()], [life()], [life()]]
-    lives[lost] = [life(end=20)]
-    ended = train(place, run, lives, 2)
+    asked = ["--inject", "node-down:rank=1,step=21"] if lost == 1 else []
+    if not asked:
+        lives[lost] = [life(end=20)]
+    ended = train(place, run, lives, 2, *asked)
     assert [each[-1][0] for each in ended] == [-9 if node == lost else 0 for node in range(3)], ended
     [(step, memory)] = resumed(place / run)
     assert memory and step >= 19, (step, warnings(place / run))
@@ -139,15 +142,18 @@ def test_what_two_nodes_have_anyway_is_not_sent(place: Path) -> None:
     assert curve(place / "copies") == pytest.approx(curve(place / "calm"), rel=1e-9)
 
 
-@pytest.mark.parametrize("emptied", [[], [1], [0, 1]])
+@pytest.mark.parametrize(("emptied", "had"), [([], {0: 7, 1: 8}), ([1], {}), ([0, 1], {})])
 def test_a_run_all_of_whose_agents_were_killed_goes_on_from_the_memory_of_its_nodes(
-    place: Path, emptied: list[int]
+    place: Path, emptied: list[int], had: dict[int, int]
 ) -> None:
-    """There is no checkpoint at all. A node that was started anew has nothing, and its replica does."""
+    """There is no checkpoint at all. A node that was started anew has nothing, and its replica does; one that had
+    another number before has what it had as that, which here is the only copy."""
     run = f"all-{len(emptied)}"
     first = [life(end=20) | {"all": True}, life()]
     lives = [[each, life(begin=20) | {"emptied": node in emptied}] for node, each in enumerate(first)]
-    ended = train(place, run, lives, 2)
+    for node, number in had.items():
+        lives[node][1]["had"] = number
+    ended = train(place, run, lives, 2, *([OFF] if had else []))
     assert [[code for code, _ in each] for each in ended] == [[-9, 0], [-9, 0]], ended
     found = resumed(place / run)
     if emptied == [0, 1]:
@@ -157,4 +163,5 @@ def test_a_run_all_of_whose_agents_were_killed_goes_on_from_the_memory_of_its_no
         assert memory and step >= 19, warnings(place / run)
         assert f"resumed from step {step}, which was kept in memory" in ended[0][1][1]
         assert not warnings(place / run)
+        assert ("this machine was node 7 of the run before" in ended[1][1][1] + ended[0][1][1]) == bool(had)
     assert_calm(place, run)

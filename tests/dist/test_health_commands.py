@@ -133,11 +133,15 @@ def test_what_is_asked_of_nodes_is_written_and_listed(tmp_path: Path) -> None:
     assert rows[0]["why"].endswith(": hot")
     assert "replace" in rows[1]["why"]
     assert "n9" in done[4][1]
+    assert "is called so now" in done[2][1] and "is called so" not in done[0][1] + done[1][1]
     asked = node_requests.requests(paths)
     assert [(each.node, each.wanted) for each in asked] == [
         ("n1", Wanted.DRAIN), ("1", Wanted.REPLACE), ("n9", Wanted.RETURN),
     ]  # fmt: skip
     assert stat.S_IMODE(paths.nodes.stat().st_mode) == 0o700
+    write_event(paths.events, Kind.RUN_STARTED, 2, hosts=["n1"])
+    code, out, _ = run_ranks("tests.dist.command:call", 1, folder=str(tmp_path), commands=commands[:1])[0][0]
+    assert code == 0 and "takes no notice" in out
     # The last word holds, and what is no request asks for nothing.
     node_requests.ask(paths, "n1", Wanted.RETURN, "cool")
     (paths.nodes / "n7.json").write_text("{")

@@ -103,6 +103,7 @@ def test_a_mistake_is_not_tried_again(place: Path) -> None:
         (["status", "nowhere"], "nowhere holds no run; name the folder of one, or start it"),
         (["logs", ".", "--rank", "1", "--node", "1"], "--rank, --node and --first-error each say what to show"),
         (["logs", ".", "-f", "--first-error"], "--first-error is over already, so there is nothing to follow"),
+        (["launch", "recipe.yaml", "--run-dir", "memory://runs/my"], "memory://runs/my is a URL, but a launched run needs a folder"),
         (["status", ".", "--json", "--watch"], "--watch shows a screen again and again, and --json prints once"),
     ],
 )

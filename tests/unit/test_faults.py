@@ -79,6 +79,7 @@ def test_a_mistake_is_a_sentence(text: str, sentence: str) -> None:
         ("kill:rank=2,step=3", "there is no rank 2 in a run of ranks 0 to 1"),
         ("kill:step=11", "the run has 10 steps (train.steps)"),
         ("corrupt-checkpoint:step=3", "checkpoints at a URL are not touched"),
+        ("node-down:step=3", "without another node (--nodes) nobody would be left"),
     ],
 )
 def test_what_cannot_happen_is_refused(text: str, sentence: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.cluster import node_requests
 from phalanx.data.tokens import TokenFile, TokenWriter
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, write_event
@@ -83,6 +84,27 @@ def test_a_place_that_can_be_no_folder_is_a_sentence(tmp_path: Path, place: str)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(RunError, match=r"cannot be written .* choose another with --run-dir"):
         folder.open_folder(RunPaths(tmp_path / place))
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "checkpoints", "logs/attempt-001", "logs/attempt-001/rank-00000.log"]
+)
+def test_links_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    (run / name).parent.mkdir(parents=True)
+    elsewhere.mkdir()
+    (run / "latest").symlink_to("versions.json")  # what stays within is fine
+    (tmp_path / "link").symlink_to(run)  # and so is a folder that is behind a link
+    for place in (run, tmp_path / "link"):
+        os.close(folder.open_folder(RunPaths(place))[0])
+    (run / name).symlink_to(elsewhere)
+    for place in (run, tmp_path / "link"):
+        with pytest.raises(RunError, match=rf"has a link, {name}, that leads out of it to .*/elsewhere, and a run"):
+            folder.open_folder(RunPaths(place))
+    (run / "events.jsonl").touch()
+    with pytest.raises(RunError, match="leads out of it"):
+        node_requests.ask(RunPaths(run), "n1", node_requests.Wanted.DRAIN, "hot")
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_a_lock_that_leads_nowhere_is_a_sentence(tmp_path: Path) -> None:

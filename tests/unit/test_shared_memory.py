@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.errors import RunError
 from phalanx.records import RunPaths
-from phalanx.shared_memory import LOCK, folder_of, held, sweep
+from phalanx.shared_memory import LOCK, folder_of, held, left_behind, sweep
 
 
 def test_one_at_a_time_and_gone_when_it_need_not_stay(tmp_path: Path) -> None:
@@ -43,6 +43,21 @@ def test_only_old_folders_that_nobody_holds_are_swept(tmp_path: Path) -> None:
     assert other.exists()
     assert link.is_symlink()
     assert sweep(tmp_path, old_s=-1.0) == [folders["held"], folders["new"]]
+
+
+def test_what_this_machine_kept_as_another_node_is_found_unless_somebody_holds_it(tmp_path: Path) -> None:
+    run, other = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "other")
+    folders = [folder_of(run, node, tmp_path) for node in range(4)]
+    for folder in (*folders[:3], folder_of(other, 1, tmp_path)):
+        with held(folder):
+            pass
+    folders[3].symlink_to(folders[0])
+    with held(folders[0]), held(folders[2]):
+        assert list(left_behind(folders[0])) == [folders[1]]
+        for found in left_behind(folders[0]):  # nobody else has it while it is looked at
+            with pytest.raises(RunError, match="another process holds"), held(found):
+                pass
+    assert list(left_behind(folders[0])) == [folders[1], folders[2]]
 
 
 def test_who_holds_it_says_so_now_and_then(tmp_path: Path) -> None:

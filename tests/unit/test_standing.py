@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from phalanx.cluster import node_requests, node_states
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, append_line
 from phalanx.report import logs, standing
@@ -97,10 +98,55 @@ def test_one_screen(paths: RunPaths) -> None:
     ):
         assert part in text
     assert "7 of Slurm, RUNNING on n[1-2], until soon, started again 1 time" in text
+    assert "n1, n2" in text  # what is known where nothing else is said of nodes
     assert "rank 1 was killed by SIGKILL after step 4" in text
     facts = standing.standing(RunPaths(paths.root / "none"), BEGAN, job | {"state": "PENDING"})
     assert "waiting" in shown(standing.screen(facts, BEGAN))
     assert "6/10" in shown(standing.table([standing.standing(paths, BEGAN + 3620)]))
+
+
+def test_nodes_and_their_health_are_on_the_screen(paths: RunPaths) -> None:
+    node_requests.ask(paths, "n1", node_requests.Wanted.DRAIN, "hot")
+    event(paths, Kind.NODE_LOST, 3620, attempt=3, node=1, host="n2")
+    event(paths, Kind.HEALTH, 3621, attempt=3, host="n2", verdict="watch", findings=[])
+    event(paths, Kind.RUN_STARTED, 3622, attempt=4, world=1)  # divided anew, by who leads
+    rows = node_states.rows(paths)
+    assert [(row["node"], row["state"], row["health"]) for row in rows] == [
+        ("0 n1", "in the run", ""),
+        ("1 n2", "lost", "watch"),
+    ]
+    text = shown(standing.screen(standing.standing(paths, BEGAN + 3623, None, rows), BEGAN + 3623))
+    assert "0 n1, in the run, drain asked for by" in text and "hot" in text
+    assert "1 n2, lost, health: watch" in text
+    many = [{"node": f"{number} n", "state": "in the run", "health": "ok", "why": ""} for number in range(20)]
+    text = shown(standing.screen(standing.standing(paths, BEGAN + 3623, None, [*many, rows[1]]), BEGAN + 3623))
+    assert "20 in the run" in text and "7 n" not in text
+    assert "1 n2, lost" in text
+
+
+def test_an_incident_is_one_line_once_it_is_over(paths: RunPaths) -> None:
+    def texts() -> list[str]:
+        return [incident["text"] for incident in standing.standing(paths, BEGAN + 3620)["incidents"]]
+
+    assert len(texts()) == 2  # the death and what is done about it
+    event(
+        paths,
+        Kind.INCIDENT,
+        12,
+        attempt=2,
+        what="rank 1 on n1: killed",
+        done="all ranks start again",
+        step=3,
+        seconds=3.0,
+    )
+    assert texts() == ["rank 1 on n1: killed; all ranks start again; training went on with step 3 after 3.0 s"]
+    event(paths, Kind.CHECKPOINT_FAILED, 13, attempt=2, step=4, reason="full")
+    event(paths, Kind.WORKER_DIED, 3620, attempt=3, rank=0, signal="SIGKILL")
+    assert [text.split(";")[0][:20] for text in texts()] == [
+        "rank 1 on n1: killed",
+        "checkpoint of step 4",
+        "rank 0 was killed by",
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------- logs

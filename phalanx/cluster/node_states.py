@@ -1,0 +1,50 @@
+"""The nodes of a run as its records have them: whether they are there, what checks have found, what is asked of
+them."""
+
+import socket
+
+from phalanx.cluster import node_requests
+from phalanx.errors import RunError
+from phalanx.records import Kind, RunPaths, read_lines
+
+HERE, LOST, ELSEWHERE = "in the run", "lost", "not in the run"
+
+
+def rows(paths: RunPaths) -> list[dict[str, str]]:
+    """For each node of the last start, and each other one that something is asked of: `node` (number and host),
+    `state`, `health` (the verdict of its last check, if there was one) and `why` (what is asked, by whom).
+
+    Raises RunError where there is no run.
+    """
+    if not paths.events.exists():
+        raise RunError(f"{paths.shown} holds no run; name a run folder")
+    hosts: dict[str, str] = {}  # by number
+    state: dict[str, str] = {}
+    seen: dict[str, str] = {}
+    for event in read_lines(paths.events):
+        kind, number = event.get("kind"), str(event.get("node"))
+        if kind == Kind.RUN_STARTED and (event.get("hosts") or not hosts):  # without, its ranks were divided anew
+            here = [*(event.get("hosts") or [socket.gethostname()]), *(event.get("spares") or [])]
+            hosts = {str(at): str(host) for at, host in enumerate(here)}
+            state = dict.fromkeys(hosts, HERE)
+        elif kind == Kind.NODE_JOINED and event.get("host"):
+            hosts[number], state[number] = str(event["host"]), HERE
+        elif kind == Kind.NODE_LOST:
+            state[number] = LOST
+        elif kind in (Kind.FINISHED, Kind.STOPPED):
+            state = {each: LOST if was == LOST else "the run is over" for each, was in state.items()}
+        elif kind == Kind.HEALTH:
+            seen[str(event.get("host"))] = str(event.get("verdict"))
+    for host, report in node_requests.health_reports(paths).items():
+        seen[host] = str(report.get("verdict"))
+    asked = {request.node: request for request in node_requests.requests(paths)}
+    found = []
+    for number, host in hosts.items():
+        request = asked.pop(number, None) or asked.pop(host, None)
+        why = "" if request is None else f"{request.wanted} asked for by {request.by}: {request.reason}"
+        found.append({"node": f"{number} {host}", "state": state[number], "health": seen.get(host, ""), "why": why})
+    for request in asked.values():
+        why = f"{request.wanted} asked for by {request.by}: {request.reason}"
+        health = seen.get(request.node, "")
+        found.append({"node": request.node, "state": ELSEWHERE, "health": health, "why": why})
+    return found

@@ -1,0 +1,256 @@
+"""A leader that dies between any two of the things it does, or in the midst of one: whoever leads next goes on."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cluster.affairs import (
+    Action,
+    Drained,
+    Drop,
+    End,
+    Ended,
+    Event,
+    Finish,
+    Holds,
+    Lost,
+    Offer,
+    Phase,
+    Policy,
+    Prepare,
+    Prepared,
+    Ready,
+    Start,
+    Time,
+)
+from phalanx.cluster.roster import Member, Roster, standing
+from phalanx.cluster.succession import beginning_state, budget_of, division_of, succeeding_state, taken_up
+from phalanx.cluster.supervisor import decide
+from phalanx.cluster.wire import Message
+
+DEVICES = (("cpu", "any", True),)
+
+
+class Dead(Exception):
+    """The leader is gone."""
+
+
+@dataclass
+class Agent:
+    """What a node was told, and the attempt whose ranks it runs."""
+
+    offer: Message
+    made: Message  # what it has prepared: anew for another number alone
+    ready: int = 1
+    start: Message | None = None
+    running: int = 0
+    last: Message = field(default_factory=dict)
+
+    def end(self) -> None:
+        if self.running:
+            self.running, self.last = 0, {"attempt": self.running, "code": 1}
+
+
+class Job:
+    """Agents, and the one that leads them: it says `fuse` more messages, and then it is dead (None: it lives)."""
+
+    def __init__(self, nodes: int, spares: int, policy: Policy) -> None:
+        plan = [(node, 1) for node in range(nodes)]
+        offer = division_of(1, plan, [DEVICES] * nodes, policy)
+        numbers = range(nodes + spares)
+        members = tuple(Member(n, f"host{n}", f"{n:016x}", "127.0.0.1", 1, 2, DEVICES) for n in numbers)
+        self.policy, self.roster = policy, Roster(1, 0, members)
+        self.agents = {number: Agent(offer, offer) for number in numbers}
+        self.fuse: int | None = None
+        self.now, self.over, self.offers = 0.0, False, False
+        self.heard: list[Event] = []  # by the leader, and not yet taken
+        self.state = beginning_state(offer, self.roster, 1, 0, {})
+        self.take(Time(0.0))
+
+    def take(self, event: Event) -> None:
+        """The leader takes an event. Raises Dead."""
+        self.state, actions = decide(self.state, event)
+        for action in actions:
+            self.perform(action)
+
+    def settle(self) -> None:
+        """The leader takes all that it has been told."""
+        if self.offers:
+            self.offers = False
+            self.perform(Offer(self.state.division))
+        while self.heard and not self.over:
+            self.take(self.heard.pop(0))
+
+    def perform(self, action: Action) -> None:
+        match action:
+            case End():
+                self.tell_all({"end": action.attempt})
+            case Offer():
+                self.tell_all({"offer": self.agents[self.roster.leader].offer})
+            case Prepare():
+                self.say()
+                devices = [DEVICES * ranks for _, ranks in action.plan]
+                offer = division_of(action.division, action.plan, devices, self.policy)
+                self.agents[self.roster.leader].offer = offer
+                self.heard.append(Prepared(self.now, action.division))
+            case Start():
+                self.tell_all({"start": {
+                    "attempt": action.attempt, "division": action.division, "seats": list(action.seats),
+                    "budget": budget_of(self.state),
+                }})  # fmt: skip
+            case Drop():
+                raise AssertionError("nobody is slow here")
+            case Finish():
+                self.over = True
+
+    def tell_all(self, message: Message) -> None:
+        for node in self.living():
+            self.say()
+            self.hear(node, self.agents[node], message)
+
+    def say(self) -> None:
+        if self.fuse is not None:
+            self.fuse -= 1
+            if self.fuse < 0:
+                raise Dead
+
+    def hear(self, node: int, agent: Agent, message: Message) -> None:
+        """An agent does as it is told."""
+        if "end" in message and agent.running == message["end"]:
+            agent.end()
+            self.heard.append(Ended(self.now, node, message["end"], 1))
+        elif "offer" in message:
+            agent.offer = message["offer"]
+            if agent.ready != agent.offer["division"]:
+                agent.made, agent.ready = agent.offer, int(agent.offer["division"])
+            self.heard.append(Ready(self.now, node, agent.ready))
+        elif "start" in message:
+            agent.start = order = message["start"]
+            if node in order["seats"]:
+                assert agent.ready == order["division"], "it has not what it needs for that"
+                assert agent.made == self.agents[self.roster.leader].offer, "it has prepared something else"
+                assert not agent.running, "it runs ranks already"
+                same = [a.start for a in self.agents.values() if a.start and a.start["attempt"] == order["attempt"]]
+                assert all(each == order for each in same), "two attempts of one number"
+                agent.running = order["attempt"]
+            assert len(self.running()) <= 1, "two attempts at once"
+
+    def living(self) -> list[int]:
+        return [number for number in self.roster.nodes if number in self.agents]
+
+    def running(self) -> set[int]:
+        return {agent.running for agent in self.agents.values() if agent.running}
+
+    def lose(self, node: int) -> None:
+        del self.agents[node]
+        self.heard.append(Lost(self.now, node, "gone"))
+
+    def reform(self) -> None:
+        """The roster is without those who are gone."""
+        members = [member for member in self.roster.members if member.node in self.agents]
+        self.roster = self.roster.with_members(members, self.roster.leader)
+
+    def succeed(self) -> None:
+        """The leader is dead: ranks end everywhere, and the lowest that lives leads on, if it has a majority."""
+        self.heard = []
+        self.agents.pop(self.roster.leader, None)
+        for agent in self.agents.values():
+            agent.end()
+        living, before = self.living(), self.roster
+        if standing(len(living), len(before.members)) != "majority":
+            self.over = True
+            return
+        self.roster = before.with_members([m for m in before.members if m.node in living], living[0])
+        votes: dict[int, Message] = {}
+        for node, agent in self.agents.items():
+            attempt = 0 if agent.start is None else agent.start["attempt"]
+            votes[node] = {"ready": agent.ready, "offered": agent.offer["division"], "attempt": attempt}
+        mine = self.agents[living[0]]
+        before_that, mine.offer = mine.offer, taken_up(mine.offer, mine.start, votes)
+        self.state = succeeding_state(mine.offer, mine.start, before, votes, 1)
+        attempt = self.state.attempt
+        for node, agent in self.agents.items():
+            self.heard.append(Holds(self.now, node, ()))
+            code = agent.last["code"] if agent.last.get("attempt") == attempt else 1
+            self.heard.append(Ended(self.now, node, attempt, code))
+        gone = [node for node in before.nodes if node not in living]
+        self.heard += [Lost(self.now, node, "gone") for node in gone]
+        self.offers = mine.offer is not before_that
+
+
+def died(job: Job) -> Iterator[None]:
+    """Again and again what is left to do, until no leader dies of it."""
+    while not job.over:
+        try:
+            job.settle()
+            if not job.over:
+                job.take(Time(job.now))
+                job.settle()
+            job.reform()
+            return
+        except Dead:
+            job.fuse = None
+            yield
+            job.succeed()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_whoever_leads_next_goes_on_wherever_the_leader_died(data: st.DataObject) -> None:
+    nodes, spares = data.draw(st.integers(2, 4)), data.draw(st.integers(0, 2))
+    ways = tuple(data.draw(st.permutations(["replace", "shrink"]))[: data.draw(st.integers(0, 2))])
+    job = Job(nodes, spares, Policy(nodes=nodes, max_restarts=9, on_lost_node=ways))
+    for _ in range(data.draw(st.integers(1, 12))):
+        job.now += 40.0
+        runs = sorted(node for node, agent in job.agents.items() if agent.running)
+        what = data.draw(st.sampled_from(["rank", "node", "leader", "time"]))
+        job.fuse = data.draw(st.none() | st.integers(0, 9))
+        if what == "rank" and runs:
+            node = data.draw(st.sampled_from(runs))
+            attempt = job.agents[node].running
+            job.agents[node].end()
+            job.heard.append(Ended(job.now, node, attempt, 1))
+        elif what == "node" and len(job.agents) > 1:
+            job.lose(data.draw(st.sampled_from([node for node in job.living() if node != job.roster.leader])))
+        elif what == "leader":
+            job.succeed()
+        for _ in died(job):
+            if data.draw(st.booleans()) and len(job.agents) > 2:  # another one with it
+                job.lose(data.draw(st.sampled_from([n for n in job.living() if n != job.roster.leader])))
+        if job.over:
+            break
+    job.fuse = None
+    for _ in range(6):  # left alone, it comes to an end or runs everywhere
+        job.now += 40.0
+        for _ in died(job):
+            raise AssertionError("nobody dies any more")
+    if not job.over:
+        assert job.state.phase in (Phase.RUNNING, Phase.IDLE), job.state
+        if job.state.phase == Phase.RUNNING:
+            assert all(job.agents[seat].running == job.state.attempt for seat in job.state.seats)
+
+
+def test_what_a_successor_has_to_know_travels_as_it_is() -> None:
+    policy: dict[str, Any] = asdict(Policy(nodes=2))
+    job = Job(2, 1, Policy(nodes=2))
+    assert job.agents[1].start is not None
+    assert job.agents[1].offer["policy"] == policy
+    job.succeed()
+    job.settle()
+    assert (job.state.phase, job.state.attempt, job.state.seats) == (Phase.RUNNING, 2, (2, 1))
+
+
+@pytest.mark.parametrize("told", [0, 1, 2, 3, 4])
+def test_a_division_that_some_have_heard_of_is_told_to_all_once_more(told: int) -> None:
+    """A leader that is to have no ranks any more tells so many of the four nodes what the others shall do, and is
+    lost."""
+    job = Job(4, 0, Policy(nodes=4, on_lost_node=("shrink",)))
+    job.fuse = 4 + 1 + told  # to end the attempt, to have the division prepared
+    job.heard.append(Drained(1.0, 0, True, "asked for"))
+    list(died(job))
+    assert (job.roster.leader, job.state.phase) == (1, Phase.RUNNING)
+    assert [agent.running for agent in job.agents.values()] == [job.state.attempt] * 3
