@@ -43,10 +43,10 @@ def problems(config: Config) -> list[str]:
     if "held_out" in data.validation:
         found.append("data.validation names a set held_out, as what data.held_out keeps back is called; rename it")
     found += _mixture_problems(data.source)
-    if config.resilience.replicate == "every_step" and config.resilience.memory is False:
+    if config.resilience.replicate not in ("auto", "off") and config.resilience.memory is False:
         found.append(
-            "resilience.replicate every_step keeps on a second node what resilience.memory keeps on the first, and "
-            "that is false; set resilience.memory=true or auto, or replicate=off"
+            f"resilience.replicate {config.resilience.replicate} keeps on a second node what resilience.memory keeps "
+            "on the first, and that is false; set resilience.memory=true or auto, or replicate=off"
         )
     if not data.cache:
         found.append("data.cache is empty, so token files would lie all over the working folder; name a folder or URL")

@@ -61,6 +61,7 @@ def policy_of(config: Config, nodes: int) -> Policy:
         grow=wanted.grow,
         same_crash=wanted.same_crash,
         group=axes.tensor * axes.pipeline,
+        replicate_every=wanted.replicate if isinstance(wanted.replicate, int) else 1,
     )
 
 

@@ -65,17 +65,22 @@ class Replicas:
         self._connection: socket.socket | None = None
         self._awaited: list[int] = []  # steps that were sent and are not acknowledged
         self.replays = False  # the partner can make this rank's updates again
+        self.there: set[int] = set()  # steps that the partner has had from before
 
-    def begin(self, path: Path, asked: bool, bare: bool, rule: Message | None = None) -> str | None:
+    def begin(
+        self, path: Path, asked: bool, bare: bool, rule: Message | None = None, newest: int | None = None
+    ) -> str | None:
         """Have the partner make room for a replica of this rank's state file, or find that which it has; why it has no
         room, where it has none. What nobody has `asked` for must leave more room for others. `bare`: without state,
         as another node holds the same anyway. `rule`: what updates go by, and by which kernels, where they can be made
-        again of gradients."""
+        again of gradients. `newest`: the step that is gone on from, behind which the partner has nothing to keep (None:
+        what it has will come to the same)."""
         assert self.partner is not None
         answer = self._ask(
             {"replicate": path.name, "to": list(self.partner), "attempt": self._attempt, "asked": asked, "bare": bare,
-             "rule": rule}
+             "rule": rule, "newest": newest}
         )  # fmt: skip
+        self.there = set(answer.get("steps", []))
         self.replays = answer.get("replays") is True
         return None if answer.get("short") is None else str(answer["short"])
 
@@ -168,7 +173,7 @@ class FarFile:
 
     def read(self, at: int, count: int) -> memoryview:
         """So many bytes of the file, as they are."""
-        if not 0 <= at <= at + count <= self.facts.at(2):
+        if not 0 <= at <= at + count <= self.facts.end:
             raise CheckpointError(f"the state file {self.facts.path} on another node is shorter than its index says")
         return memoryview(self._read(at, count))
 

@@ -15,10 +15,13 @@ class ResilienceSection(Section):
         "keep the last two steps in shared memory, where they outlive the ranks: after a failure the run goes on from "
         "the last step; auto: where there is room",
     )
-    replicate: Annotated[Literal["auto", "every_step", "off"], BeforeValidator(or_off)] = knob(
+    replicate: Annotated[
+        Annotated[int, Field(ge=2, le=10**9)] | Literal["auto", "every_step", "off"], BeforeValidator(or_off)
+    ] = knob(
         "auto",
         "several nodes: every_step: each step is kept in the shared memory of a second node too, so that none is lost "
-        "with a node; auto: where there is room; off: a lost node takes the run back to a checkpoint",
+        "with a node; a number: every so many steps, and a lost node takes the run back to the last of these; auto: "
+        "every_step where there is room; off: a lost node takes the run back to a checkpoint",
     )
     max_restarts: CountOrZero = knob(3, "restarts after failures without a step done in between, before giving up")
     same_crash: Count = knob(3, "times that ranks may fail in the same step at the same line of code")

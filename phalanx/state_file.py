@@ -1,4 +1,4 @@
-"""The file in shared memory that holds a rank's state: two slots, and for each a word that says of which step it is.
+"""The file in shared memory that holds a rank's state: some slots, and for each a word that says of which step it is.
 
 A step is committed by one aligned store of eight bytes, behind the state and its header; before anything is written to
 a slot its word is made void. So whoever is killed, at whatever instruction, leaves slots that are whole and slots that
@@ -25,20 +25,20 @@ from typing import Any
 from phalanx.errors import CheckpointError, RunError
 from phalanx.kept import BARE, Held, Kept, KeptFile, choose
 
-MAGIC, VERSION = b"phlxmem\0", 2
+MAGIC, VERSION = b"phlxmem\0", 3
 PAGE = 4096
 VOID = -1  # in place of a step: the slot holds nothing
-WORDS = (256, 320)  # where the words are, each in a cache line of its own
+WORDS = (256, 320, 448)  # where the words are, each in a cache line of its own
 WAY = 384
 HEADER_BYTES = 1 << 16  # of a slot's header, with its length
-HEADERS = (PAGE, PAGE + HEADER_BYTES)
-INDEX = PAGE + 2 * HEADER_BYTES
+HEADERS = tuple(PAGE + slot * HEADER_BYTES for slot in range(len(WORDS)))
+INDEX = PAGE + len(WORDS) * HEADER_BYTES
 RANKS = "ranks"  # a file that every rank has locked while it lives
 DEATH_S, LOOK_S = 10.0, 0.01  # what ranks of before get to die, and how often that is looked at
 ALIGNED = 64  # bytes, of everything in a slot
 REPLICAS = "replicas"  # a folder beside the files of this node's ranks, for those of another node's
-# Magic, version, generation, rank, world, index bytes, data at, slot bytes, layout, run, part, parts.
-_FIXED = struct.Struct("<8sIIIIQQQ32s32sII")
+# Magic, version, generation, rank, world, index bytes, data at, slot bytes, layout, run, part, parts, slots.
+_FIXED = struct.Struct("<8sIIIIQQQ32s32sIII")
 NOTHING: dict[str, Any] = {"tensors": [], "pieces": [], "bare": True}  # the index of a file without state
 _NAME = re.compile(r"state-(\d{6,})-(\d{5,})")
 
@@ -58,7 +58,7 @@ class Facts:
     slot_bytes: int
     layout: bytes
     run: bytes
-    words: tuple[int, int]
+    words: tuple[int, ...]
     part: int
     parts: int
     way: int  # how often what the file held was made void, since training went back and takes another way
@@ -66,6 +66,15 @@ class Facts:
     @property
     def steps(self) -> dict[int, int]:
         return {step: slot for slot, step in enumerate(self.words) if step != VOID}
+
+    @property
+    def slots(self) -> int:
+        return len(self.words)
+
+    @property
+    def end(self) -> int:
+        """How long the file is."""
+        return self.at(self.slots)
 
     def at(self, slot: int) -> int:
         """Where a slot's data begins."""
@@ -125,7 +134,7 @@ class StateFile:
         finally:
             os.close(descriptor)
         facts = self.facts
-        if len(self.map) < facts.data_at + 2 * facts.slot_bytes or facts.data_at < INDEX + facts.index_bytes:
+        if len(self.map) < facts.end or facts.data_at < INDEX + facts.index_bytes:
             raise _refused(path, "is shorter than it says")
         self._words = memoryview(self.map).cast("q")
 
@@ -150,11 +159,11 @@ class StateFile:
         self._words[WORDS[slot] // 8] = VOID
 
     def forget(self, way: int | None = None) -> None:
-        """Make both slots void: steps that come now are of another `way` (None: the next)."""
-        self.void(0)
-        self.void(1)
+        """Make all slots void: steps that come now are of another `way` (None: the next)."""
+        for slot in range(self.facts.slots):
+            self.void(slot)
         self._words[WAY // 8] = self._words[WAY // 8] + 1 if way is None else way
-        self.facts = replace(self.facts, words=(VOID, VOID), way=self._words[WAY // 8])
+        self.facts = replace(self.facts, words=(VOID,) * self.facts.slots, way=self._words[WAY // 8])
 
     def commit(self, slot: int, step: int, header: bytes) -> None:
         """Declare a void slot's data that of a step; `header` is JSON."""
@@ -207,8 +216,8 @@ def _object(raw: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def create(folder: Path, who: Who, index: dict[str, Any], slot_bytes: int) -> StateFile:
-    """Make a rank's file, filled with zeros, with both slots void. Raises OSError where there is no room for it: its
+def create(folder: Path, who: Who, index: dict[str, Any], slot_bytes: int, slots: int = 2) -> StateFile:
+    """Make a rank's file, filled with zeros, with all slots void. Raises OSError where there is no room for it: its
     memory is taken here and now, so that no later write can fail."""
     path = folder / name_of(who.generation, who.rank)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -217,12 +226,12 @@ def create(folder: Path, who: Who, index: dict[str, Any], slot_bytes: int) -> St
     data_at, slot_bytes = up(INDEX + len(raw), PAGE), up(slot_bytes, PAGE)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, data_at + 2 * slot_bytes)
+        os.posix_fallocate(descriptor, 0, data_at + slots * slot_bytes)
         for at in WORDS:
             os.pwrite(descriptor, VOID.to_bytes(8, "little", signed=True), at)
         os.pwrite(descriptor, raw, INDEX)
         fixed = (VERSION, who.generation, who.rank, who.world, len(raw), data_at, slot_bytes, digest(index), who.run)
-        os.pwrite(descriptor, _FIXED.pack(bytes(8), *fixed, who.part, who.parts), 0)
+        os.pwrite(descriptor, _FIXED.pack(bytes(8), *fixed, who.part, who.parts, slots), 0)
         os.pwrite(descriptor, MAGIC, 0)  # last of all: before, it is no state file
     except OSError:
         path.unlink()
@@ -232,9 +241,9 @@ def create(folder: Path, who: Who, index: dict[str, Any], slot_bytes: int) -> St
     return StateFile(path, writable=True)
 
 
-def file_bytes(index: dict[str, Any], slot_bytes: int) -> int:
+def file_bytes(index: dict[str, Any], slot_bytes: int, slots: int = 2) -> int:
     """What `create` takes."""
-    return up(INDEX + len(json.dumps(index).encode()), PAGE) + 2 * up(slot_bytes, PAGE)
+    return up(INDEX + len(json.dumps(index).encode()), PAGE) + slots * up(slot_bytes, PAGE)
 
 
 # ------------------------------------------------------------------------------------------------------- what is there
@@ -408,14 +417,15 @@ def facts_from(path: Path, raw: bytes) -> Facts:
     """What the first page of a state file says. Raises CheckpointError where it is none."""
     if len(raw) < PAGE or raw[:8] != MAGIC:
         raise _refused(path, "is not a whole state file")
-    _, version, generation, rank, world, index_bytes, data_at, slot_bytes, layout, run, part, parts = (
-        _FIXED.unpack_from(raw)
-    )
+    _, version, generation, rank, world, index_bytes, data_at, slot_bytes, layout, run, *rest = _FIXED.unpack_from(raw)
+    part, parts, slots = rest
     if version != VERSION:
         raise _refused(path, f"is of version {version}, not {VERSION}")
-    words = tuple(int.from_bytes(raw[at : at + 8], "little", signed=True) for at in WORDS)
+    if not 1 <= slots <= len(WORDS):
+        raise _refused(path, f"says that it has {slots} slots")
+    words = tuple(int.from_bytes(raw[at : at + 8], "little", signed=True) for at in WORDS[:slots])
     shape = generation, rank, world, index_bytes, data_at, slot_bytes, layout, run
-    return Facts(path, *shape, (words[0], words[1]), part, parts, int.from_bytes(raw[WAY : WAY + 8], "little"))
+    return Facts(path, *shape, words, part, parts, int.from_bytes(raw[WAY : WAY + 8], "little"))
 
 
 def _refused(path: Path, problem: str) -> CheckpointError:

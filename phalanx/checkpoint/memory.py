@@ -38,14 +38,16 @@ Whole = Callable[[Iterable[Piece]], Iterable[Piece]]  # an engine's pieces in co
 Header = Callable[[int, int], dict[str, Any]]  # of a step and the tokens since step 1
 Record = Callable[[int, Outcome], dict[str, Any] | None]  # what this rank has measured of a step
 Say = Callable[[str, dict[str, Any]], None]
-Replicate = Literal["auto", "every_step", "off"]
+Replicate = int | Literal["auto", "every_step", "off"]
 
 
 class Memory:
     """This rank's slots, as an engine knows them (`phalanx.optim.engine.Keeper`).
 
     Before this rank tells the others that it is through with a step it waits for the node that holds its replica to
-    have that too.
+    have that too, where that gets it. Where that gets every so manieth only, there is a third slot: in it the last step
+    stays that all of them have, which ranks that live go back to with those of a lost node. Its place is taken by the
+    next such step once nobody can have to go back behind that.
     """
 
     def __init__(
@@ -67,17 +69,21 @@ class Memory:
     ) -> None:
         """Files are made in `folder`, as those of attempt `generation` of a `run`. `kept`: what the attempt begins
         with. `in_place`: engines may work in the slots; else states are copied, in the `background` or not.
-        `replicas`: the way to other nodes, if there are any; `rule`: AdamW's numbers, where that is the rule, whose
-        updates other nodes can make again; `first_here`: whether no rank of this node is before this one (None: there
-        is one node)."""
+        `replicas`: the way to other nodes, if there are any; `replicate`: as in a recipe; `rule`: AdamW's numbers,
+        where that is the rule, whose updates other nodes can make again; `first_here`: whether no rank of this node is
+        before this one (None: there is one node)."""
         assert not (in_place and background), "what is not copied is not copied in the background"
         self.in_place, self.late, self.attached = in_place, False, False
         self.slots: list[Slot] = []
         self.current, self.tokens = 0, 0
+        self._at = 0  # the step in the current slot
+        self._pinned: int | None = None  # the slot with a step that all nodes have
+        self._base = 0  # a step that other nodes get whatever its number is, as it was what this attempt began with
         self._folder, self._mesh, self._generation, self._run = folder, mesh, generation, run
         self._say, self._kept, self._wanted = say, kept, wanted
         self.replicas, self._replicate = replicas, replicate
-        self._rule = rule if in_place else None
+        self._every = replicate if isinstance(replicate, int) and replicas is not None else None
+        self._rule = rule if in_place and self._every is None else None
         self._gradients: Gradients | None = None
         self._replicates = False  # whether this rank's state is
         self._wards: set[int] = set()  # ranks whose replicas this node holds
@@ -86,6 +92,9 @@ class Memory:
         self._alive = state_file.live_in(folder)
         self._working = Working(folder, mesh.rank)
         self._file: StateFile | None = None
+        self._short = ""  # why no file could be made
+        self._nodes: list[int] = []  # of each rank
+        self._bare: list[bool] = []  # whether what a rank holds is on another node anyway
         self._settled = self._last = 0  # the step that was confirmed, and the one that was given to `commit`
         self.whole: Whole = iter  # gives an engine's pieces in coordinates of whole parameters
         self._header: Header = lambda step, tokens: {"step": step, "tokens": tokens}
@@ -108,20 +117,24 @@ class Memory:
         parts = [int(each) for each in self._mesh.gather(float(part))]
         who = self._who(parts)
         index["who"] = [who.part, who.parts, *index["who"]]
+        self._see_others(parts)
         mine = self._found(index, slot_bytes, who)
         (attached,) = self._mesh.min([float(mine is not None)])
         if attached and mine is not None and self._kept is not None:
             self._file = mine
             self.current, self.attached = mine.facts.steps[self._kept.step], True
+            self._at = self._kept.step
         elif not self._make(index, slot_bytes, who):
-            if self.replicas is not None and self._replicate == "every_step":
+            if self.replicas is not None and self._replicate not in ("auto", "off"):
                 raise ConfigError(
-                    f"{REPLICATE} is every_step, but shared memory has no room even for the state of each node's own "
-                    f"ranks; give the machine or container a larger /dev/shm, or set {REPLICATE}=auto or off"
+                    f"{REPLICATE} is {self._replicate}, but shared memory has no room even for the state of each "
+                    f"node's own ranks ({self._short}); give the machine or container a larger /dev/shm, or set "
+                    f"{REPLICATE}=auto or off"
                 )
             return False
-        self.slots = [_views(self.file, slot, index) for slot in (0, 1)]
-        self._begin_replicas(parts)
+        self.slots = [_views(self.file, slot, index) for slot in range(self._count)]
+        self._begin_replicas()
+        self._pin()
         (late,) = self._mesh.max([float(self._lane is not None or self._replicates)])
         self.late = bool(late)
         return True
@@ -130,6 +143,21 @@ class Memory:
         """Whose file it is, from what each rank's pieces are known by."""
         mesh = self._mesh
         return Who(self._generation, mesh.rank, mesh.world, self._run, parts.index(parts[mesh.rank]), len(set(parts)))
+
+    def _see_others(self, parts: list[int]) -> None:
+        """See which ranks are on which nodes, and whose pieces several nodes have anyway. Collective."""
+        if self.replicas is None:
+            return
+        world = range(self._mesh.world)
+        self._nodes = [int(each) for each in self._mesh.gather(float(self.replicas.node))]
+        self._bare = [len({self._nodes[other] for other in world if parts[other] == parts[rank]}) > 1 for rank in world]
+        if self.replicas.partner is None or all(self._bare):
+            self._every = None
+
+    @property
+    def _count(self) -> int:
+        """Of slots."""
+        return 2 if self._every is None else 3
 
     def _found(self, index: dict[str, Any], slot_bytes: int, who: Who) -> StateFile | None:
         """A file with the step that is to be gone on from in that layout: this rank's own, or a copy of one that is
@@ -143,13 +171,14 @@ class Memory:
         chosen = min(alike, key=lambda file: (file.rank != who.rank, file.address is not None))
         path = Path(chosen.path)
         if chosen.address is None and chosen.rank == who.rank and path.parent == self._folder:
-            return StateFile(path, writable=True)
+            file = StateFile(path, writable=True)
+            return file if file.facts.slots == self._count else None  # else it is read by coordinates
         source, slot = open_kept(chosen, self._kept.step, self.replicas)
         facts = source.facts
         try:
             # As if it had always been here: of the same attempt as those of the other ranks.
             made = state_file.create(
-                self._folder, dataclasses.replace(who, generation=facts.generation), index, slot_bytes
+                self._folder, dataclasses.replace(who, generation=facts.generation), index, slot_bytes, self._count
             )
         except OSError:  # there is no room beside what lies there; it is read by coordinates, if anything
             return None
@@ -160,22 +189,21 @@ class Memory:
         made.commit(0, self._kept.step, source.raw_header(slot))
         return StateFile(made.facts.path, writable=True)
 
-    def _begin_replicas(self, parts: list[int]) -> None:
+    def _begin_replicas(self) -> None:
         """See which ranks have replicas made of their state, from now on, and have the partners make room. Collective
         where there are other nodes."""
         replicas, mesh = self.replicas, self._mesh
         if replicas is None:
             return
-        nodes = mesh.gather(float(replicas.node))
-        elsewhere = {nodes[rank] for rank in range(mesh.world) if parts[rank] == parts[mesh.rank]}
-        needed, bare = self._replicate != "off" and replicas.partner is not None, len(elsewhere) > 1
+        needed, bare = self._replicate != "off" and replicas.partner is not None, self._bare[mesh.rank]
         rule = None if self._rule is None or bare else {"rule": dict(self._rule), "kernels": kernels()}
-        asked = self._replicate == "every_step"
-        short = replicas.begin(self.file.facts.path, asked, bare, rule) if needed else None
+        asked = self._replicate not in ("auto", "off")
+        newest = None if self._every is None or not self.attached else self._at
+        short = replicas.begin(self.file.facts.path, asked, bare, rule, newest) if needed else None
         lacking, made = mesh.sum([float(short is not None), float(needed and short is None and not bare)])
-        if lacking and self._replicate == "every_step":
+        if lacking and asked:
             raise ConfigError(
-                f"{REPLICATE} is every_step, but "
+                f"{REPLICATE} is {self._replicate}, but "
                 + (short or "another node has no room for replicas (its rank's log has the numbers)")
                 + f"; set {REPLICATE}=auto or off, or give the machine or container a larger /dev/shm"
             )
@@ -185,22 +213,52 @@ class Memory:
         self._gradients = self._handed_over(replicas) if self._replicates and replicas.replays else None
         (again,) = mesh.sum([float(self._gradients is not None)])
         kept = mesh.gather(float(self._replicates))
-        self._wards = {rank for rank in range(mesh.world) if kept[rank] and nodes[rank] == replicas.before}
+        self._wards = {rank for rank in range(mesh.world) if kept[rank] and self._nodes[rank] == replicas.before}
+        takes = 2.0 * self.file.facts.slot_bytes * (self._replicates and not bare)
+        (replica_bytes,) = mesh.sum([takes])
         if self.attached:
             return
         if lacking:
             reason = f"a node that is lost takes the run back to a checkpoint, since {short or 'a node has no room'}"
         elif made:
-            how = "gradients with which it makes the update again" if again == made else self._as_it_is(int(again))
-            reason = f"the state of {made:g} of {mesh.world} ranks is kept on a second node, which gets {how}"
+            reason = f"the state of {made:g} of {mesh.world} ranks is kept on a second node"
+            if self._every is None:
+                how = "gradients with which it makes the update again" if again == made else self._as_it_is(int(again))
+                reason += f", which gets {how}"
+            else:
+                reason += (
+                    f" every {self._every} steps, where it takes {size(replica_bytes)} over all nodes; a lost node "
+                    f"costs {self._every - 1} committed steps at most"
+                )
         elif self._replicate == "off":
             return
         else:
             reason = "every part of the state is on two nodes anyway"
-        self._say(
-            Kind.RESOLVED,
-            {"key": REPLICATE, "value": "every_step" if made and not lacking else "off", "reason": reason},
-        )
+        value = (self._every or "every_step") if made and not lacking else "off"
+        self._say(Kind.RESOLVED, {"key": REPLICATE, "value": value, "reason": reason})
+
+    def _pin(self) -> None:
+        """Find, in files that were kept, the step that all nodes have besides that which is gone on from; where there
+        is none, all get this one. Collective."""
+        if self._every is None or not self.attached:
+            return
+        steps = self.file.facts.steps
+        there = self.replicas.there if self.replicas is not None and not self._bare[self._mesh.rank] else steps
+        step = max((each for each in steps if each in there and each <= self._at and self._is_due(each)), default=-1)
+        (least,), (most,) = self._mesh.min([float(step)]), self._mesh.max([float(step)])
+        if least == most > 0 and step < self._at:
+            self._pinned = steps[step]
+        elif least != most or step != self._at:
+            self._base = self._at
+
+    def _is_due(self, step: int) -> bool:
+        """Whether other nodes get that step."""
+        return self._every is None or step % self._every == 0 or step == self._base
+
+    def _is_sent(self, step: int) -> bool:
+        """Whether the partner gets what this rank has of a step: where others hold the same state anyway, what was
+        said of it, each time."""
+        return self._replicates and (self._bare[self._mesh.rank] or self._is_due(step))
 
     def _handed_over(self, replicas: Replicas) -> Gradients | None:
         """Memory for gradients, which the process that sends them has too; None where there is too little."""
@@ -248,13 +306,13 @@ class Memory:
         mesh, found = self._mesh, os.statvfs(self._folder)
         # Asked before any rank of this node takes some of it.
         shared, host = found.f_bavail * found.f_frsize, host_memory.free()
-        needs = mesh.gather(float(state_file.file_bytes(index, slot_bytes)))
+        needs = mesh.gather(float(state_file.file_bytes(index, slot_bytes, self._count)))
         node = mesh.topology.node_of
         need = sum(each for rank, each in enumerate(needs) if node[rank] == node[mesh.rank])
         short = too_large("the state of this node's ranks", need, shared, host, self._wanted is True)
         if short is None:
             try:
-                self._file = state_file.create(self._folder, who, index, slot_bytes)
+                self._file = state_file.create(self._folder, who, index, slot_bytes, self._count)
             except OSError as error:
                 short = (
                     f"{self._folder} does not take {size(need)} ({error.strerror}), of which {size(shared)} are free"
@@ -263,14 +321,17 @@ class Memory:
         if not made:
             if self._file is not None:
                 self._file.facts.path.unlink(missing_ok=True)
-                self._file, short = None, short or "another node has no room for it"
+                self._file = None
+            self._short = short = short or "another node has no room for it"
             if self._wanted is True:
                 raise ConfigError(
                     f"{KEY} is true, but the state of the ranks does not fit into shared memory: {short}; set "
                     f"{KEY}=auto or false, or give this machine or container a larger /dev/shm"
                 )
         if self._kept is None or not made:
-            why = f"the two newest steps of this node's ranks take {size(need)} of {size(shared)} in shared memory"
+            third = "" if self._every is None else " and the last that is on a second node"
+            steps = f"the two newest steps of this node's ranks{third}"
+            why = f"{steps} take {size(need)} of {size(shared)} in shared memory"
             reason = why if made else f"after a failure the run goes back to a checkpoint, since {short}"
             self._say(Kind.RESOLVED, {"key": KEY, "value": bool(made), "reason": reason})
         return bool(made)
@@ -280,9 +341,21 @@ class Memory:
 
     # ------------------------------------------------------------------------------------------------------ every step
 
+    @property
+    def next(self) -> int:
+        """The slot that the next step is written to, the same until that is committed: one that nobody goes back to
+        once all ranks are through with the step in the current one, and all nodes have that which get it."""
+        used = {self.current, self._pinned if not self._moves else None}
+        return min((slot for slot in range(len(self.slots)) if slot not in used), key=self.file.word)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether the step that is gone back to with a lost node is the one in the current slot from here on."""
+        return self._every is not None and self._at > 0 and self._is_due(self._at)
+
     def begin(self) -> None:
         if self.in_place:
-            self.file.void(1 - self.current)
+            self.file.void(self.next)
 
     def updates(self, keys: Collection[str], grads: Mapping[str, torch.Tensor], change: Change) -> None:
         if self._gradients is not None:
@@ -290,7 +363,10 @@ class Memory:
 
     def commit(self, step: int, outcome: Outcome, state: Slot) -> None:
         self.tokens += outcome.weight
-        self._last, self.current = step, 1 - self.current
+        before, moves = self.current, self._moves
+        self.current = self.next
+        self._pinned = before if moves else self._pinned
+        self._last = self._at = step
         keep = functools.partial(self._keep, self.current, self._header(step, self.tokens), state, outcome)
         if self._lane is None:
             keep()
@@ -309,7 +385,7 @@ class Memory:
             accelerator.wait_here(self._mesh.device)
         record = self._record(header["step"], outcome) if outcome is not None else None
         self.file.commit(slot, header["step"], json.dumps(header | {"record": record}).encode())
-        if self._replicates and self.replicas is not None:
+        if self.replicas is not None and self._is_sent(header["step"]):
             # What came from elsewhere was made by no update.
             told = None if self._gradients is None or outcome is None else self._gradients.told()
             self.replicas.committed(header["step"], told)
@@ -324,16 +400,21 @@ class Memory:
 
     def loaded(self, step: int, state: Slot) -> None:
         """The state is that of `step`; of the starting weights nothing is kept, since they can be made again."""
-        self.file.void(1 - self.current)
+        self._at = step
+        if not self.attached:
+            self._pinned, self._base = None, step
+        for slot in range(len(self.slots)):
+            if slot not in (self.current, self._pinned):
+                self.file.void(slot)
         if not self.attached and step > 0:
             self._keep(self.current, self._header(step, self.tokens), state)
-        elif self._replicates and self.replicas is not None and step > 0:
+        elif self.replicas is not None and step > 0 and self._is_sent(step):
             self.replicas.committed(step)  # which the partner may have already
 
     def forget(self) -> None:
         """What is kept is not to be gone on from: another state is about to be loaded in its place. Collective."""
         self.settle()
-        self.attached = False
+        self.attached, self._pinned = False, None
         if self._file is not None:
             self._file.forget()
         if self._replicates and self.replicas is not None:

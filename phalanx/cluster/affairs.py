@@ -22,7 +22,8 @@ class Phase(enum.StrEnum):
 @dataclass(frozen=True)
 class Policy:
     """`on_lost_node`: of "replace", "shrink" and "wait", what is tried, in that order, before the run stops. `group`:
-    ranks that hold one copy of the model together. `nodes`: as many as the run was started for, without spares."""
+    ranks that hold one copy of the model together. `nodes`: as many as the run was started for, without spares.
+    `replicate_every`: of so many steps a second node has one."""
 
     nodes: int
     max_restarts: int = 3
@@ -31,6 +32,7 @@ class Policy:
     grow: bool = True
     same_crash: int = 3
     group: int = 1
+    replicate_every: int = 1
 
 
 @dataclass(frozen=True)
@@ -223,13 +225,15 @@ class Offer:
 
 @dataclass(frozen=True)
 class Start:
-    """Start an attempt with these seats from a step: on the disk, or in memory, where `kept` says."""
+    """Start an attempt with these seats from a step: on the disk, or in memory, where `kept` says. `again`: so many
+    steps behind that, which all ranks that live had committed, are walked again."""
 
     attempt: int
     division: int
     seats: tuple[int, ...]
     step: int
     kept: Choice | None = None
+    again: int = 0
 
 
 @dataclass(frozen=True)

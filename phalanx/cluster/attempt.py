@@ -120,7 +120,7 @@ class Attempt:
         """Wait until all have ended, or until the first abnormal end, and return the exit code."""
         others = self.job.others
         pids = {process.rank: process.pid for process in self.processes}
-        watchdog = Watchdog(self.job.shared, self.number, pids, self.job.patience)
+        watchdog = Watchdog(self.job.shared, self.number, pids, self.job.patience, self.job.known)
         while self._living():
             self._wait(IDLE_S, heed_signals=True)
             self._look_for_hangs(watchdog)

@@ -4,6 +4,7 @@ Whoever is behind, of all ranks, is to blame, and not whoever is still on some n
 and the one that leads judges. Nobody is judged before all nodes that have ranks have spoken, and lately.
 """
 
+import math
 import time
 from collections.abc import Collection
 from dataclasses import astuple
@@ -58,7 +59,10 @@ class Gathering:
         words = [self._words[node][1] for node in nodes]
         beats = sorted((beat for word in words for beat in word.beats), key=lambda beat: beat.rank)
         signs = {rank: each for word in words for rank, each in word.signs.items()}
-        hang = Word(tuple(beats), signs, words[0].patience).judged()
+        # A node that is new knows of no attempt before: its ranks may have to compile what others have compiled.
+        known = [math.inf if word.patience.before_s is None else word.patience.before_s for word in words]
+        patience = words[known.index(max(known))].patience
+        hang = Word(tuple(beats), signs, patience).judged()
         if hang is not None:
             self._next = now + AGAIN_S
         return hang

@@ -1,11 +1,11 @@
 """What an agent runs on its node, and what it knows of the other nodes of the same job."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.cluster.watchdog import Blame, Patience, Word
+from phalanx.cluster.watchdog import Blame, Known, Patience, Word
 from phalanx.kept import Address, Kept
 from phalanx.records import Placement, RunPaths, StoreAddress
 
@@ -85,7 +85,8 @@ class Job:
     is called about every 0.1 s. `grace_s`: seconds that workers get, after a stop signal, to finish their step and
     save, before they are killed. `part` and `others` belong to a job on several nodes. `shared`: a
     folder in this node's shared memory, which outlives the ranks; there their pulses are, by which ranks are ended for
-    which nothing has changed for longer than `patience` (None: for ever).
+    which nothing has changed for longer than `patience` (None: for ever); `known` is what attempts of this job before
+    have shown of their steps.
     """
 
     world: int
@@ -103,6 +104,7 @@ class Job:
     others: Others | None = None
     shared: Path | None = None
     patience: Patience | None = None
+    known: Known = field(default_factory=Known)
     kept: Callable[[], Kept | None] = _nothing_kept
     same_crash: int = 3
 

@@ -361,6 +361,12 @@ class Leader:
         elif before is not None and list(action.seats) != before["seats"]:
             pairs = [(old, new) for old, new in zip(before["seats"], action.seats, strict=True) if old != new]
             done = ", ".join(f"node {new} takes the ranks of node {old}" for old, new in pairs)
+        if action.again:
+            steps = "step is" if action.again == 1 else "steps are"
+            done += (
+                f"; {action.again} committed {steps} walked again, from step {action.step}, as the state is kept on a "
+                f"second node every {self.state.policy.replicate_every} steps"
+            )
         details = {"attempt": action.attempt, "what": what, "done": done, "began": self._incident["began"]}
         self._incident = None
         self.notice(Kind.INCIDENT, details)

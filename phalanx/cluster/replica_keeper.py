@@ -176,7 +176,8 @@ class _Rank:
         self._bytes = 0 if bare else facts.slot_bytes
         form = {
             "who": who, "way": facts.way, "index": state_file.NOTHING if bare else file.index(),
-            "slot_bytes": self._bytes, "asked": message["asked"] is True, **(message.get("rule") or {}),
+            "slot_bytes": self._bytes, "asked": message["asked"] is True, "newest": message.get("newest"),
+            **(message.get("rule") or {}),
         }  # fmt: skip
         answer = self._ask_partner({"keep": form})
         self._there = set(answer.get("steps", []))
@@ -296,7 +297,7 @@ class _Node:
         paths = [*state_file.files_in(self._folder), *state_file.files_in(self._folder / REPLICAS)]
         found = [path for path in paths if str(path.relative_to(self._folder)) == name]
         facts = state_file.facts_of(found[0]) if found else None
-        if facts is None or facts.run != self._run or not 0 <= at <= at + count <= facts.at(2):
+        if facts is None or facts.run != self._run or not 0 <= at <= at + count <= facts.end:
             raise CheckpointError(f"there is no state file {name} any more")
         descriptor = os.open(facts.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -337,7 +338,11 @@ class _Node:
             if before.way != int(form["way"]):
                 self._replica.forget(int(form["way"]))
                 return {"steps": []}
-            return {"steps": sorted(before.steps)}
+            newest = form.get("newest")
+            for step, slot in before.steps.items():
+                if newest is not None and step > int(newest):
+                    self._replica.void(slot)
+            return {"steps": sorted(step for step in before.steps if newest is None or step <= int(newest))}
         found, need = os.statvfs(self._folder), state_file.file_bytes(index, slot_bytes)
         gradients = slot_bytes // 3 if "rule" in form else 0  # of AdamW's state
         free = found.f_bavail * found.f_frsize

@@ -319,18 +319,34 @@ def _start_if_ready(state: State, now: float) -> Decision:
     said: list[Action] = [Note(Kind.RESTARTED, {"attempt": attempt, **why})] if attempt > state.first else []
     if kept is None and (lost := _lost_state(state)) is not None:
         said.append(Note(Kind.WARNING, {"attempt": attempt, "message": lost}))
+    again = 0 if kept is None else _walked_again(state, kept)
     # All but what is gone on from is removed when the order arrives.
     used = () if kept is None else [each for _, each in kept.files.values()]
     nodes = tuple(replace(node, held=tuple(each for each in node.held if each in used)) for node in state.nodes)
     state = replace(state, phase=Phase.RUNNING, attempt=attempt, codes={}, causes=(), gone=(), again=None, nodes=nodes)
     step = state.committed if kept is None else kept.step
-    return state, [*said, Start(attempt, state.division, state.seats, step, kept)]
+    return state, [*said, Start(attempt, state.division, state.seats, step, kept, again)]
 
 
 def _kept(state: State) -> Choice | None:
     """What is in memory and no older than what is on the disk: an attempt begins from that."""
     choice = choose({node.node: node.held for node in state.nodes})
     return choice if choice is not None and choice.step > 0 and choice.step >= state.committed else None
+
+
+def _walked_again(state: State, kept: Choice) -> int:
+    """How many steps behind `kept` all ranks had committed whose own memory is there, where a second node does not have
+    each; of a rank that is lost with its node nobody knows whether it had the last of them."""
+    if state.policy.replicate_every == 1:
+        return 0
+    own = [
+        max(each.steps)
+        for node in state.nodes
+        for each in node.held
+        if (each.generation, each.way) == (kept.generation, kept.way) and each.steps and not each.replica
+    ]
+    # The next step that a second node gets is none before that has it.
+    return max(0, min(min(own, default=0) - kept.step, state.policy.replicate_every - 1))
 
 
 def _lost_state(state: State) -> str | None:

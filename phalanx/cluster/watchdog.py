@@ -9,7 +9,7 @@ here.
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx import pulse
@@ -19,7 +19,7 @@ from phalanx.pulse import PHASES, STEP_PHASES, Beat
 FACTOR = 10  # so many times the longest of the last steps is how long nothing may change in a step
 FLOOR_S = 20.0  # and so long it may take anyway: a store, a collection of garbage, another program
 COMPILE_FLOOR_S = 180.0  # where a micro-batch of another size may have to be compiled for
-WARM_STEPS = 2  # of an attempt, which compile and allocate; before them nothing is known
+WARM_STEPS = 2  # of an attempt, which compile and allocate; before them only what attempts before took is known
 LOOK_S = 0.1  # between two looks
 OVERSLEPT_S = 1.0  # between two looks: then nobody here was served, and the ranks get as long again before
 CALM_S = 2.0  # they are judged
@@ -29,11 +29,13 @@ SLOW_DISK = ("starting", "restore", "checkpoint", "profile", "ending")  # where 
 @dataclass(frozen=True)
 class Patience:
     """For how long nothing may change. `floor_s`: in a step, at least; `other_s`: in everything else, and in the first
-    steps; `fixed_s`: in a step, where a user has said so."""
+    steps; `fixed_s`: in a step, where a user has said so. `before_s`: the longest step of attempts before with the same
+    ranks, their first ones too; None: there was none that got so far."""
 
     floor_s: float
     other_s: float
     fixed_s: float | None = None
+    before_s: float | None = None
 
     @property
     def least_s(self) -> float:
@@ -43,8 +45,11 @@ class Patience:
     def of(self, beat: Beat, signs: "Signs | None" = None) -> float:
         if signs is not None and signs.stopped:
             return self.least_s
-        if beat.phase not in STEP_PHASES or beat.steps < WARM_STEPS:
+        if beat.phase not in STEP_PHASES or (beat.steps < WARM_STEPS and self.before_s is None):
             return max(self.other_s, self.least_s)
+        if beat.steps < WARM_STEPS:
+            assert self.before_s is not None
+            return min(max(self.other_s, self.least_s), max(self.least_s, FACTOR * self.before_s))
         return self.fixed_s or max(self.floor_s, FACTOR * beat.longest_s)
 
 
@@ -54,6 +59,18 @@ def patience_of(hang_s: str | float, timeout_s: float, compiled: bool) -> Patien
         return None
     fixed_s = None if isinstance(hang_s, str) else hang_s
     return Patience(COMPILE_FLOOR_S if compiled else FLOOR_S, timeout_s, fixed_s)
+
+
+@dataclass
+class Known:
+    """What attempts of the same ranks have shown on a node: the longest of their steps."""
+
+    longest_s: float | None = None
+
+    def see(self, beats: Sequence[Beat]) -> None:
+        """Look at an attempt that goes on. What does not get through its first steps shows nothing."""
+        seen = [beat.longest_s for beat in beats if beat.steps >= WARM_STEPS]
+        self.longest_s = max([*seen, self.longest_s or 0.0]) if seen else self.longest_s
 
 
 @dataclass(frozen=True)
@@ -188,11 +205,22 @@ def _hang(late: Sequence[Beat], beats: Sequence[Beat], stopped: frozenset[int]) 
 
 
 class Watchdog:
-    """Looks at the pulses of this node's ranks of one attempt. `pids` by rank."""
+    """Looks at the pulses of this node's ranks of one attempt. `pids` by rank; `known`: what attempts before have
+    shown, and this one does."""
 
-    def __init__(self, folder: Path | None, attempt: int, pids: Mapping[int, int], patience: Patience | None) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        attempt: int,
+        pids: Mapping[int, int],
+        patience: Patience | None,
+        known: Known | None = None,
+    ) -> None:
         self._folder, self._attempt, self._pids = folder, attempt, dict(pids)
-        self._patience = patience if folder is not None else None
+        self._known = known or Known()
+        self._patience = None
+        if folder is not None and patience is not None:
+            self._patience = replace(patience, before_s=self._known.longest_s)
         self._begun = self._looked = time.monotonic()
         self._calm_until = self._next = 0.0
         self._moved: dict[int, tuple[int, float]] = {}  # bytes read and written, and when that was first seen
@@ -218,6 +246,7 @@ class Watchdog:
         if now < self._calm_until:
             return None
         beats, patience = self.beats(gone), self._patience
+        self._known.see(beats)
         near = any(beat.still_s > patience.least_s / 2 for beat in beats)
         signs = {beat.rank: self._signs(beat.rank, now, patience) for beat in beats} if near else {}
         return Word(tuple(beats), signs, patience)

@@ -67,7 +67,7 @@ class Piece:
 
 
 class Keeper(Protocol):
-    """Two slots of memory that outlives this process, into which a rank commits step after step.
+    """Slots of memory that outlives this process, two or more, into which a rank commits step after step.
 
     Nothing of the step before the last is written over until `settle` has returned on all ranks: whoever commits has
     waited for that, by a collective of all ranks behind their `settle`.
@@ -87,28 +87,32 @@ class Keeper(Protocol):
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """Both, laid out as `open` was told."""
+        """All, laid out as `open` was told."""
 
     @property
     def current(self) -> int:
         """The number of the slot with the newest state."""
 
+    @property
+    def next(self) -> int:
+        """That of the slot which the next state is written to."""
+
     def open(self, like: Slot, pieces: Callable[[Slot], Iterable[Piece]]) -> bool:
-        """Take memory for two slots that look like `like`, which may be on meta and of which `pieces` gives the pieces;
+        """Take memory for slots that look like `like`, which may be on meta and of which `pieces` gives the pieces;
         False where there is none. Collective."""
 
     def working(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for what every process makes anew, with any content, where that is had sooner than new memory."""
 
     def begin(self) -> None:
-        """The slot that is not current is about to be written to, where the state lives in the slots."""
+        """The next slot is about to be written to, where the state lives in the slots."""
 
     def updates(self, keys: Collection[str], grads: Mapping[str, torch.Tensor], change: "Change") -> None:
         """Shards of `keys` are about to be updated where the state lives in the slots: those that have one by their
         gradient, which may be overwritten afterwards. May be repeated, as an update may; the last counts."""
 
     def commit(self, step: int, outcome: "Outcome", state: Slot) -> None:
-        """The state of `step`, of which came `outcome`, is complete: in the slot that was not current, or in `state`,
+        """The state of `step`, of which came `outcome`, is complete: in the slot that was the next one, or in `state`,
         which must not change before `settle` has returned."""
 
     def settle(self) -> None:

@@ -53,11 +53,7 @@ def held_bytes(
         else:
             sums = (own + sum(size * min(count, IN_FLIGHT) for size, count in sizes.items())) * master
     masters_apart = released or sharding.slots > 1 or compute != master or sharding.compress != PLAIN
-    kept = 0.0
-    for bucket in trained:
-        for fragment in bucket.fragments(rank):
-            whole = fragment.parameter
-            kept += rule.state_bytes(whole.shape, master) * (fragment.stop - fragment.start) / whole.elements
+    kept = _of_the_rule(trained, rank, master, rule)
     items = {
         "weights in use": parameters,
         "gradients": sums,
@@ -75,3 +71,20 @@ def held_bytes(
         own_most = max((stop - start for start, stop in ranges), default=0) * (len(parts[0].cuts) - 2 if parts else 0)
         items["encoded on its way"] = 2 * CODECS[sharding.compress].size(most + own_most)
     return items
+
+
+def slot_bytes(buckets: Sequence[Bucket], rank: int, precision: Precision, rule: Rule) -> tuple[int, int]:
+    """Bytes of a rank's state, which is committed, and of its gradient in the same type."""
+    trained, master = [bucket for bucket in buckets if bucket.trained], precision.master.itemsize
+    own = sum(fragment.stop - fragment.start for bucket in trained for fragment in bucket.fragments(rank)) * master
+    return own + int(_of_the_rule(trained, rank, master, rule)), own
+
+
+def _of_the_rule(trained: Sequence[Bucket], rank: int, master: int, rule: Rule) -> float:
+    """Bytes of what the rule keeps of a rank's own."""
+    kept = 0.0
+    for bucket in trained:
+        for fragment in bucket.fragments(rank):
+            whole = fragment.parameter
+            kept += rule.state_bytes(whole.shape, master) * (fragment.stop - fragment.start) / whole.elements
+    return kept

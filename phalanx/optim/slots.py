@@ -1,4 +1,4 @@
-"""A rank's state while it trains: in one slot that is updated in place, or in two, from one to the other.
+"""A rank's state while it trains: in one slot that is updated in place, or in several, from one to another.
 
 Where there is a keeper, every step is committed to memory that outlives the process: the state lives there, or is
 copied there. Which of these it is changes no bit.
@@ -64,10 +64,11 @@ class Slots:
     ) -> None:
         """Collective where there is a keeper."""
         self._keeper = keeper if keeper is not None and keeper.open(make(on_meta), pieces) else None
+        self._lives: Keeper | None = None  # the keeper, where the state lives in its slots
+        self._all: Sequence[Slot] = ()
         self._current = 0
         if self._keeper is not None and self._keeper.in_place:
-            self._all: Sequence[Slot] = self._keeper.slots
-            self._current = self._keeper.current
+            self._lives = self._keeper
             if not self._keeper.attached:
                 make(_into(self.source))
             return
@@ -88,16 +89,18 @@ class Slots:
     @property
     def source(self) -> Slot:
         """The newest state."""
-        return self._all[self._current]
+        return self._all[self._current] if self._lives is None else self._lives.slots[self._lives.current]
 
     @property
     def target(self) -> Slot:
         """Where the next one is written."""
+        if self._lives is not None:
+            return self._lives.slots[self._lives.next]
         return self._all[(self._current + 1) % len(self._all)]
 
     def working(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory that outlives the process, for what is made anew and kept on this host; with any content."""
-        return self._keeper.working(elements, dtype) if self._keeper is not None and self._keeper.in_place else None
+        return None if self._lives is None else self._lives.working(elements, dtype)
 
     def begin(self) -> None:
         """The next state is about to be written; may be repeated."""
@@ -111,7 +114,8 @@ class Slots:
 
     def turn(self, step: int, outcome: Outcome) -> None:
         """The next state, that of `step`, of which came `outcome`, is complete."""
-        self._current = (self._current + 1) % len(self._all)
+        if self._lives is None:
+            self._current = (self._current + 1) % len(self._all)
         if self._keeper is not None:
             self._keeper.commit(step, outcome, self.source)
 

@@ -267,13 +267,20 @@ class Model:
 
     # ----------------------------------------------------------------------------------------------------------- memory
 
+    def replicated(self, choice: Choice, copies: int) -> bool:
+        """Whether nodes hold what no other one does, so that another one is to have it too."""
+        apart = choice.shard_degree and choice.shard_degree < copies
+        elsewhere = apart and not self._is_near(0, choice.shard_degree * choice.tensor)
+        return self._nodes(choice.devices or self.cluster.devices) > 1 and not elsewhere
+
     def _memory(
         self, choice: Choice, runs: list[Run], layers: tuple[int, ...], copies: int, micro_batches: int
     ) -> tuple[Held, ...]:
+        replicated = self.replicated(choice, copies)
         found = [
             held(
                 self.work, kind, choice, copies, number, layers[number], run.share / micro_batches, micro_batches,
-                run.owns, self.constants, run.copies * choice.tensor,
+                run.owns, self.constants, run.copies * choice.tensor, replicated,
             )
             for run in runs
             for number, kind in enumerate(run.kinds)

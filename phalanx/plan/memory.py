@@ -5,11 +5,13 @@ For this project's own engine the rule is that of `optim.memory`, which needs to
 
 from dataclasses import dataclass
 
+from phalanx.kept_bytes import in_room, keeps_of
 from phalanx.plan.choice import Choice
 from phalanx.plan.constants import Constants
 from phalanx.plan.kinds import Kind
 from phalanx.plan.work import Work
 
+STATE = ("master weights", "optimizer state")
 UNITS_AT_ONCE = 2  # of parameters that are whole with zero 3: the block in use, and the one that is fetched
 IN_FLIGHT = 3  # buckets of gradients of one size on their way with zero 2
 HORIZON = 2  # blocks' inputs that stay on the device with offload
@@ -20,6 +22,10 @@ CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES = 512, 4 << 20
 # a smaller micro-batch, and train.micro_batch=auto leaves twice as much.
 ROOM = 0.1
 COPY = "a checkpoint's copy"  # beyond what is held in a step
+# On a CPU: of steps that outlive the ranks, what is not in the master weights and the optimizer state already; and of
+# another node's ranks.
+KEPT, REPLICAS = "kept steps", "replicas of other ranks"
+IN_SHARES = (*STATE, KEPT, REPLICAS)  # what a device holds more of, the more of the state is its own
 LOGIT_BYTES = 6  # of an element of whole logits of two bytes: themselves, their logarithms, and the gradient
 
 
@@ -100,9 +106,10 @@ def loss_bytes(work: Work, kind: Kind, tensor: int, sequences: float) -> float:
 
 def held(
     work: Work, kind: Kind, choice: Choice, copies: int, stage: int, layers: int, sequences: float, micro_batches: int,
-    own_share: float, constants: Constants, devices: int = 1,
+    own_share: float, constants: Constants, devices: int = 1, replicated: bool = False,
 ) -> Held:  # fmt: skip
-    """What a device of stage `stage` holds; `own_share`: its part of what is sharded (even: 1 / shard degree)."""
+    """What a device of stage `stage` holds; `own_share`: its part of what is sharded (even: 1 / shard degree);
+    `replicated`: other nodes are to keep its state, too, where there is room."""
     first, last = stage == 0, stage == choice.pipeline - 1
     whole, block, embedding, head = parameters_of(work, choice.tensor, layers, first, last)
     compute = work.width if choice.engine in ("sharded", "fsdp") else 2 if work.width == 2 else 4
@@ -126,6 +133,17 @@ def held(
     state_own = whole if choice.engine == "ddp" or zero == 0 else own
     parts["master weights"] = state_own * trained * work.master_bytes * choice.slots if apart else 0.0
     parts["optimizer state"] = state_own * trained * work.state_bytes * choice.slots
+    if kind.on_host and choice.engine == "sharded" and work.memory is not False:
+        gradient = own * trained * work.master_bytes
+        state = gradient + own * trained * work.state_bytes
+        options = keeps_of(work.memory, work.replicate, replicated, work.replays)
+        keeps = in_room(options, state, gradient, kind.memory_bytes - kind.reserved_bytes)
+        # The state lives there; but that of one rank alone is copied there.
+        there = 0.0 if copies * choice.tensor * choice.pipeline == 1 else sum(parts[name] for name in STATE)
+        if keeps.own:
+            parts[KEPT] = max(0.0, keeps.own_bytes(state, gradient) - there)
+        if keeps.replicas:
+            parts[REPLICAS] = keeps.replica_bytes(state, gradient)
     accumulates = micro_batches > 1
     gradient = work.reduce_bytes if choice.engine != "sharded" else work.master_bytes
     largest = max(block, embedding, head) if zero == 3 else block
@@ -160,7 +178,7 @@ def held(
     state = state_own * trained * (work.master_bytes + work.state_bytes)
     if kind.on_host and choice.engine == "sharded":
         # A checkpoint's copy lies in the same memory; it is made between steps, when nothing is under way.
-        resting = (0.0 if zero == 3 else parts["weights"]) + parts["master weights"] + parts["optimizer state"]
+        resting = (0.0 if zero == 3 else parts["weights"]) + sum(parts.get(name, 0.0) for name in IN_SHARES)
         resting += min(parts["gradients"], own * gradient * trained if zero == 3 else parts["gradients"])
         parts[COPY] = max(0.0, resting + state - sum(parts.values()))
     slack = max(constants.slack, ROOM) if choice.engine == "sharded" else constants.slack

@@ -11,7 +11,7 @@ from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.constants import DEFAULT, Constants
 from phalanx.plan.cost import Estimate, Model
-from phalanx.plan.memory import Held
+from phalanx.plan.memory import REPLICAS, Held
 from phalanx.plan.recipe_keys import SCHEDULES, shape_of, work_of
 from phalanx.plan.unlike import Unlike
 from phalanx.plan.work import Work
@@ -94,6 +94,6 @@ def choice_of(config: Config, cluster: Cluster) -> Choice:
 
 def allocated_bytes(held: Held) -> float:
     """What a run's records can show of it: on an accelerator what is allocated, so without the driver's and the
-    fragments; on a CPU what is resident, with what a process is itself."""
-    reserved = held.parts.get("reserved", 0.0)
+    fragments; on a CPU what is resident, with what a process is itself, but no replica, which another process has."""
+    reserved = held.parts.get("reserved", 0.0) + held.parts.get(REPLICAS, 0.0)
     return held.total - reserved + (held.kind.reserved_bytes if held.kind.on_host else 0.0)

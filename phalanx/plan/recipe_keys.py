@@ -101,6 +101,9 @@ def work_of(config: Config, spec: ModelSpec, cluster: Cluster) -> Work:
         reduce_bytes=sent,
         gather_bytes=min(sent, 4 if mixed else WIDTH[precision]),
         trained=1.0 if spec.lora is None else adapter_count(spec) / (whole + adapter_count(spec)),
+        memory=config.resilience.memory,
+        replicate=config.resilience.replicate,
+        replays=rule == "adamw",
     )
 
 

@@ -366,6 +366,7 @@ class _Search:
         one stage those of each group, of several those of the first and the last stage with the most memory."""
         largest = max(choice.shares) if choice.shares else -(-self.work.global_batch // copies)
         micro_batches = -(-largest // choice.micro_batch)
+        replicated = self.model.replicated(choice, copies)
         layers = choice.stages or cost.even(self.work.layers, choice.pipeline)
         own, width, found = 1.0 / (choice.shard_degree or copies), copies * choice.tensor, []
         if choice.pipeline == 1:
@@ -379,5 +380,5 @@ class _Search:
             share = largest if not choice.shares else min(choice.shares) if first < 0 else choice.shares[first]
             sequences = share / micro_batches
             at = (self.work, kind, choice, copies, stage, layers[stage], sequences, micro_batches, own, self.constants)
-            found.append(memory.held(*at))
+            found.append(memory.held(*at, replicated=replicated))
         return found

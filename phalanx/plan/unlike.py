@@ -16,10 +16,8 @@ from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import DEFAULT, Constants
 from phalanx.plan.cost import Model
 from phalanx.plan.kinds import Kind
-from phalanx.plan.memory import Held
+from phalanx.plan.memory import IN_SHARES, Held
 from phalanx.plan.work import Work
-
-STATE = ("master weights", "optimizer state")
 
 
 class Unlike:
@@ -145,7 +143,7 @@ class Unlike:
         rooms: list[float] = []
         needed = 0.0
         for held, (begin, behind, _) in zip(holders, self.cluster.spans, strict=False):
-            own = sum(held.parts.get(name, 0.0) for name in STATE)
+            own = sum(held.parts.get(name, 0.0) for name in IN_SHARES)
             room, count = max(0.0, held.left + own), (behind - begin) // tensor
             count = min(count, copies - len(rooms))
             rooms += [room] * count

@@ -14,6 +14,8 @@ class Work:
     (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each. `trained` is the share of parameters
     that are trained (adapters: a few hundredths). `positions` are rows of a learnt table of positions. `biases`:
     matrices add one and norms have two vectors, as in GPT-2.
+    `memory` and `replicate` are those of a recipe's `resilience`: on CPUs what they keep lies in the same memory;
+    `replays`: other nodes can make updates again.
     """
 
     layers: int
@@ -36,6 +38,9 @@ class Work:
     reduce_bytes: int = 4
     gather_bytes: int = 2
     trained: float = 1.0
+    memory: bool | str = False
+    replicate: int | str = "off"
+    replays: bool = False
 
     @cached_property
     def width(self) -> int:

@@ -16,6 +16,7 @@ def show(found: dict[str, Any]) -> None:
     model, assumed, work, disk = (found[name] for name in ("model", "assumed", "work", "disk"))
     ranks, kept = assumed["ranks"], disk["checkpoints_kept"]
     memory = [(name, words.size(value)) for name, value in found["memory"].items()]
+    kept = [(name, words.size(value)) for name, value in found["host_memory"].items()]
     table = Table.grid(padding=(0, 3, 0, 0))
     for title, rows in {
         "parameters": _parameters(model),
@@ -24,6 +25,7 @@ def show(found: dict[str, Any]) -> None:
             *memory,
             ("together", words.size(found["memory_total"])),
         ],
+        **({"kept of each rank in the memory of the host": kept} if kept else {}),
         f"activations of one {'sequence' if work['unit'] == 'tokens' else 'sample'}": [
             (f"memory.activations={mode}", words.size(value)) for mode, value in found["sequence"].items()
         ],
@@ -41,11 +43,11 @@ def show(found: dict[str, Any]) -> None:
     terminal.print(table)
     if found.get("planned") is not None:
         terminal.print(Text(words.sentence({"kind": Kind.PLANNED, **found["planned"]})))
-    for note in notes(assumed):
+    for note in notes(assumed, bool(kept)):
         terminal.print(note, style="dim")
 
 
-def notes(assumed: dict[str, Any]) -> list[str]:
+def notes(assumed: dict[str, Any], keeps: bool = False) -> list[str]:
     """What was assumed, and what the numbers leave out."""
     zero = "" if assumed["zero"] is None else f" with parallel.zero {assumed['zero']}"
     found = [
@@ -68,6 +70,11 @@ def notes(assumed: dict[str, Any]) -> list[str]:
         found.append("The tokenizer is still to be trained: on a small text it gets fewer tokens than assumed here.")
     if assumed["labels_assumed"]:
         found.append("task.labels is auto: the data say how many there are; the head is reckoned for two.")
+    if keeps:
+        found.append(
+            "What is kept in the host's memory outlives the ranks (resilience.memory, resilience.replicate); with auto "
+            "as far as there is room. On CPUs the state lies there alone, and gradients are kept beside replicas."
+        )
     found.append(
         "Left out: what compilation saves, the allocator's unused blocks, buffers of collectives, the driver and torch "
         "itself; allow a fifth of the device for them. FLOPs are those of the model: recomputation is not counted."

@@ -22,6 +22,7 @@ from phalanx.axes import axes_of
 from phalanx.config import Config
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.errors import ConfigError
+from phalanx.kept_bytes import keeps_of, told
 from phalanx.models import layers as kernels
 from phalanx.models.draws import Draws
 from phalanx.models.model import Model
@@ -40,7 +41,7 @@ from phalanx.train.engines import sharding_of
 from phalanx.train.own import Own
 from phalanx.train.own_checks import check_own
 from phalanx.train.placed import Held, activations, all_held, of_slice
-from phalanx.train.probe import HALF, depths_of, state_items
+from phalanx.train.probe import HALF, committed_bytes, depths_of, state_items
 from phalanx.train.subject import Subject, class_of_run, spec_from_run, subject_of
 from phalanx.train.trial import UNSHARDED
 
@@ -121,6 +122,9 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
         sequences[len(memories) - 1] = {mode: one // micro_batch for mode, (one, _) in kept.items()}
     fullest = max(range(len(held)), key=lambda number: sum(memories[number].values()))
     memory = memories[fullest]
+    committed = committed_bytes(held[fullest].model, Precision(dtype, shared), shard_over, rule, sharding)
+    # Accelerators, for which this is reckoned, commit by copies, so that nothing is made again of gradients.
+    keeps = keeps_of(config.resilience.memory, config.resilience.replicate, several=ranks > 1, replays=False)[0]
 
     per_token, per_token_causal = subject.flops() or (0, 0)
     tokens = config.train.global_batch * subject.positions
@@ -148,6 +152,7 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
         "layout": _layout(config, copies, held, memories),
         "memory": memory,
         "memory_total": sum(memory.values()),
+        "host_memory": told(keeps, committed),
         "sequence": sequences[fullest],
         "work": {
             "unit": subject.unit,

@@ -23,8 +23,8 @@ from phalanx.models.model import Model
 from phalanx.models.spec import ModelSpec
 from phalanx.optim.choose import make_rule
 from phalanx.optim.engine import Precision
-from phalanx.optim.layout import lay_out
-from phalanx.optim.memory import held_bytes
+from phalanx.optim.layout import Bucket, lay_out
+from phalanx.optim.memory import held_bytes, slot_bytes
 from phalanx.optim.order import Sharding
 from phalanx.optim.units import describe
 from phalanx.optim.update import Rule
@@ -231,9 +231,7 @@ def state_items(
     and what is gathered to be used. `model` is on meta, of the shapes `spec` where it has such. With a `sharding` it is
     the sharded engine that holds them, on `rank` or the one that holds most, else fully_shard or a single one."""
     if sharding is not None:
-        weights = sharding.weights or (1.0,) * (sharding.degree or ranks)
-        buckets = lay_out(describe(model, own_units(model), rule), weights, apart=sharding.apart)
-        place = weights.index(max(weights)) if rank is None else rank % len(weights)
+        buckets, place = _laid_out(model, ranks, rule, sharding, rank)
         return held_bytes(buckets, place, sharding, precision, rule, accumulates=True) | _of_the_head(
             model, spec, precision
         )
@@ -259,6 +257,28 @@ def state_items(
         items["weights in use"] = (whole + _two_blocks_and_ends(model, trained=False)) * precision.shared.itemsize
         items["gradients"] = elements * master // ranks + whole * master
     return items | _of_the_head(model, spec, precision)
+
+
+def committed_bytes(
+    model: Model, precision: Precision, ranks: int, rule: Rule, sharding: Sharding | None = None
+) -> int:
+    """Bytes of what one of `ranks` commits of a step, the one that holds most: masters and what the rule keeps; the
+    rest as for `state_items`."""
+    if sharding is not None:
+        buckets, place = _laid_out(model, ranks, rule, sharding)
+        return slot_bytes(buckets, place, precision, rule)[0]
+    master = precision.master.itemsize
+    trained = [tuple(each.shape) for each in model.parameters() if each.requires_grad]
+    return sum(math.prod(shape) * master + rule.state_bytes(shape, master) for shape in trained) // ranks
+
+
+def _laid_out(
+    model: Model, ranks: int, rule: Rule, sharding: Sharding, rank: int | None = None
+) -> tuple[Sequence[Bucket], int]:
+    """The buckets of the sharded engine, and the rank, without a `rank` the one that holds most."""
+    weights = sharding.weights or (1.0,) * (sharding.degree or ranks)
+    buckets = lay_out(describe(model, own_units(model), rule), weights, apart=sharding.apart)
+    return buckets, weights.index(max(weights)) if rank is None else rank % len(weights)
 
 
 def _of_the_head(model: Model, spec: ModelSpec | None, precision: Precision) -> dict[str, int]:

@@ -1,17 +1,21 @@
 """Which part of the optimizer's state each rank holds: equal parts, and less where memory is short."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx import accelerator, balance
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import ConfigError
+from phalanx.kept_bytes import NONE, Keeps, keeps_of
 from phalanx.optim.choose import make_rule
 from phalanx.optim.layout import lay_out
-from phalanx.optim.memory import held_bytes
+from phalanx.optim.memory import held_bytes, slot_bytes
 from phalanx.optim.units import describe
 from phalanx.parallel.apply import own_units, precision_of
-from phalanx.records import Kind, RunPaths
+from phalanx.records import Kind, Placement, RunPaths
 from phalanx.train.engines import Weights, sharding_of
 from phalanx.train.sinks import Records, resolved_before
 from phalanx.train.subject import Subject
@@ -28,9 +32,32 @@ SHORT = "equal parts do not fit beside parameters and activations everywhere"
 ENOUGH = "equal parts fit beside parameters and activations"
 
 
+@dataclass(frozen=True)
+class Keeping:
+    """What a run keeps, in `options` from what it wants to nothing, in the memory that its ranks on CPUs compute in;
+    `there`: bytes of it that a rank before has left, and that one with the same part takes up."""
+
+    options: Sequence[Keeps] = (NONE,)
+    there: float = 0.0
+
+
+def keeping_of(config: "Config", placement: Placement, mesh: Mesh) -> Keeping:
+    """What ranks that were started so keep; all of them say the same options."""
+    if placement.shared is None:
+        return Keeping()
+    node, degree = mesh.topology.node_of, sharding_of(config).degree or mesh.world
+    alike = [{node[rank] for rank in range(first, mesh.world, degree)} for first in range(degree)]
+    several = placement.nodes > 1 and any(len(nodes) == 1 for nodes in alike)
+    options = keeps_of(config.resilience.memory, config.resilience.replicate, several, config.optim.rule == "adamw")
+    left = sum(path.stat().st_size for path in Path(placement.shared).rglob("*") if path.is_file())
+    # Where it cannot be kept at all, that is said by who keeps it, with numbers.
+    options = options if options[-1] == NONE else (*options, NONE)
+    return Keeping(options, left / placement.local_world)
+
+
 def settled_weights(
     config: "Config", subject: Subject, mesh: Mesh, local_world: int, paths: RunPaths, records: Records,
-    fits: bool = False,
+    fits: bool = False, keeping: Keeping | None = None,
 ) -> Weights:  # fmt: skip
     """As `state_weights`, but what was found for the same ranks before is taken again as long as it fits (`fits`: which
     is known, since it is in memory): another cut adds up in another order. What is found is an event, from which the
@@ -42,6 +69,7 @@ def settled_weights(
         or mesh.axes.model > 1
     ):
         return state_weights(config, subject, mesh, local_world)
+    keeping = keeping or Keeping()
     group, sharding = JsonGroup(mesh.checkpoint), sharding_of(config)
     of = {
         "devices": group.all_objects(accelerator.name(mesh.device)),
@@ -50,9 +78,20 @@ def settled_weights(
         "degree": sharding.degree or mesh.world,
     }
     before = group.broadcast_object(recorded(paths, of) if mesh.rank == 0 else None)
-    if before is not None and (fits or _fit(before, *_rooms(config, subject, mesh, local_world, WHOLE))):
+    if before is not None and fits:
         return None if before == "even" else tuple(before)
-    found = state_weights(config, subject, mesh, local_world)
+    found = None
+    for keeps in keeping.options:
+        if before is not None:
+            rooms = _rooms(config, subject, mesh, local_world, WHOLE, keeps, keeping.there)
+            if _fit(before, *rooms):
+                return None if before == "even" else tuple(before)
+        try:
+            found = state_weights(config, subject, mesh, local_world, keeps)
+            break
+        except ConfigError:
+            if keeps == keeping.options[-1]:
+                raise
     weights = None if found is None else tuple(round(part, 4) for part in found)  # as the event has it
     value, reason = ("even", ENOUGH) if weights is None else (list(weights), SHORT)
     records.event(Kind.RESOLVED, {"key": KEY, "value": value, "reason": reason, "of": of})
@@ -72,8 +111,9 @@ def recorded(paths: RunPaths, of: dict[str, Any]) -> Any:
     return found if usable or found == "even" else None
 
 
-def state_weights(config: "Config", subject: Subject, mesh: Mesh, local_world: int) -> Weights:
+def state_weights(config: "Config", subject: Subject, mesh: Mesh, local_world: int, keeps: Keeps = NONE) -> Weights:
     """How much of the state each rank holds, in order of rank, among those that hold a copy together; None: the same.
+    `keeps`: how often it lies in the memory that ranks on CPUs compute in.
 
     Collective, and the same on all ranks. Raises ConfigError where all of them together have no room for it.
     """
@@ -83,8 +123,8 @@ def state_weights(config: "Config", subject: Subject, mesh: Mesh, local_world: i
         return given
     if mesh.axes.model > 1:  # what follows is about ranks that hold a whole model each
         return None
-    left, needed = _rooms(config, subject, mesh, local_world, FOR_STATE)
-    most, _ = _rooms(config, subject, mesh, local_world, AT_MOST)
+    left, needed = _rooms(config, subject, mesh, local_world, FOR_STATE, keeps)
+    most, _ = _rooms(config, subject, mesh, local_world, AT_MOST, keeps)
     try:
         shares = balance.state_shares(left, needed)
     except ConfigError:
@@ -92,17 +132,29 @@ def state_weights(config: "Config", subject: Subject, mesh: Mesh, local_world: i
     return None if len(set(shares)) == 1 else shares
 
 
-def _rooms(config: "Config", subject: Subject, mesh: Mesh, local_world: int, part: float) -> tuple[list[float], float]:
-    """Bytes that `part` of the free memory has left for the state on each of the ranks that hold a copy together, and
-    what the state needs on all of these. Collective."""
+def _rooms(
+    config: "Config", subject: Subject, mesh: Mesh, local_world: int, part: float, keeps: Keeps, there: float = 0.0
+) -> tuple[list[float], float]:
+    """Bytes that `part` of the free memory, `there` included, has left for the state on each of the ranks that hold a
+    copy together, and what the state needs on all of these. Collective."""
     sharding = sharding_of(config)
-    free = float(accelerator.memory_free(mesh.device, local_world))
+    on_host = mesh.device.type == "cpu"
+    free = float(accelerator.memory_free(mesh.device, local_world)) + (there if on_host else 0.0)
     degree = sharding.degree or mesh.world
     model, rule = subject.model(), make_rule(config.optim)
     buckets = lay_out(describe(model, own_units(model), rule), (1.0,) * degree, apart=sharding.apart)
-    items = held_bytes(buckets, 0, sharding, precision_of(config.train.dtype, mesh), rule, accumulates=True)
+    precision = precision_of(config.train.dtype, mesh)
+    items = held_bytes(buckets, 0, sharding, precision, rule, accumulates=True)
     own = sum(items[name] for name in IN_SHARES)
-    # Ranks may compute in unlike types: each says for itself what is left.
-    left = mesh.gather(free * part - (sum(items.values()) - own))
-    (needed,) = mesh.max([float(degree * own)])
+    kept = keeps.bytes(*slot_bytes(buckets, 0, precision, rule)) if keeps.own and on_host else own
+    # Ranks may compute in unlike types: each says for itself what is left, and what of the whole state that is.
+    (needed,) = mesh.max([float(degree * kept)])
+    left = mesh.gather((free * part - (sum(items.values()) - own)) * (needed / (degree * kept) if kept else 1.0))
+    if keeps.replicas:
+        # Another node holds as much again: what both have room for is enough for either.
+        node = mesh.topology.node_of
+        nodes = list(dict.fromkeys(node))
+        after = dict(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+        next_left = {each: min(left[rank] for rank in range(mesh.world) if node[rank] == each) for each in nodes}
+        left = [min(mine, next_left[after[node[rank]]]) for rank, mine in enumerate(left)]
     return [min(left[place::degree]) for place in range(degree)], needed

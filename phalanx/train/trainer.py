@@ -42,7 +42,7 @@ from phalanx.train.rollback import go_back
 from phalanx.train.sinks import Records, Sink
 from phalanx.train.skips import Skips
 from phalanx.train.staged import run_pipeline
-from phalanx.train.state_shares import settled_weights
+from phalanx.train.state_shares import keeping_of, settled_weights
 from phalanx.train.step import run_micro_batches
 from phalanx.train.stopping import StopRequest, asked_to_stop
 from phalanx.train.stragglers import Stragglers
@@ -99,7 +99,8 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, tell, may_commit, injector.writing)
         subject = subject_of(config, job.spec, job.paths)
         same = placement.kept is not None and placement.nodes == 1  # where it has been all the time
-        weights = settled_weights(config, subject, mesh, placement.local_world, job.paths, records, same)
+        keeping = keeping_of(config, placement, mesh)
+        weights = settled_weights(config, subject, mesh, placement.local_world, job.paths, records, same, keeping)
         speeds, link = know(config, subject, placement, mesh, job.paths, records, weights)
         config = stage_lengths.settled(config, subject, mesh, job.paths, records)
         memory = memory_of(config, placement, mesh, job.paths, records)

@@ -46,20 +46,25 @@ def test_a_rank_is_killed_and_no_committed_step_is_lost(place: Path, replicate: 
     assert_calm(place, run)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_is_lost_and_its_replica_goes_to_the_spare(place: Path, lost: int) -> None:
-    """Node 0 is killed from outside, node 1 as its rank was asked to have it."""
+@pytest.mark.parametrize(("lost", "every"), [(0, 1), (1, 6)])
+def test_a_node_is_lost_and_its_replica_goes_to_the_spare(place: Path, lost: int, every: int) -> None:
+    """Node 0 is killed from outside, node 1 as its rank was asked to have it. Where another node has every sixth step,
+    all go back to the last of these."""
     run = f"node-{lost}"
     lives = [[life()], [life()], [life()]]
     asked = ["--inject", "node-down:rank=1,step=21"] if lost == 1 else []
     if not asked:
         lives[lost] = [life(end=20)]
-    ended = train(place, run, lives, 2, *asked)
+    ended = train(place, run, lives, 2, f"resilience.replicate={'every_step' if every == 1 else every}", *asked)
     assert [each[-1][0] for each in ended] == [-9 if node == lost else 0 for node in range(3)], ended
     [(step, memory)] = resumed(place / run)
-    assert memory and step >= 19, (step, warnings(place / run))
+    assert memory and 20 - every <= step and step % every == 0, (step, warnings(place / run))
     assert_calm(place, run)
     (incident,) = events(place / run, Kind.INCIDENT)
+    # Unless it was lost just behind such a step: how many steps that cost.
+    again = f"walked again, from step {step}, as the state is kept on a second node every {every} steps"
+    assert (again in incident["done"]) == ("walked again" in incident["done"])
+    assert every > 1 or again not in incident["done"]
     print(f"from the loss of node {lost} to the next step: {incident['seconds']:.2f} s")
 
 

@@ -26,7 +26,7 @@ from phalanx.cluster.replica_keeper import ROLE, ReplicaKeeper
 from phalanx.cluster.wire import call
 from phalanx.comm.mesh import Mesh, join
 from phalanx.errors import PhalanxError
-from phalanx.kept import Address, Kept, KeptFile, choose
+from phalanx.kept import Address, Held, Kept, KeptFile, choose
 from phalanx.records import Placement
 from phalanx.replicas import Replicas, receive, send
 from tests.dist.engine_cases import ADAMW
@@ -234,10 +234,105 @@ def test_what_is_forgotten_is_forgotten_on_the_other_node_too(tmp_path: Path) ->
         assert ways == [] or ways == [1, 1]
 
 
+# ------------------------------------------------------------------------------------------------------ some steps only
+
+
+def some_steps(placement: Placement, folder: str) -> dict[str, Any]:
+    """The other node gets every third step. A rank dies behind step 8, and node 1 is lost behind step 10."""
+    node, events = Node(Path(folder), placement.rank).open(), list[Any]()
+    found: dict[str, Any] = {}
+
+    def held(number: int) -> list[Held]:
+        place = Path(folder) / f"node-{number}"
+        own = [state_file.held(facts) for facts in state_file.there(place, RUN)]
+        of_others = state_file.there(place / state_file.REPLICAS, RUN)
+        return own + [state_file.held(facts, replica=True) for facts in of_others]
+
+    def holds() -> list[Any]:
+        return [[each.rank, list(each.steps), each.replica] for each in held(placement.rank)]
+
+    def kept(nodes: list[int]) -> Kept:
+        choice = choose({number: held(number) for number in nodes})
+        assert choice is not None
+        files = []
+        for rank, (number, each) in sorted(choice.files.items()):
+            name, here = state_file.file_of(each), number == placement.rank
+            path = str(node.folder / name) if here else name
+            files.append(KeptFile(rank, path, each.layout, None if here else node.address(number)))
+        return Kept(choice.step, tuple(files))
+
+    def begun(mesh: Mesh, generation: int, kept: Kept | None = None) -> Any:
+        options: dict[str, Any] = {"rule": RULES["by gradients"], "replicate": 3, "generation": generation}
+        engine = made(mesh, "zero 1", memory_of(mesh, node, events, kept, **options))
+        if kept is not None:
+            engine.inner.begin_after(kept.step)
+            engine.memory.replicas.acknowledged()
+        settle(engine, mesh)
+        return engine
+
+    def state(engine: Any) -> dict[Any, torch.Tensor]:
+        return {(p.name, p.kind, p.start): p.tensor.clone() for p in engine.inner.pieces()}
+
+    with join(placement, 30) as mesh:
+        first = begun(mesh, 1)
+        for number in range(1, 9):
+            step(first, number, mesh)
+        settle(first, mesh)
+        found["behind 8"] = holds()
+        mesh.sum([0.0])
+        second = begun(mesh, 2, kept([0, 1]))
+        found["again at 8"] = [second.memory.attached, holds()]
+        states = {}
+        for number in (9, 10):
+            step(second, number, mesh)
+            settle(second, mesh)
+            states[number] = state(second)
+        found["behind 10"] = holds()
+        mesh.sum([0.0])
+        back = kept([0])
+        mesh.sum([0.0])
+        if placement.rank == 1:  # a spare has nothing of all that
+            for path in [*state_file.files_in(node.folder), *state_file.files_in(node.folder / state_file.REPLICAS)]:
+                path.unlink()
+        mesh.sum([0.0])
+        third = begun(mesh, 3, back)
+        found["back at"] = [back.step, third.memory.attached, holds()]
+        found["same"] = [_alike(state(third), states[9])]
+        step(third, 10, mesh)
+        settle(third, mesh)
+        found["same"].append(_alike(state(third), states[10]))
+        found["in the end"] = holds()
+        found["said"] = [event for event in events if event["key"] == "resilience.replicate"]
+        mesh.sum([0.0])
+        for engine in (first, second, third):
+            engine.inner.close()
+    return found
+
+
+def _alike(one: dict[Any, torch.Tensor], other: dict[Any, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_every_third_step_is_on_the_other_node_and_all_can_go_back_to_it(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(some_steps, 2, folder=str(tmp_path))):
+        other = 1 - rank
+        assert found["behind 8"] == [[rank, [6, 7, 8], False], [other, [3, 6], True]]
+        # Who goes on at once still has what a lost node would take all back to.
+        assert found["again at 8"] == [True, [[rank, [6, 8], False], [other, [3, 6], True]]]
+        assert found["behind 10"] == [[rank, [8, 9, 10], False], [other, [6, 9], True]]
+        there = [6, 9] if rank == 0 else [9]  # the spare's replica is new
+        assert found["back at"] == [9, True, [[rank, [9], False], [other, there, True]]]
+        assert found["same"] == [True, True]
+        assert found["in the end"] == [[rank, [9, 10], False], [other, there, True]]
+        assert [event["value"] for event in found["said"]] == [3]
+        assert "every 3 steps, where it takes " in found["said"][0]["reason"]
+        assert "a lost node costs 2 committed steps at most" in found["said"][0]["reason"]
+
+
 # ------------------------------------------------------------------------------------------------------ what goes wrong
 
 
-def decided(placement: Placement, folder: str, replicate: str, room: int | None) -> list[Any]:
+def decided(placement: Placement, folder: str, replicate: int | str, room: int | None) -> list[Any]:
     """What came of an attempt to replicate; the second node has no more room than that."""
     events: list[Any] = []
     node = Node(Path(folder), placement.rank, room=room if placement.rank == 1 else None).open()
@@ -256,10 +351,10 @@ def decided(placement: Placement, folder: str, replicate: str, room: int | None)
         return found
 
 
-def replicates(folder: Path, replicate: str) -> list[bool]:
-    """Whether nodes hold replicas of each other's ranks."""
+def replicates(folder: Path, replicate: int | str) -> list[list[int] | None]:
+    """Which steps nodes hold of each other's ranks behind the first one; None: they hold no replica."""
     found = run_ranks(decided, 2, folder=str(folder), replicate=replicate, room=None)
-    return [any(replica for _, _, replica in holds) for holds, _, _ in found]
+    return [next((steps for _, steps, replica in holds if replica), None) for holds, _, _ in found]
 
 
 def test_where_there_is_no_room_the_run_does_without_or_is_refused(tmp_path: Path) -> None:
@@ -271,11 +366,13 @@ def test_where_there_is_no_room_the_run_does_without_or_is_refused(tmp_path: Pat
         assert said[0][0] == "off"
         assert said[0][1].startswith("a node that is lost takes the run back to a checkpoint, since ")
     assert "does not take" in found[0][1][0][1]
-    (tmp_path / "asked").mkdir()
-    found = run_ranks(decided, 2, folder=str(tmp_path / "asked"), replicate="every_step", room=50_000)
-    assert [name for name, _ in found] == ["ConfigError"] * 2
-    assert "resilience.replicate is every_step, but" in found[0][1]
-    assert "bytes for a replica (File too large)" in found[0][1]
+    for asked in ("every_step", 4):
+        place = tmp_path / f"asked-{asked}"
+        place.mkdir()
+        found = run_ranks(decided, 2, folder=str(place), replicate=asked, room=50_000)
+        assert [name for name, _ in found] == ["ConfigError"] * 2
+        assert f"resilience.replicate is {asked}, but" in found[0][1]
+        assert "bytes for a replica (File too large)" in found[0][1]
 
 
 def lies(placement: Placement, folder: str) -> list[Any]:

@@ -1,5 +1,6 @@
 """What ranks hold of the state, and when: less where there is little memory, never more than is said, alike on all."""
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from phalanx.optim.sharded import Sharded
 from phalanx.records import Kind, Placement, RunPaths
 from phalanx.train import trainer
 from phalanx.train.sinks import Records
-from phalanx.train.state_shares import FOR_STATE, settled_weights, state_weights
+from phalanx.train.state_shares import FOR_STATE, keeping_of, settled_weights, state_weights
 from phalanx.train.subject import subject_of
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -83,6 +84,40 @@ def test_ranks_with_little_memory_hold_less_of_the_state(tokens: Path) -> None:
     assert run_ranks(asked, 2, data=str(tokens), free=[ROOMY, tight], changes=even) == [None] * 2
     (said, *_) = run_ranks(asked, 2, data=str(tokens), free=[whole] * 2, changes={})
     assert "the optimizer state needs" in said
+
+
+def kept(placement: Placement, data: str, free: list[int], place: str, nodes: int) -> list[Any]:
+    """What ranks agree on that keep steps in the memory that they compute in, as wanted and with less of that in turn;
+    and what they find of before."""
+    accelerator.memory_free = lambda device, local_world: free[placement.rank]
+    described = runs.job(Path(data).parent / "nowhere", data, {}, placement.world)
+    placement = dataclasses.replace(placement, shared=place, nodes=nodes)
+    subject, found = subject_of(described.config, described.spec), list[Any]()
+    with join(placement, 30) as mesh:
+        keeping = keeping_of(described.config, placement, mesh)
+        for keeps in keeping.options:
+            try:
+                weights = state_weights(described.config, subject, mesh, 1, keeps)
+                found.append(None if weights is None else list(weights))
+            except ConfigError:
+                found.append("no room")
+    return [*found, keeping.there]
+
+
+def test_ranks_on_cpus_have_room_for_the_steps_that_they_keep_and_for_replicas(tokens: Path, tmp_path: Path) -> None:
+    (tmp_path / "state-000001-00000").write_bytes(bytes(1000))
+    whole, state = bytes_of(tokens, 2)
+    # A tenth of two steps of masters and moments; without them the masters are the parameters: three tenths.
+    tight = int((whole + 3 * state / 10) / FOR_STATE) + 20_000
+    arguments: dict[str, Any] = {"data": str(tokens), "place": str(tmp_path)}
+    found = run_ranks(kept, 2, free=[ROOMY, tight], nodes=1, **arguments)
+    assert found[0] == found[1]
+    assert found[0][:2] == [pytest.approx([0.9, 0.1], abs=0.1), pytest.approx([0.7, 0.3], abs=0.1)]
+    assert found[0][1][1] > 2 * found[0][0][1] and found[0][2] == 500.0
+    found = run_ranks(kept, 2, free=[ROOMY, tight], nodes=2, **arguments)
+    assert found[0] == ["no room", *found[1][1:]]  # the other node would have to hold as much
+    assert found[0][1][1] < 0.2 < found[0][2][1]
+    assert run_ranks(kept, 2, free=[ROOMY, ROOMY], nodes=2, **arguments)[0] == [None, None, None, 500.0]
 
 
 def test_a_run_cuts_its_state_so_and_walks_the_same_curve(tokens: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from phalanx import recipe
+from phalanx.kept_bytes import NEWEST
 from phalanx.models.hf import config_from_spec
 from phalanx.models.llama import Llama
 from phalanx.models.spec import PRESETS, parameter_count
@@ -61,6 +62,8 @@ def test_state_is_what_engines_hold(ranks: int, tmp_path: Path) -> None:
     mine = found["memory"]["master weights"] + found["memory"]["optimizer state"]
     # Of the rank that holds most: the others may have the padding at a bucket's end.
     assert max(size for _, size in held) <= mine < 1.02 * max(size for _, size in held)
+    assert found["host_memory"][NEWEST] == pytest.approx(2 * max(size for _, size in held), rel=0.02)
+    assert dry_run(recipe.update(config, {"resilience.memory": False}), ranks)["host_memory"] == {}
 
 
 def test_a_checkpoint_has_the_size_that_was_foretold(tmp_path: Path) -> None:
@@ -165,8 +168,10 @@ def test_the_tables_hold_every_number(capsys: pytest.CaptureFixture[str]) -> Non
     text = capsys.readouterr().out
     assert "memory of one of 2 ranks" in text
     assert f"{found['model']['parameters']:,}" in text
-    for value in (*found["memory"].values(), found["memory_total"], *found["sequence"].values()):
+    tables = [found[name] for name in ("memory", "host_memory", "sequence")]
+    for value in (found["memory_total"], *(value for table in tables for value in table.values())):
         assert words.size(value) in text
+    assert "on several nodes, a replica of another rank's" in text
     assert "train.micro_batch is auto" in text
     assert "allow a fifth of the device" in text
 

@@ -586,11 +586,11 @@ def _growing(base: Seen, seen: Seen) -> None:
 
 def _replicates(base: Seen, seen: Seen) -> None:
     found = []
-    for wanted in ("auto", "every_step", "off"):
+    for wanted in ("auto", "every_step", 2, "off"):
         with tempfile.TemporaryDirectory() as folder:
             config = configured({"resilience.replicate": wanted}, Path(folder))
             found.append(replicates(Path(folder), config.resilience.replicate))
-    assert found == [[True, True], [True, True], [False, False]]
+    assert found == [[[1], [1]], [[1], [1]], [[], []], [None, None]]
 
 
 def _heartbeat(base: Seen, seen: Seen) -> None:

@@ -11,7 +11,7 @@ from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import DEFAULT
 from phalanx.plan.cost import predict
 from phalanx.plan.kinds import KINDS
-from phalanx.plan.memory import COPY, block_activations, held, loss_bytes, parameters_of
+from phalanx.plan.memory import COPY, KEPT, REPLICAS, block_activations, held, loss_bytes, parameters_of
 from phalanx.plan.work import Work
 from phalanx.train.dry_run import dry_run
 
@@ -154,3 +154,40 @@ def test_our_own_engine_holds_what_a_dry_run_counts(
     for mine, other in same.items():
         assert found.parts[mine] == pytest.approx(counted["memory"][other], rel=0.005), mine
     assert 0.97 <= (found.total - found.parts["reserved"]) / counted["memory_total"] <= 1.06  # more over tensor ranks
+
+
+@pytest.mark.parametrize(
+    ("asked", "choice", "kept", "replicas"),
+    [
+        # Beside moments of 8 bytes, where the parameters are the masters: all of two steps, and a gradient.
+        ({"memory": False}, {"zero": 1}, None, None),
+        ({"memory": True}, {"zero": 1}, 24 - 8, None),
+        ({"memory": True, "replicate": "every_step", "replays": True}, {"zero": 1}, 24 + 4 - 8, 24 + 4),
+        ({"memory": True, "replicate": "every_step"}, {"zero": 3}, 24 - 12, 24),
+        ({"memory": True, "replicate": 8, "replays": True}, {"zero": 1, "slots": 2}, 36 - 24, 24),
+        ({"memory": "auto", "replicate": "auto"}, {"zero": 1}, 24 - 8, 24),
+        ({"memory": True, "replicate": "auto"}, {"zero": 1, "shard_degree": 1}, 24 - 8, None),  # each node has all
+    ],
+)
+def test_on_a_cpu_steps_that_are_kept_lie_in_the_same_memory(
+    asked: dict[str, object], choice: dict[str, object], kept: float | None, replicas: float | None
+) -> None:
+    cpu = replace(KINDS["CPU"], memory_bytes=2**40)
+    work = replace(GPT, layers=2, hidden=1024, heads=8, kv_heads=8, ffn=4096, dropout=False, precision="fp32")
+    work = replace(work, seq_len=8, global_batch=2, reduce_bytes=4, gather_bytes=4, **asked)  # type: ignore[arg-type]
+    layout = Choice(**choice)  # type: ignore[arg-type]
+    own = parameters_of(work, 1, 2, True, True)[0] / (1 if layout.shard_degree else 2)
+    found = predict(work, Cluster((Group(2, 1, cpu),)), layout).memory[0]
+    assert found.parts.get(KEPT) == (None if kept is None else pytest.approx(own * kept))
+    assert found.parts.get(REPLICAS) == (None if replicas is None else pytest.approx(own * replicas))
+    assert KEPT not in predict(replace(work, precision="bf16"), Cluster((Group(2, 1, A100),)), layout).memory[0].parts
+
+
+def test_auto_keeps_no_steps_where_they_take_more_than_half() -> None:
+    work = replace(GPT, layers=2, hidden=1024, heads=8, kv_heads=8, ffn=4096, dropout=False, precision="fp32")
+    work = replace(work, seq_len=8, global_batch=2, reduce_bytes=4, gather_bytes=4, memory="auto", replicate="auto")
+    own = parameters_of(work, 1, 2, True, True)[0] / 2
+    for free, there in ((97, {KEPT, REPLICAS}), (71, {KEPT}), (47, set())):
+        cpu = replace(KINDS["CPU"], memory_bytes=int(own * free), reserved_bytes=0)
+        parts = predict(work, Cluster((Group(2, 1, cpu),)), Choice(zero=1)).memory[0].parts
+        assert {KEPT, REPLICAS} & parts.keys() == there

@@ -153,6 +153,11 @@ MALFORMED = [
         "resilience: {replicate: every_step, memory: false}",
         "resilience.replicate every_step keeps on a second node what resilience.memory keeps on the first",
     ),
+    (
+        "resilience: {replicate: 8, memory: false}",
+        "resilience.replicate 8 keeps on a second node what resilience.memory keeps on the first",
+    ),
+    ("resilience: {replicate: 1}", "resilience.replicate must be"),
     ("resilience: {max_restarts: -1}", "resilience.max_restarts must be at least 0, not -1"),
     ("comm: {compress: int4}", "comm.compress must be"),
     ("model: {rope_scaling: {factor: -5}}", "model.rope_scaling.factor must be above 0, not -5"),

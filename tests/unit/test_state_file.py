@@ -58,7 +58,21 @@ def test_what_is_committed_is_found_by_others_with_its_header(tmp_path: Path) ->
     assert file.word(1) == state_file.VOID
 
 
-@pytest.mark.parametrize("what", ["empty", "torn", "version", "shorter", "open to others", "link", "index"])
+def test_of_three_slots_each_has_its_word_and_its_header(tmp_path: Path) -> None:
+    file = state_file.create(tmp_path, Who(1, 0, 1, RUN, 0, 1), INDEX, 16, slots=3)
+    for slot, step in enumerate((4, 6, 7)):
+        file.map[file.at(slot) : file.at(slot) + 4] = b"%04d" % step
+        commit(file, slot, step)
+    other = StateFile(file.facts.path)
+    assert other.facts.steps == {4: 0, 6: 1, 7: 2} and other.facts.way == 0
+    assert [other.header(slot)["step"] for slot in range(3)] == [4, 6, 7]
+    assert [bytes(other.read(other.at(slot), 4)) for slot in range(3)] == [b"0004", b"0006", b"0007"]
+    assert file.facts.path.stat().st_size == other.facts.end == state_file.file_bytes(INDEX, 16, 3)
+    file.forget()
+    assert StateFile(file.facts.path).facts.steps == {} and StateFile(file.facts.path).facts.way == 1
+
+
+@pytest.mark.parametrize("what", ["empty", "torn", "version", "slots", "shorter", "open to others", "link", "index"])
 def test_what_is_no_whole_state_file_is_refused(tmp_path: Path, what: str) -> None:
     file = made(tmp_path)
     path = file.facts.path
@@ -70,6 +84,9 @@ def test_what_is_no_whole_state_file_is_refused(tmp_path: Path, what: str) -> No
             path.write_bytes(bytes(8) + raw[8:])
         case "version":
             path.write_bytes(raw[:8] + b"\x09" + raw[9:])
+        case "slots":  # the last number of the first page
+            at = state_file._FIXED.size - 4
+            path.write_bytes(raw[:at] + b"\x09" + raw[at + 1 :])
         case "shorter":
             path.write_bytes(raw[:-4096])
         case "open to others":

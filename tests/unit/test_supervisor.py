@@ -236,6 +236,20 @@ def test_where_a_rank_is_lost_with_its_node_it_says_so_and_goes_back_to_the_disk
     assert done[-1].kept is not None  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("every", "again"), [(1, 0), (4, 3)])
+def test_steps_that_are_walked_again_since_a_second_node_has_only_some_are_counted(every: int, again: int) -> None:
+    state = begun()
+    state = replace(state, committed=3, policy=replace(state.policy, replicate_every=every))
+    held = (has(1, 0, 4, 6, 7), has(1, 1, 4, replica=True))  # rank 1 was on node 1
+    told = [Holds(1, 0, held), Holds(1, 1, ())]
+    _, done = walk(state, *told, Ended(2, 0, 1, 1, KILLED), Ended(2, 1, 1, 1))
+    start = done[-1]
+    assert isinstance(start, Start) and (start.step, start.again) == (4, again)
+    told = [Holds(1, 0, held), Holds(1, 1, (has(1, 1, 4, 6, 7),))]
+    _, done = walk(state, *told, Ended(2, 0, 1, 1, KILLED), Ended(2, 1, 1, 1))
+    assert isinstance(done[-1], Start) and (done[-1].step, done[-1].again) == (7, 0)
+
+
 def test_a_job_begins_from_what_nodes_hold_since_the_one_before() -> None:
     files = {0: (has(4, 0, 6, 7),), 1: (has(4, 1, 6), has(4, 0, 6, 7, replica=True))}
     for committed, expected in ((5, 6), (6, 6), (7, None)):

@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 
 from phalanx import pulse
 from phalanx.cluster import hangs
-from phalanx.cluster.watchdog import FACTOR, WARM_STEPS, Patience, Signs, Watchdog, Word, judge, patience_of, position
+from phalanx.cluster.watchdog import (
+    FACTOR,
+    WARM_STEPS,
+    Known,
+    Patience,
+    Signs,
+    Watchdog,
+    Word,
+    judge,
+    patience_of,
+    position,
+)
 from phalanx.errors import RunError
 from phalanx.pulse import PHASES, STEP_PHASES, WAITS, Beat
 from tests.helpers import ROOT
@@ -150,6 +161,26 @@ def test_patience_follows_from_the_steps() -> None:
     assert (fixed.of(beat(0, longest_s=9.0)), fixed.of(beat(0, phase="checkpoint"))) == (3.0, 600.0)
 
 
+def test_the_first_steps_of_another_attempt_are_judged_by_those_of_the_one_before(tmp_path: Path) -> None:
+    known, first = Known(), beat(0, steps=0)
+    patience = dataclasses.replace(PATIENCE, other_s=600.0)
+    known.see([beat(0, steps=WARM_STEPS - 1, longest_s=30.0)])
+    assert known.longest_s is None  # it was not through with them
+    watchdog = Watchdog(tmp_path, 2, {}, patience, known)
+    word = watchdog.look()
+    assert word is not None and word.patience.of(first) == 600.0
+    known.see([beat(0, longest_s=5.0), beat(1, longest_s=1.0)])
+    known.see([beat(0, longest_s=2.0)])  # the first step, which compiled, is none of the last ones any more
+    assert word.patience.of(first) == 600.0  # it is of attempts before that this is said
+    word = Watchdog(tmp_path, 3, {}, patience, known).look()
+    assert word is not None
+    assert word.patience.of(first) == FACTOR * 5.0
+    assert word.patience.of(beat(0, longest_s=0.1)) == 20.0 and word.patience.of(beat(0, phase="restore")) == 600.0
+    for longest_s, wanted in ((0.1, 20.0), (70.0, 600.0)):
+        assert dataclasses.replace(patience, before_s=longest_s).of(first) == wanted
+    assert dataclasses.replace(patience, fixed_s=3.0, before_s=0.5).of(first) == 5.0
+
+
 # ------------------------------------------------------------------------------------------------------- several nodes
 
 
@@ -189,6 +220,20 @@ def test_a_rank_that_was_stopped_on_another_node_is_named() -> None:
     hang = gathering.judge(1, [0, 1])
     assert hang is not None
     assert [(blame.rank, "stopped by a signal" in blame.reason) for blame in hang.blamed()] == [(1, True)]
+
+
+def test_of_several_nodes_that_which_knows_of_no_attempt_before_counts() -> None:
+    words = [
+        Word((beat(rank, steps=0, still_s=100.0),), {}, dataclasses.replace(PATIENCE, before_s=5.0)) for rank in (0, 1)
+    ]
+    hangs_of = []
+    for spare in (False, True):
+        gathering = hangs.Gathering()
+        for node, word in enumerate(words):
+            new = dataclasses.replace(word, patience=PATIENCE) if spare and node == 1 else word
+            gathering.hear(node, json.loads(json.dumps(hangs.to_message(2, new))))
+        hangs_of.append(gathering.judge(2, [0, 1]))
+    assert hangs_of[0] is not None and hangs_of[1] is None
 
 
 @pytest.mark.parametrize("why", ["another attempt", "old words", "a node that works"])
