@@ -145,6 +145,10 @@ class StateFile:
         """The step that a slot holds, or VOID."""
         return self._words[WORDS[slot] // 8]
 
+    def look(self) -> None:
+        """See which steps it holds now that another process has written to it."""
+        self.facts = replace(self.facts, words=(self.word(0), self.word(1)))
+
     def void(self, slot: int) -> None:
         """From here on the slot may be written to."""
         self._words[WORDS[slot] // 8] = VOID

@@ -86,6 +86,7 @@ class Memory:
         self._alive = state_file.live_in(folder)
         self._working = Working(folder, mesh.rank)
         self._file: StateFile | None = None
+        self._coming = False  # it is a copy of one of another node that may not be whole yet
         self._settled = self._last = 0  # the step that was confirmed, and the one that was given to `commit`
         self.whole: Whole = iter  # gives an engine's pieces in coordinates of whole parameters
         self._header: Header = lambda step, tokens: {"step": step, "tokens": tokens}
@@ -110,9 +111,8 @@ class Memory:
         index["who"] = [who.part, who.parts, *index["who"]]
         mine = self._found(index, slot_bytes, who)
         (attached,) = self._mesh.min([float(mine is not None)])
-        if attached and mine is not None and self._kept is not None:
-            self._file = mine
-            self.current, self.attached = mine.facts.steps[self._kept.step], True
+        if attached:
+            self._file, self.attached = mine, True
         elif not self._make(index, slot_bytes, who):
             if self.replicas is not None and self._replicate == "every_step":
                 raise ConfigError(
@@ -120,8 +120,10 @@ class Memory:
                     f"ranks; give the machine or container a larger /dev/shm, or set {REPLICATE}=auto or off"
                 )
             return False
-        self.slots = [_views(self.file, slot, index) for slot in (0, 1)]
         self._begin_replicas(parts)
+        if self.attached and self._kept is not None:
+            self.current = self.file.facts.steps[self._kept.step]
+        self.slots = [_views(self.file, slot, index) for slot in (0, 1)]
         (late,) = self._mesh.max([float(self._lane is not None or self._replicates)])
         self.late = bool(late)
         return True
@@ -144,6 +146,11 @@ class Memory:
         path = Path(chosen.path)
         if chosen.address is None and chosen.rank == who.rank and path.parent == self._folder:
             return StateFile(path, writable=True)
+        if chosen.address is not None and chosen.rank == who.rank and self.replicas is not None:
+            coming = self.replicas.fetch(chosen.address, chosen.path, self._kept.step)
+            if coming is not None:  # while it comes other ranks get on, and this one with what is to be agreed on
+                self._coming = True
+                return StateFile(self._folder / coming, writable=True)
         source, slot = open_kept(chosen, self._kept.step, self.replicas)
         facts = source.facts
         try:
@@ -167,6 +174,9 @@ class Memory:
         if replicas is None:
             return
         nodes = mesh.gather(float(replicas.node))
+        if self.attached and self._coming:
+            replicas.fetched()
+            self.file.look()
         elsewhere = {nodes[rank] for rank in range(mesh.world) if parts[rank] == parts[mesh.rank]}
         needed, bare = self._replicate != "off" and replicas.partner is not None, len(elsewhere) > 1
         rule = None if self._rule is None or bare else {"rule": dict(self._rule), "kernels": kernels()}
