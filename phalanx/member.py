@@ -96,6 +96,7 @@ def offer_of(
         "faults": faults.plain(prepared.job.faults),
         "attempt": prepared.attempt,
         "unit": prepared.unit,
+        "steps": prepared.config.train.steps,
         **division_of(division, plan, devices, policy_of(prepared.config, nodes)),
     }
 
@@ -276,9 +277,8 @@ class Member:
         if self.recorder is None:
             self.first_attempt = int(peer.offer["attempt"])
             self.planned = faults.from_plain(peer.offer["faults"])
-            config = recipe.check(yaml.safe_load(peer.offer["config"]), "node 0's configuration")
             hold = functools.partial(self._found, peer.secret, peer.circle.me.address, peer.circle.me.port)
-            self.recorder = Recorder(self.paths, config.train.steps, str(peer.offer["unit"]), hold)
+            self.recorder = Recorder(self.paths, int(peer.offer["steps"]), str(peer.offer["unit"]), hold)
         if self.paths.url is not None and peer.circle.before is not None:
             peer.over = (
                 int(ExitCode.FAILED),

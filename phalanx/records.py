@@ -75,7 +75,7 @@ class Kind(enum.StrEnum):
     GAVE_UP = "gave_up"  # reason: why no other attempt is made
     NODE_JOINED = "node_joined"  # node, host, ranks
     NODE_LOST = "node_lost"  # node, host, reason
-    INCIDENT = "incident"  # what, done, seconds, step
+    INCIDENT = "incident"  # what, done, seconds, step, phases
     SIGNALLED = "signalled"  # signal
     STOPPED = "stopped"  # step
     FINISHED = "finished"  # step, seconds

@@ -112,6 +112,21 @@ class Replicas:
         self.acknowledged()
         self._ask({"leave": True})
 
+    def fetch(self, address: Address, name: str, step: int, slots: int) -> str | None:
+        """Have a state file of another node, which holds a step, copied to a file of so many slots in this node's
+        folder, unless it is on its way already; the name of the copy, or None where there is no room for one."""
+        self.acknowledged()
+        found = self._ask({"fetch": name, "of": list(address), "step": step, "slots": slots})["file"]
+        return None if found is None else str(found)
+
+    def fetched(self) -> None:
+        """Wait until that is whole. Raises CollectiveError where it will not be."""
+        answer = self._ask({"fetched": True})
+        while "whole" not in answer:  # it gets on
+            answer = self._answer()
+        if not answer["whole"]:
+            raise CollectiveError("state could not be copied from another node; it or its process for that was lost")
+
     def read(self, address: Address, name: str, at: int, count: int) -> bytearray:
         """Bytes of a state file on another node."""
         self.acknowledged()

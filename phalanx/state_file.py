@@ -154,6 +154,10 @@ class StateFile:
         """The step that a slot holds, or VOID."""
         return self._words[WORDS[slot] // 8]
 
+    def look(self) -> None:
+        """See which steps it holds now that another process has written to it."""
+        self.facts = replace(self.facts, words=tuple(self.word(slot) for slot in range(self.facts.slots)))
+
     def void(self, slot: int) -> None:
         """From here on the slot may be written to."""
         self._words[WORDS[slot] // 8] = VOID

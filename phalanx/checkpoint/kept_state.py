@@ -50,21 +50,24 @@ def tensor_of(file: File, slot: int, at: int, dtype: str, shape: list[int]) -> T
 
 class KeptState:
     """A step in the state files of an attempt before, to be read by coordinates as a checkpoint is. `header` is what
-    was said of it by rank 0; `shapes` are those of whole parameters.
+    was said of it by rank 0; `shapes` are those of whole parameters. A file is opened when it is asked for.
 
-    Raises CheckpointError where a file does not hold the step any more.
+    Raises CheckpointError where one does not hold the step any more.
     """
 
     def __init__(self, kept: Kept, shapes: Mapping[str, tuple[int, ...]], replicas: Replicas | None = None) -> None:
         self._kept, self._shapes = kept, shapes
         self._files = {file.rank: functools.partial(open_kept, file, kept.step, replicas) for file in kept.files}
-        file, slot = self._open(kept.files[0].rank)
-        self.header = file.header(slot)
-        self._world = file.facts.world
+
+    @functools.cached_property
+    def header(self) -> dict[str, Any]:
+        file, slot = self._open(self._kept.files[0].rank)
+        return file.header(slot)
 
     def records(self) -> list[dict[str, Any]]:
         """What each rank had measured of the step, in order of rank; empty where one has not, or is gone with it."""
-        if len(self._files) < self._world:
+        file, _ = self._open(self._kept.files[0].rank)
+        if len(self._files) < file.facts.world:
             return []
         headers = (file.header(slot) for file, slot in map(self._open, self._files))
         found = [header.get("record") for header in headers]

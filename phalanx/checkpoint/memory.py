@@ -95,6 +95,7 @@ class Memory:
         self._short = ""  # why no file could be made
         self._nodes: list[int] = []  # of each rank
         self._bare: list[bool] = []  # whether what a rank holds is on another node anyway
+        self._coming = False  # it is a copy of one of another node that may not be whole yet
         self._settled = self._last = 0  # the step that was confirmed, and the one that was given to `commit`
         self.whole: Whole = iter  # gives an engine's pieces in coordinates of whole parameters
         self._header: Header = lambda step, tokens: {"step": step, "tokens": tokens}
@@ -120,10 +121,8 @@ class Memory:
         self._see_others(parts)
         mine = self._found(index, slot_bytes, who)
         (attached,) = self._mesh.min([float(mine is not None)])
-        if attached and mine is not None and self._kept is not None:
-            self._file = mine
-            self.current, self.attached = mine.facts.steps[self._kept.step], True
-            self._at = self._kept.step
+        if attached and self._kept is not None:
+            self._file, self.attached, self._at = mine, True, self._kept.step
         elif not self._make(index, slot_bytes, who):
             if self.replicas is not None and self._replicate not in ("auto", "off"):
                 raise ConfigError(
@@ -132,8 +131,10 @@ class Memory:
                     f"{REPLICATE}=auto or off"
                 )
             return False
-        self.slots = [_views(self.file, slot, index) for slot in range(self._count)]
         self._begin_replicas()
+        if self.attached:
+            self.current = self.file.facts.steps[self._at]
+        self.slots = [_views(self.file, slot, index) for slot in range(self._count)]
         self._pin()
         (late,) = self._mesh.max([float(self._lane is not None or self._replicates)])
         self.late = bool(late)
@@ -171,8 +172,12 @@ class Memory:
         chosen = min(alike, key=lambda file: (file.rank != who.rank, file.address is not None))
         path = Path(chosen.path)
         if chosen.address is None and chosen.rank == who.rank and path.parent == self._folder:
-            file = StateFile(path, writable=True)
-            return file if file.facts.slots == self._count else None  # else it is read by coordinates
+            return self._fitting(StateFile(path, writable=True))
+        if chosen.address is not None and chosen.rank == who.rank and self.replicas is not None:
+            coming = self.replicas.fetch(chosen.address, chosen.path, self._kept.step, self._count)
+            if coming is not None:  # while it comes other ranks get on, and this one with what is to be agreed on
+                self._coming = True
+                return self._fitting(StateFile(self._folder / coming, writable=True))
         source, slot = open_kept(chosen, self._kept.step, self.replicas)
         facts = source.facts
         try:
@@ -189,12 +194,19 @@ class Memory:
         made.commit(0, self._kept.step, source.raw_header(slot))
         return StateFile(made.facts.path, writable=True)
 
+    def _fitting(self, file: StateFile) -> StateFile | None:
+        """A file, if it has as many slots as are needed; else what it holds is read by coordinates."""
+        return file if file.facts.slots == self._count else None
+
     def _begin_replicas(self) -> None:
         """See which ranks have replicas made of their state, from now on, and have the partners make room. Collective
         where there are other nodes."""
         replicas, mesh = self.replicas, self._mesh
         if replicas is None:
             return
+        if self.attached and self._coming:
+            replicas.fetched()
+            self.file.look()
         needed, bare = self._replicate != "off" and replicas.partner is not None, self._bare[mesh.rank]
         rule = None if self._rule is None or bare else {"rule": dict(self._rule), "kernels": kernels()}
         asked = self._replicate not in ("auto", "off")

@@ -243,15 +243,17 @@ class Attempt:
 
     def _incident(self) -> int:
         """After an abnormal end, here or elsewhere: find its cause, kill the others, report."""
-        until = time.monotonic() + SETTLE_S
+        until, others = time.monotonic() + SETTLE_S, self.job.others
         while self._living() and all(is_aftermath(end) for end in self.ends if end.abnormal):
+            if others is not None and others.explained():
+                break
             left = until - time.monotonic()
             if left <= 0:
                 break
             self._wait(left, heed_signals=False)
         self.kill()
         ends = [end for end in self.ends if end.abnormal]
-        elsewhere = self.job.others is not None and self.job.others.broken()
+        elsewhere = others is not None and others.broken()
         if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
             return int(ExitCode.FAILED)  # a node was lost, or node 0 ended the attempt: that has been said
         self.cause = end = first_cause(ends)

@@ -25,6 +25,9 @@ class Others(Protocol):
     def broken(self) -> bool:
         """Whether this attempt has to end here because of what happened elsewhere."""
 
+    def explained(self) -> bool:
+        """Whether it is known why, so that no rank here is waited for that might say it."""
+
     def tell(self, number: int, word: Word) -> None:
         """Tell what this node sees of its ranks of an attempt, so that it is known who hangs."""
 

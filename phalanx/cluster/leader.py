@@ -45,7 +45,7 @@ from phalanx.cluster.node_requests import Request, Wanted
 from phalanx.cluster.peer import Peer
 from phalanx.cluster.roster import member_of, roster_to_message
 from phalanx.cluster.succession import beginning_state, budget_of, node_of, succeeding_state, taken_up
-from phalanx.cluster.supervisor import decide
+from phalanx.cluster.supervisor import AFTERMATH, decide
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import PhalanxError
 from phalanx.kept import Held, choice_to_message, held_of
@@ -100,6 +100,7 @@ class Leader:
         for member, why in self.circle.losses:
             self._why[member.token] = why
             self._begin_incident()
+            self._end_without(member.node)
         self.circle.losses.clear()
         adopted = bool(self.circle.adopted)
         self.circle.adopted.clear()
@@ -113,6 +114,16 @@ class Leader:
         self._see_hangs()
         if self.circle.settled:
             self.event(Time(time.monotonic()))
+
+    def _end_without(self, node: int) -> None:
+        """A node is lost, and its ranks with it: those of the others end while it is agreed on who is left. What then
+        becomes of the job is decided when that is known."""
+        if self.state.phase == Phase.RUNNING and node in self.state.seats and node not in self.state.codes:
+            self._tell_to_end(self.state.attempt, known=True)
+
+    def _tell_to_end(self, attempt: int, known: bool) -> None:
+        """Have an attempt end everywhere; `known`: why, so that nobody waits for a rank that might say it."""
+        self.circle.tell_all({"end": attempt, "known": known})
 
     def close(self) -> None:
         if self._preparing is not None:
@@ -161,7 +172,7 @@ class Leader:
             self.circle.tell_all({"signal": str(message["stop"])}, but=node)
             self._interrupts += message["stop"] == "SIGINT"
             if self._interrupts >= 2:  # whoever sits there has no patience any more
-                self.circle.tell_all({"end": self.state.attempt})
+                self._tell_to_end(self.state.attempt, known=True)
             self.event(Asked(now, str(message["stop"])))
 
     def _hear_end(self, node: int, told: Message, now: float) -> None:
@@ -190,7 +201,12 @@ class Leader:
 
     def _begin_incident(self) -> None:
         if self._incident is None and self.state.phase in (Phase.RUNNING, Phase.ENDING):
-            self._incident = {"began": time.time(), "what": []}
+            self._incident = {"began": time.time(), "what": [], "phases": {}}
+
+    def _mark(self, phase: str) -> None:
+        """Note how long after a failure was seen something is done about it."""
+        if self._incident is not None:
+            self._incident["phases"][phase] = round(time.time() - self._incident["began"], 3)
 
     def event(self, event: Event) -> None:
         """Decide, and do what was decided."""
@@ -225,6 +241,7 @@ class Leader:
                 why = self._why.pop(member.token, "it has left")
                 details = {"node": node, "host": member.host, "reason": why}
                 self.notice(Kind.NODE_LOST, {"attempt": max(self.state.attempt, 1), **details})
+                self._mark("agreed")
                 if self._incident is not None:
                     self._incident["what"].append(f"node {node} ({member.host}) was lost: {why}")
                 self.event(Lost(now, node, why))
@@ -271,8 +288,11 @@ class Leader:
 
     def _perform(self, action: Action) -> None:
         match action:
+            case End(saving=True):
+                self.circle.tell_all({"pause": action.attempt})
             case End():
-                self.circle.tell_all({"pause" if action.saving else "end": action.attempt})
+                real = any(cause.suspicion < AFTERMATH for cause in self.state.causes)
+                self._tell_to_end(action.attempt, known=real or bool(self.state.gone))
             case Prepare():
                 self._begin_preparing(action)
             case Offer():
@@ -344,7 +364,7 @@ class Leader:
         order = {
             "attempt": action.attempt, "division": action.division, "seats": list(action.seats), "ranks": ranks,
             "step": action.step, "kept": None if action.kept is None else choice_to_message(action.kept),
-            "budget": budget_of(self.state),
+            "budget": budget_of(self.state), "slots": 2 if self.state.policy.replicate_every == 1 else 3,
         }  # fmt: skip
         if self._incident is not None:
             self._end_incident(action)
@@ -367,7 +387,9 @@ class Leader:
                 f"; {action.again} committed {steps} walked again, from step {action.step}, as the state is kept on a "
                 f"second node every {self.state.policy.replicate_every} steps"
             )
-        details = {"attempt": action.attempt, "what": what, "done": done, "began": self._incident["began"]}
+        self._mark("ordered")
+        details = {"attempt": action.attempt, "what": what, "done": done}
+        details |= {name: self._incident[name] for name in ("began", "phases")}
         self._incident = None
         self.notice(Kind.INCIDENT, details)
 

@@ -12,7 +12,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from phalanx.cluster.circle import Circle, Claim
 from phalanx.cluster.door import Address, Door
 from phalanx.cluster.herald import Herald
 from phalanx.cluster.job import Job, Part
+from phalanx.cluster.orders import Seat, kept_of, seat_of, taken_from_others
 from phalanx.cluster.relay import CALL_S, Relay, beside_the_store, hand_over, to_node_0
 from phalanx.cluster.replica_keeper import ROLE, ReplayOf, ReplicaKeeper, never
 from phalanx.cluster.roster import Member, Roster
@@ -32,7 +33,7 @@ from phalanx.cluster.stopping import Signals
 from phalanx.cluster.watchdog import Blame, Word
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import PhalanxError
-from phalanx.kept import Kept, KeptFile, choice_of, held_to_message
+from phalanx.kept import Kept, held_to_message
 from phalanx.records import ExitCode, Kind, RunPaths, StoreAddress
 
 LEAVE_S = 5.0  # what the leader gets, after a second SIGINT on another node, to say how the job ended
@@ -55,15 +56,6 @@ class Leading(Protocol):
 
     def close(self) -> None:
         """Leave nothing behind."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """The part of an attempt that this node has."""
-
-    slot: int
-    first_rank: int
-    ranks: int
 
 
 class Changed(Exception):
@@ -92,7 +84,7 @@ class Peer:
         self._starting = False
         self._running = 0  # the attempt that runs here
         self._last: Message = {}  # how the last one ended here
-        self._ordered_to_end = False
+        self._ordered_to_end = self._explained = False
         self._stops: list[str] = []
         self._hung: list[Blame] = []
         self._relay: tuple[Relay, Any] | None = None
@@ -166,7 +158,8 @@ class Peer:
     def begin(self, number: int, port: int | None) -> StoreAddress | None:
         """An attempt begins: with rank 0 here, whose store listens at a loopback port, or elsewhere."""
         assert self.start is not None
-        self._running, self._ordered_to_end, self._hung = number, False, []
+        self._running, self._hung = number, []
+        self._ordered_to_end = self._explained = False
         self._run = b""
         self._open_keeper()
         if port is not None:
@@ -182,13 +175,21 @@ class Peer:
 
     def broken(self) -> bool:
         """Whether the attempt has to end here because of what happened elsewhere."""
-        circle = self.circle
-        gone = circle.fenced is not None or circle.roster.leader in circle.lost
-        return self._ordered_to_end or gone or self.over is not None
+        return self._ordered_to_end or self._alone() or self.over is not None
+
+    def explained(self) -> bool:
+        """Whether it is known why it has to end: nothing that a rank here might still say would be the cause."""
+        return self._explained or self._alone() or self.over is not None
+
+    def _alone(self) -> bool:
+        """Whether nobody leads this node any more."""
+        return self.circle.fenced is not None or self.circle.roster.leader in self.circle.lost
 
     def end(self) -> None:
         """The attempt is over here: its ranks are dead."""
         self._running = 0
+        if self._relay is not None:  # both at once, as either takes a while to end
+            self._relay[0].kill()
         self._end_keeper()
         if self._relay is not None:
             (relay, ours), self._relay = self._relay, None
@@ -222,7 +223,9 @@ class Peer:
         elif "start" in message:
             self.start, self._starting = message["start"], True
         elif "end" in message:
-            self._ordered_to_end |= message["end"] == self._running
+            if message["end"] == self._running:
+                self._ordered_to_end = True
+                self._explained |= message["known"] is True
             if self._starting and self.start is not None and message["end"] == self.start["attempt"]:
                 self._starting = False
                 self.report(int(message["end"]), ExitCode.FAILED, [])  # nothing of it has begun here
@@ -279,10 +282,14 @@ class Peer:
         """The process for state of other nodes, started again where it has died; None where nothing is kept."""
         job = self._job
         if self._keeper is not None and not self._keeper.alive:
-            self._keeper.stop()
-            self._keeper = None
-        if self._keeper is None and job is not None and job.shared is not None and job.paths is not None:
-            self._keeper = ReplicaKeeper(job.shared, self._run_of(job.paths), self.secret, self._replay_of)
+            self._end_keeper()
+        if job is None or job.shared is None or job.paths is None:
+            return self._keeper
+        run = self._run_of(job.paths)
+        if self._keeper is not None and self._keeper.run != run:  # the run had no records yet when it was forked
+            self._end_keeper()
+        if self._keeper is None:
+            self._keeper = ReplicaKeeper(job.shared, run, self.secret, self._replay_of)
         return self._keeper
 
     def _give_to_keeper(self, channel: Channel, writes: bool) -> None:
@@ -311,20 +318,21 @@ class Peer:
         return held_to_message(state_file.held_in(job.shared, self._run_of(job.paths)))
 
     def _kept(self, shared: Path) -> Kept | None:
-        """What an attempt begins with, as the order to start says; whatever else lies here is removed."""
+        """What an attempt begins with, as the order to start says; whatever else lies here is removed. What another
+        node has of it, and ranks here will take as it is, is on its way from now on."""
         assert self.start is not None
-        told = self.start["kept"]
-        files = []
-        for rank, (node, held) in sorted(choice_of(told).files.items() if told is not None else ()):
-            if node == self.circle.me.node:
-                files.append(KeptFile(rank, str(shared / state_file.file_of(held)), held.layout))
-            else:
-                member = self.circle.roster.member(node)
-                # Who is gone by now is called in vain, and the attempt ends as it must.
-                address = ("127.0.0.1", 1) if member is None else (member.address, member.port)
-                files.append(KeptFile(rank, state_file.file_of(held), held.layout, address))
-        state_file.remove_others(shared, {file.path for file in files if file.address is None})
-        return Kept(int(told["step"]), tuple(files)) if files else None
+        me = self.circle.me.node
+        kept = kept_of(self.start, me, shared, self._address_of)
+        state_file.remove_others(shared, {file.path for file in (kept.files if kept else ()) if file.address is None})
+        for file in taken_from_others(self.start, me, kept):
+            if kept is not None and file.address is not None and self._keeper is not None:
+                self._keeper.fetch(file.path, file.address, kept.step, int(self.start["slots"]))
+        return kept
+
+    def _address_of(self, node: int) -> tuple[str, int]:
+        """Where a member is called; who is gone by now is called in vain, and the attempt ends as it must."""
+        member = self.circle.roster.member(node)
+        return ("127.0.0.1", 1) if member is None else (member.address, member.port)
 
     def _seen(self) -> int:
         """The last attempt that has begun, or ended, here."""
@@ -361,6 +369,11 @@ class Peer:
             self._job, self._division = job, int(offer["division"])
             self.say_ready()
 
+    def expect_another(self) -> None:
+        """Have what the next attempt needs, while the others end theirs and it is decided what becomes of the job."""
+        if self.over is None and self.circle.fenced is None:
+            self._open_keeper()
+
     def say_ready(self) -> None:
         self.circle.tell(self.circle.roster.leader, {"ready": self._division, "held": self.held()})
 
@@ -370,13 +383,14 @@ class Peer:
         if not ordered or self.circle.roster.leader in self.circle.lost:
             return None  # or by one who is lost
         assert self.start is not None
-        seats, ranks = self.start["seats"], self.start["ranks"]
-        if self.circle.me.node not in seats or int(self.start["division"]) != self._division:
+        seat = seat_of(self.start, self.circle.me.node)
+        if seat is None or int(self.start["division"]) != self._division:
             if self._job is not None and self._job.shared is not None:
                 self._kept(self._job.shared)
+            self._run = b""
+            self._open_keeper()  # for the time when this node takes the place of another
             return int(self.start["attempt"]), None
-        slot = seats.index(self.circle.me.node)
-        return int(self.start["attempt"]), Seat(slot, sum(ranks[:slot]), ranks[slot])
+        return int(self.start["attempt"]), seat
 
     def job(self, seat: Seat) -> Job:
         """What this node runs in an attempt."""
@@ -459,6 +473,8 @@ def _attempt(peer: Peer, number: int, seat: Seat, signals: Signals) -> None:
         attempt.kill()
         peer.end()
         peer.report(number, code, ends, lowered)
+    if code not in (ExitCode.DONE, ExitCode.STOPPED):
+        peer.expect_another()
 
 
 def _wait(peer: Peer, signals: Signals) -> None:

@@ -25,8 +25,12 @@ class Relay:
     def __init__(self, run: Callable[[], int], keep: socket.socket) -> None:
         self.pid, self._pidfd = fork(run, keep=[keep.fileno()])
 
-    def stop(self) -> None:
+    def kill(self) -> None:
+        """Have it end; `stop` waits until it has."""
         kill_group(self.pid)
+
+    def stop(self) -> None:
+        self.kill()
         os.waitpid(self.pid, 0)
         os.close(self._pidfd)
 

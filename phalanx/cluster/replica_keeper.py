@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx import host_memory, state_file
+from phalanx.cluster.fetches import Copy, Fetches
 from phalanx.cluster.fork import fork, kill_group
 from phalanx.cluster.relay import CALL_S
 from phalanx.cluster.wire import call, watch
@@ -30,6 +31,8 @@ from phalanx.state_file import REPLICAS, Facts, StateFile, Who
 ROLE = "replicas"  # of a caller at an agent's door
 CHUNK_BYTES = 4 << 20
 WRITES, READS = b"w", b"r"  # how a connection is handed over
+COPIES = b"c"  # what comes is no connection, but says what is to be copied
+SIGN_S = 1.0  # how often a rank that waits for a copy hears that it gets on
 
 
 class Replay(Protocol):
@@ -54,6 +57,7 @@ class ReplicaKeeper:
     known by; `secret`: that by which nodes of the job know each other; `replay_of`: what makes updates again."""
 
     def __init__(self, folder: Path, run: bytes, secret: str, replay_of: ReplayOf = never) -> None:
+        self.run = run
         self._ours, theirs = socket.socketpair()
         path = folder / SOCKET
         path.unlink(missing_ok=True)
@@ -76,8 +80,19 @@ class ReplicaKeeper:
         has died."""
         socket.send_fds(self._ours, [WRITES if writes else READS], [connection.fileno()])
 
-    def stop(self) -> None:
+    def fetch(self, name: str, address: Address, step: int, slots: int) -> None:
+        """Have it copy a state file of another node, with a step, to one of so many slots, for a rank that will ask for
+        it."""
+        with contextlib.suppress(OSError):  # it has died: so does the rank that asks
+            self._ours.sendall(COPIES)
+            send(self._ours, {"fetch": name, "of": list(address), "step": step, "slots": slots})
+
+    def kill(self) -> None:
+        """Have it end; `stop` waits until it has."""
         kill_group(self.pid)
+
+    def stop(self) -> None:
+        self.kill()
         os.waitpid(self.pid, 0)
         os.close(self._pidfd)
         self._ours.close()
@@ -86,20 +101,31 @@ class ReplicaKeeper:
 def _live(
     handed: socket.socket, listener: socket.socket, folder: Path, run: bytes, secret: str, replay_of: ReplayOf
 ) -> int:
+    fetches = Fetches(folder, lambda address: call(address, secret, {"role": ROLE}, CALL_S))
+
     def let_in() -> None:
         while True:
             connection, _ = listener.accept()
-            _in_thread(_Rank(connection, folder, secret).serve)
+            _in_thread(_Rank(connection, folder, secret, fetches).serve)
 
     _in_thread(let_in)
     while True:
         data, descriptors, _, _ = socket.recv_fds(handed, 1, 1)
         if not data:
             return 0
+        if data == COPIES:
+            _copy(fetches, receive(handed))
+            continue
         connection = socket.socket(fileno=descriptors[0])
         connection.setblocking(True)
         watch(connection)
         _in_thread(_Node(connection, folder, run, data == WRITES, replay_of).serve)
+
+
+def _copy(fetches: Fetches, message: Message) -> Copy:
+    """The copy that a message speaks of."""
+    host, port = message["of"]
+    return fetches.of(str(message["fetch"]), (str(host), int(port)), int(message["step"]), int(message["slots"]))
 
 
 def _in_thread(function: Callable[[], None]) -> None:
@@ -112,8 +138,10 @@ def _in_thread(function: Callable[[], None]) -> None:
 class _Rank:
     """What a rank of this node asks for."""
 
-    def __init__(self, connection: socket.socket, folder: Path, secret: str) -> None:
+    def __init__(self, connection: socket.socket, folder: Path, secret: str, fetches: Fetches) -> None:
         self._connection, self._folder, self._secret = connection, folder, secret
+        self._fetches = fetches
+        self._copy: Copy | None = None
         self._file: StateFile | None = None
         self._bytes = 0  # that are sent of a slot
         self._partner: socket.socket | None = None
@@ -137,6 +165,12 @@ class _Rank:
     def _do(self, message: Message) -> None:
         if "read" in message:
             self._pass_on(message)
+        elif "fetch" in message:
+            self._copy = _copy(self._fetches, message)
+            self._copy.made.wait()
+            send(self._connection, {"file": self._copy.name})
+        elif "fetched" in message:
+            self._await()
         elif "replicate" in message:
             send(self._connection, self._begin(message))
         elif "step" in message:
@@ -164,6 +198,16 @@ class _Rank:
             part = receive_into(there, buffer[: min(left, CHUNK_BYTES)])
             self._connection.sendall(part)
             left -= len(part)
+
+    def _await(self) -> None:
+        """Say whether the copy that was asked for is whole, when it is over; and before, whenever it has got on."""
+        assert self._copy is not None
+        copy, before = self._copy, -1
+        while not copy.over.wait(SIGN_S):
+            if copy.bytes > before:  # else whoever waits loses patience
+                before = copy.bytes
+                send(self._connection, {"bytes": before})
+        send(self._connection, {"whole": copy.whole})
 
     def _begin(self, message: Message) -> Message:
         host, port = message["to"]

@@ -25,7 +25,6 @@ LOST = ("gloo", "pair closure")  # in what gloo says of a peer; a plain send or 
 # For how long nobody else says that a collective has failed for him, too, before the roll is closed; the others notice
 # it one after the other, when their neighbours leave.
 ROLL_CALL_S, LONGEST_ROLL_CALL_S, ROLL_LOOK_S = 2.0, 10.0, 0.1
-FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.05  # between two looks at the store: hundreds of ranks ask the same one
 
 
 @dataclass(frozen=True)
@@ -404,19 +403,17 @@ def _meet(store: dist.Store, placement: Placement, timeout_s: float, offer: str)
     Returns what each rank offers, in order of rank.
     """
     names = [f"arrived/{rank}" for rank in range(placement.world)]
-    deadline = time.monotonic() + timeout_s
-    pause_s = FIRST_LOOK_S
     try:
         store.set(names[placement.rank], offer)
-        while not store.check(names):
-            if time.monotonic() > deadline:
-                missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+        try:
+            store.wait(names, datetime.timedelta(seconds=timeout_s))
+        except dist.DistStoreError:  # the time is up, or the store is gone, as the next question shows
+            missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+            if missing:
                 raise CollectiveError(
                     f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {placement.world} did not arrive "
                     f"within {timeout_s:.0f} s; look at their logs, or raise comm.timeout_s"
-                )
-            time.sleep(pause_s)
-            pause_s = min(LAST_LOOK_S, pause_s * 1.5)
+                ) from None
         return [value.decode() for value in store.multi_get(names)]
     except dist.DistError as error:
         first_line = str(error).splitlines()[0]

@@ -3,9 +3,8 @@
 A unit's parameters are views of flat buffers. When its gradients are complete, they are summed to their owners
 (reduce-scatter) while the backward pass goes on; each rank updates its ranges; parameters are gathered while the next
 forward pass goes on, which waits for each unit as it comes to it. All of this is done by one lane (lane.py) in an order
-that is the same on every rank, whatever order things become ready in (overlap.py makes it). Sources: ZeRO (Rajbhandari
-et al. 2020) for what is sharded, Megatron-LLaMA's OverlappedDistributedOptimizer for hiding both directions; ranges of
-unequal length are ours.
+that is the same on every rank, whatever becomes ready first (overlap.py makes it). Sources: ZeRO (Rajbhandari et al.
+2020) for what is sharded, Megatron-LLaMA's OverlappedDistributedOptimizer for hiding both; unequal ranges are ours.
 
 With `zero` 1 gradients stay whole on every rank; with 2 their buffers are given back as soon as they are summed; with 3
 parameters are whole only while they are used, and gathered for the forward and again for the backward pass.
@@ -111,8 +110,7 @@ class Sharded:
         self._pool = pool = None if whole else Pool(IN_FLIGHT_RELEASED, keeps=False) if self._released else Pool()
         helds: list[Held] = []
         replaced: dict[int, nn.Parameter] = {}
-        # Where the model computes in the masters' type and in all of their digits, and there is one slot in plain
-        # memory, the model's own range is the master itself.
+        # In the masters' type and all its digits, with one slot in plain memory, the model's range is the master.
         same_type = self._precision.compute == self._precision.master and self.sharding.compress == PLAIN
         itself = same_type and self.sharding.slots == 1 and self._allocate is zeros and not self._released
         itself = itself and self._keeper is None
@@ -147,7 +145,7 @@ class Sharded:
         if self._released:
             self._lane.follow()
         else:
-            self._bring_masters()
+            self._bring_masters(wait=not self._state.attached)  # nothing else is to be written there then
 
     def _fill(self, held: Held, fill: Callable[[Shard], None]) -> None:
         if held.bucket.trained and self._state.attached:
@@ -261,7 +259,8 @@ class Sharded:
         self.step = step
 
     def begin_after(self, step: int) -> None:
-        self._lane.drain()
+        if not self._state.attached:
+            self._lane.drain()
         self._state.loaded(step)
         self.step = step
 
@@ -447,8 +446,8 @@ class Sharded:
 
     # ------------------------------------------------------------------------------------------------------------ state
 
-    def _bring_masters(self) -> None:
-        """Bring the masters, and whatever else ranks own of the parameters, into the model."""
+    def _bring_masters(self, wait: bool = True) -> None:
+        """Bring the masters, and whatever else ranks own of the parameters, into the model; units wait for theirs."""
 
         def bring(unit: Unit) -> None:
             if self._released:
@@ -465,7 +464,8 @@ class Sharded:
         for unit in self._units:
             self._put(bring, unit)
         self._put(self._carrier.settle)
-        self._lane.drain()
+        if wait:
+            self._lane.drain()
 
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[dict[str, torch.Tensor]]:

@@ -102,8 +102,8 @@ def restore(
         memory.whole = parts.parted.whole
     fill = beating(parts.starting_weights)
     materialise(parts.model, parts.engine, fill if source is None else frozen_only(fill))
-    # Ranks of before may have written its unimportant parts at different moments.
-    header = group.broadcast_object(NOTHING if source is None else source.header)
+    # Ranks of before may have written its unimportant parts at different moments; and for other ranks it may be far.
+    header = group.broadcast_object((NOTHING if source is None else source.header) if mesh.rank == 0 else None)
     left = source.records() if isinstance(source, KeptState) and mesh.rank == 0 else []
     start = Start(header, isinstance(source, KeptState), left)
     if source is not None:

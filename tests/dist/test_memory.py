@@ -365,7 +365,7 @@ def test_copied_in_the_background(ranks: int, kind: str, shared: Path) -> None:
 
 def test_what_is_not_there_any_more_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"state file .* cannot be opened .*; remove it"):
-        KeptState(Kept(3, (KeptFile(0, str(tmp_path / "gone")),)), {})
+        KeptState(Kept(3, (KeptFile(0, str(tmp_path / "gone")),)), {}).header
 
 
 # ------------------------------------------------------------------------------------------------- the agent is killed

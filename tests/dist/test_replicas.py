@@ -22,6 +22,7 @@ from phalanx.checkpoint.memory import Memory
 from phalanx.checkpoint.replay import Gradients, replay_of
 from phalanx.cluster.door import Door
 from phalanx.cluster import replica_keeper
+from phalanx.cluster.fetches import Fetches
 from phalanx.cluster.replica_keeper import ROLE, ReplicaKeeper
 from phalanx.cluster.wire import call
 from phalanx.comm.mesh import Mesh, join
@@ -98,15 +99,15 @@ def settle(made: Any, mesh: Mesh) -> None:
 
 
 def counting(log: Path) -> None:
-    """Have keepers that are forked from now on write down how a replica came to its steps."""
-    for name in ("_write", "_make_again"):
+    """Have keepers that are forked from now on write down how a replica came to its steps, and what they copy."""
+    for of, name in ((replica_keeper._Node, "_write"), (replica_keeper._Node, "_make_again"), (Fetches, "_fill")):
 
-        def counted(self: Any, *args: Any, name: str = name, inner: Any = getattr(replica_keeper._Node, name)) -> None:
+        def counted(self: Any, *args: Any, name: str = name, inner: Any = getattr(of, name)) -> None:
             with open(log, "a") as file:
                 file.write(f"{name}\n")
             inner(self, *args)
 
-        setattr(replica_keeper._Node, name, counted)
+        setattr(of, name, counted)
 
 
 RULES = {
@@ -177,7 +178,10 @@ def walks(placement: Placement, folder: str, kind: str, by: str) -> dict[str, An
         if placement.rank == 0:
             own.unlink()
         mesh.sum([0.0])
+        if by == "by gradients" and placement.rank == 0:  # as an agent does, before there are ranks
+            node.keeper.fetch(files[0].path, node.address(1), kept.step, 2)
         again = made(mesh, kind, memory_of(mesh, node, events, kept, generation=2))
+        found["copies"] = log.read_text().split().count("_fill")
         same = {(p.name, p.kind, p.start): p.tensor.clone() for p in again.inner.pieces()}
         found["attached"] = again.memory.attached
         found["as it is"] = mine.keys() == same.keys() and all(torch.equal(mine[key], same[key]) for key in mine)
@@ -194,6 +198,7 @@ def test_the_other_node_has_each_step_and_all_is_there_without_the_first(kind: s
     found = run_ranks(walks, 2, folder=str(tmp_path), kind=kind, by=by)
     for rank, each in enumerate(found):
         assert each["late"]
+        assert each["copies"] == (1 if rank == 0 else 0)
         assert each["holds"] == [[rank, [4, 5], False], [1 - rank, [4, 5], True]]
         for what in ("same", "same header", "by coordinates", "attached", "as it is"):
             assert each[what], (rank, what)
