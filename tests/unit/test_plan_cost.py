@@ -10,7 +10,7 @@ from phalanx.errors import ConfigError
 from phalanx.models.spec import PRESETS, flops_per_token, parameter_count
 from phalanx.optim import overlap
 from phalanx.plan import compute, exchange, links
-from phalanx.plan.choice import Choice
+from phalanx.plan.choice import Choice, Engine
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import Constants
 from phalanx.plan.cost import TERMS, Estimate, Model, even, predict
@@ -401,6 +401,9 @@ def layouts(draw: st.DrawFn) -> tuple[Work, Cluster, Choice]:
         offload=recompute == "full" and draw(st.booleans()), slots=draw(st.integers(1, 2)),
         engine=draw(st.sampled_from(["sharded", "fsdp", "ddp", "megatron"])),
     )  # fmt: skip
+    if choice.pipeline > 1:  # no pipeline here fetches parameters anew for each micro-batch, or reduces after each
+        engine: Engine = "sharded" if choice.engine == "fsdp" else choice.engine
+        choice = replace(choice, zero=min(choice.zero, 2), reduce="per_step", engine=engine)
     devices = cluster.devices - cluster.devices % (choice.tensor * choice.pipeline)
     assume(devices)
     return work, cluster, replace(choice, devices=devices)
