@@ -458,13 +458,18 @@ def test_ranks_that_call_all_at_once_do_not_push_each_other_out() -> None:
 
 def test_who_listens_at_all_addresses_comes_to_listen_at_one() -> None:
     """Every address 127.x.y.z is this machine's."""
+
+    def late() -> int:
+        time.sleep(0.5)
+        return 0
+
     listener = rendezvous.listen(rendezvous.Place("file:///anywhere", folder=Path("/anywhere")))
     assert listener.getsockname()[0] in EVERYWHERE
     door, port = Door(listener, "secret", lambda host, why: pytest.fail(why)), listener.getsockname()[1]
     with socket.create_connection(("127.0.0.2", port), timeout=30) as before:
         door.tend()
         assert b"nonce" in before.recv(1000)
-        child = fork(lambda: [time.sleep(0.5), 0][1], keep=[listener.fileno()])[0]  # it has not dropped it yet
+        child = fork(late, keep=[listener.fileno()])[0]  # it has not dropped it yet
         door.narrow("127.0.0.1")
         os.waitpid(child, 0)
         assert door.listener.getsockname() == ("127.0.0.1", port)
