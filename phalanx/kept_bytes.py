@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from phalanx.shared_memory import OF_HOST
 
 SLOTS = 2  # steps of a rank, and of a replica
-NEWEST, PINNED = "the two newest steps", "the last step that is replicated"
-REPLICA = "a replica of another rank's"
+NEWEST, PINNED = "the two newest steps", "a third, on several nodes"
+REPLICA = "a replica, on several nodes"
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,6 @@ def told(keeps: Keeps, state: int) -> dict[str, int]:
     """What is counted, in words, for a dry run."""
     found = {NEWEST: SLOTS * state} if keeps.own else {}
     if keeps.replicas:
-        found |= {f"on several nodes, {PINNED}": state} if keeps.own > SLOTS else {}
-        found[f"on several nodes, {REPLICA}"] = keeps.replicas * state
+        found |= {PINNED: state} if keeps.own > SLOTS else {}
+        found[REPLICA] = keeps.replicas * state
     return found

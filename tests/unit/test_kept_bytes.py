@@ -49,6 +49,6 @@ def test_in_words() -> None:
     assert told(OWN, 12) == {"the two newest steps": 24}
     assert told(SOME, 12) == {
         "the two newest steps": 24,
-        "on several nodes, the last step that is replicated": 12,
-        "on several nodes, a replica of another rank's": 24,
+        "a third, on several nodes": 12,
+        "a replica, on several nodes": 24,
     }
