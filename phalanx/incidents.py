@@ -37,6 +37,14 @@ class Incidents:
             took = (when if isinstance(when, float) else time.time()) - self._open["began"]
             self.end({"step": record.get("step"), "seconds": took})
 
+    def on_event(self, event: Details) -> None:
+        """Ranks have what they go on from: among the `phases` of what broke, where those are told."""
+        attempt, when, open_one = event.get("attempt"), event.get("time"), self._open
+        if event.get("kind") != Kind.RESUMED or open_one is None or "phases" not in open_one:
+            return
+        if type(attempt) is int and attempt >= open_one["attempt"] and isinstance(when, float):
+            open_one["phases"] = open_one["phases"] | {"restored": round(when - open_one["began"], 3)}
+
     def end(self, how: Details) -> None:
         """It is over, or never will be."""
         if self._open is not None:

@@ -131,15 +131,8 @@ class _Shown:
     def on_event(self, event: dict[str, Any]) -> None:
         if event.get("kind") == Kind.CHECKPOINT_SAVED and type(event.get("step")) is int:
             self._tell(event["step"])
-        if event.get("kind") == Kind.RESUMED and self._incident is not None:
-            self._restored(self._incident, event)
+        self.incidents.on_event(event)
         self.console.on_event(event)
-
-    def _restored(self, incident: dict[str, Any], event: dict[str, Any]) -> None:
-        """Note when ranks had what they go on from."""
-        attempt, when = event.get("attempt"), event.get("time")
-        if type(attempt) is int and attempt >= incident["attempt"] and isinstance(when, float):
-            incident["phases"] = incident["phases"] | {"restored": round(when - incident["began"], 3)}
 
     def _tell(self, what: Any) -> None:
         with contextlib.suppress(OSError):  # the agent is gone, and this process soon
