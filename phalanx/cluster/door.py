@@ -108,7 +108,9 @@ class Door:
         there, port = self.listener.getsockname()[:2]
         if there not in EVERYWHERE:
             return
-        self.listener.close()  # first, as both cannot listen; who calls in between calls again
+        # First, as both cannot listen; who calls in between calls again. A child may have the descriptor still.
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
         until = time.monotonic() + FREED_S
         while True:
             try:
