@@ -17,7 +17,6 @@ import pytest
 from phalanx.cluster import rendezvous, wire
 from phalanx.cluster.door import EVERYWHERE, MOST_STRANGERS, Door
 from phalanx.cluster.first_node import FirstNode
-from phalanx.cluster.fork import fork
 from phalanx.cluster.greeting import own_hello
 from phalanx.records import ExitCode
 from tests.helpers import ROOT, free_port, is_alive, wait_until
@@ -458,20 +457,16 @@ def test_ranks_that_call_all_at_once_do_not_push_each_other_out() -> None:
 
 def test_who_listens_at_all_addresses_comes_to_listen_at_one() -> None:
     """Every address 127.x.y.z is this machine's."""
-
-    def late() -> int:
-        time.sleep(0.5)
-        return 0
-
     listener = rendezvous.listen(rendezvous.Place("file:///anywhere", folder=Path("/anywhere")))
     assert listener.getsockname()[0] in EVERYWHERE
     door, port = Door(listener, "secret", lambda host, why: pytest.fail(why)), listener.getsockname()[1]
     with socket.create_connection(("127.0.0.2", port), timeout=30) as before:
         door.tend()
         assert b"nonce" in before.recv(1000)
-        child = fork(late, keep=[listener.fileno()])[0]  # it has not dropped it yet
+        child = subprocess.Popen(["sleep", "60"], pass_fds=[listener.fileno()])  # as one that has not dropped it yet
         door.narrow("127.0.0.1")
-        os.waitpid(child, 0)
+        child.kill()
+        child.wait()
         assert door.listener.getsockname() == ("127.0.0.1", port)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=30)

@@ -372,7 +372,7 @@ def test_where_there_is_no_room_the_run_does_without_or_is_refused(tmp_path: Pat
         assert said[0][1].startswith("a node that is lost takes the run back to a checkpoint, since ")
     assert "does not take" in found[0][1][0][1]
     for asked in ("every_step", 4):
-        place = tmp_path / f"asked-{asked}"
+        place = tmp_path / str(asked)[:2]  # a socket's path may not be long
         place.mkdir()
         found = run_ranks(decided, 2, folder=str(place), replicate=asked, room=50_000)
         assert [name for name, _ in found] == ["ConfigError"] * 2
