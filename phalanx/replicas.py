@@ -6,6 +6,7 @@ A frame is four bytes of length and JSON; some are followed by as many raw bytes
 
 import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +180,11 @@ class Replicas:
 
 
 class FarFile:
-    """A state file on another node, to be read."""
+    """A state file on another node, to be read: `read(at, count)` gets bytes of it."""
 
-    def __init__(self, replicas: Replicas, address: Address, name: str) -> None:
-        """Raises CheckpointError where it is none, CollectiveError where it cannot be reached."""
-        self._read = lambda at, count: replicas.read(address, name, at, count)
+    def __init__(self, name: str, read: Callable[[int, int], bytearray]) -> None:
+        """Raises CheckpointError where it is none, and what `read` does where it cannot be reached."""
+        self._read = read
         self.facts = state_file.facts_from(Path(name), bytes(self._read(0, PAGE)))
 
     def read(self, at: int, count: int) -> memoryview:

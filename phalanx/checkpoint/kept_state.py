@@ -29,7 +29,7 @@ def open_kept(kept: KeptFile, step: int, replicas: Replicas | None) -> tuple[Fil
         file = StateFile(Path(kept.path))
     else:
         assert replicas is not None, "files on other nodes are read by way of this one's"
-        file = FarFile(replicas, kept.address, kept.path)
+        file = FarFile(kept.path, functools.partial(replicas.read, kept.address, kept.path))
     slot = file.facts.steps.get(step)
     if slot is None:
         raise CheckpointError(f"the state file {kept.path} does not hold step {step} any more; start again")

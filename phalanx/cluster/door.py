@@ -4,7 +4,6 @@ Nothing here waits, and nobody who calls can keep others out for long.
 """
 
 import contextlib
-import errno
 import secrets
 import select
 import socket
@@ -20,7 +19,6 @@ MOST_STRANGERS = 64  # connections that have not proved themselves; others wait 
 PRESSED_S = 1.0  # what the oldest of them gets to prove itself while others wait
 BUFFER_BYTES = 4 << 20  # for beats that come while this process does something else
 EVERYWHERE = ("0.0.0.0", "::")
-FREED_S = 10.0  # what children that were just forked get to drop the descriptor of a socket that is closed here
 MOST_TOLD = 20  # hosts whose calls were refused, each of which is said once
 
 
@@ -108,18 +106,10 @@ class Door:
         there, port = self.listener.getsockname()[:2]
         if there not in EVERYWHERE:
             return
-        # First, as both cannot listen; who calls in between calls again. A child may have the descriptor still.
+        # First, as both cannot listen; who calls in between calls again. For children that have the descriptor, too.
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
-        until = time.monotonic() + FREED_S
-        while True:
-            try:
-                self.listener = listening(address, port)
-                break
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or time.monotonic() > until:
-                    raise
-            time.sleep(0.01)
+        self.listener = listening(address, port)
         self.listener.setblocking(False)
 
     def close(self, why: str) -> None:

@@ -6,18 +6,18 @@ is first has it begun, once. A file that is not whole says so itself (`state_fil
 """
 
 import contextlib
+import functools
 import os
 import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from phalanx import state_file
 from phalanx.errors import CheckpointError
 from phalanx.kept import Address
-from phalanx.replicas import receive, receive_into, send
-from phalanx.state_file import HEADER_BYTES, HEADERS, INDEX, PAGE, Facts, StateFile, Who
+from phalanx.replicas import FarFile, receive, receive_into, send
+from phalanx.state_file import StateFile, Who
 
 PART_BYTES = 4 << 20  # after which it is noted how far a copy is
 
@@ -57,7 +57,11 @@ class Fetches:
         inode = 0
         try:
             with self._reach(address) as there:
-                facts, index, header, slot = _described(there, name, step)
+                far = FarFile(name, functools.partial(_read, there, name))
+                facts, slot = far.facts, far.facts.steps.get(step)
+                if slot is None:
+                    raise CheckpointError(f"the state file {name} does not hold step {step} any more")
+                index, header = far.index(), far.raw_header(slot)
                 who = Who(facts.generation, facts.rank, facts.world, facts.run, facts.part, facts.parts)
                 made = state_file.create(self._folder, who, index, facts.slot_bytes, slots)
                 path, inode = made.facts.path, os.stat(made.facts.path).st_ino
@@ -85,18 +89,12 @@ class Fetches:
             copy.bytes = begin + PART_BYTES
 
 
-def _described(there: socket.socket, name: str, step: int) -> tuple[Facts, dict[str, Any], bytes, int]:
-    """What a file on another node says of itself: its facts and index, the header of a step, and the slot of that."""
-    _ask(there, name, 0, INDEX)
-    front = receive_into(there, memoryview(bytearray(INDEX)))
-    facts = state_file.facts_from(Path(name), bytes(front[:PAGE]))
-    slot = facts.steps.get(step)
-    if slot is None:
-        raise CheckpointError(f"the state file {name} does not hold step {step} any more")
-    _ask(there, name, INDEX, facts.index_bytes)
-    raw = receive_into(there, memoryview(bytearray(facts.index_bytes)))
-    header = state_file.raw_header(front[HEADERS[slot] :][:HEADER_BYTES])
-    return facts, state_file.index_from(facts, raw), header, slot
+def _read(there: socket.socket, name: str, at: int, count: int) -> bytearray:
+    """Bytes of a file."""
+    _ask(there, name, at, count)
+    found = bytearray(count)
+    receive_into(there, memoryview(found))
+    return found
 
 
 def _ask(there: socket.socket, name: str, at: int, count: int) -> None:

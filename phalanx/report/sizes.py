@@ -14,7 +14,7 @@ def show(found: dict[str, Any]) -> None:
     """Print the tables of `train.dry_run.dry_run`, and what its numbers leave out."""
     terminal = open_terminal()
     model, assumed, work, disk = (found[name] for name in ("model", "assumed", "work", "disk"))
-    ranks, kept = assumed["ranks"], disk["checkpoints_kept"]
+    ranks = assumed["ranks"]
     memory = [(name, words.size(value)) for name, value in found["memory"].items()]
     kept = [(name, words.size(value)) for name, value in found["host_memory"].items()]
     table = Table.grid(padding=(0, 3, 0, 0))
@@ -31,7 +31,7 @@ def show(found: dict[str, Any]) -> None:
         ],
         "work": _work(work),
         "disk": [
-            ("a checkpoint", f"{words.size(disk['checkpoint'])}, {kept} kept"),
+            ("a checkpoint", f"{words.size(disk['checkpoint'])}, {disk['checkpoints_kept']} kept"),
             ("an export", words.size(disk["export"])),
             *([("its adapter alone", words.size(disk["adapter"]))] if disk["adapter"] else []),
         ],

@@ -171,6 +171,7 @@ def test_the_tables_hold_every_number(capsys: pytest.CaptureFixture[str]) -> Non
     tables = [found[name] for name in ("memory", "host_memory", "sequence")]
     for value in (found["memory_total"], *(value for table in tables for value in table.values())):
         assert words.size(value) in text
+    assert f"{words.size(found['disk']['checkpoint'])}, {found['disk']['checkpoints_kept']} kept" in text
     assert "a replica, on several nodes" in text
     assert "train.micro_batch is auto" in text
     assert "allow a fifth of the device" in text
