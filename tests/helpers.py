@@ -83,6 +83,9 @@ def process_group(
     dist.init_process_group(
         backend, store=store, rank=placement.rank, world_size=placement.world, timeout=wait, pg_options=options
     )
+    # A rank that leaves at once would break connections that a slower one still makes.
+    store.set(f"connected/{placement.rank}", "")
+    store.wait([f"connected/{rank}" for rank in range(placement.world)], wait)
     try:
         yield
     finally:
