@@ -3,9 +3,9 @@
     sudo python3 benchmarks/borrowed_lab.py [--quick] [--json FILE] [--html FILE]
 
 The nodes are this machine's (lab.py): a quarter, a half and the whole of a core, each with a limit of memory and a
-cable of 1 Gbit/s. First each trains alone, as if it had the memory: the sum of their speeds is all that there is to be
-had. Then all of them together, each with the same share of a step, as most scripts would have it: the kernel kills the
-node that cannot hold it. In smaller micro-batches it lives, and all wait for the slowest. Then `phalanx hardware`
+cable of 1 Gbit/s. First each trains by itself, as if it had the memory: the sum of their speeds is all that there is to
+be had. Then all of them together, each with the same share of a step, as most scripts would have it: the kernel kills
+the node that cannot hold it. In smaller micro-batches it lives, and all wait for the slowest. Then `phalanx hardware`
 measures them, `phalanx plan` divides the work, and `phalanx train` runs it. `--html` draws what came of it. Needs root.
 """
 
@@ -98,11 +98,14 @@ def rate(paths: RunPaths, warm: int) -> float:
 
 
 def alone(place: Lab, size: Size, turn: int) -> list[float]:
-    """Tokens a second of each node, with batches of its share, so that its step takes as long as with the others."""
+    """Tokens a second of each node by itself, with batches of its share, so that its step takes as long as with the
+    others. All train at once, each for itself: what they take from each other as parts of one machine (its memory, its
+    caches) is no matter of the plan."""
+    words = [
+        (f"train.global_batch={share}", f"train.micro_batch={share}", "parallel.data=single") for share in size.shares
+    ]
     found = []
-    for node, share in enumerate(size.shares):
-        batch = (f"train.global_batch={share}", f"train.micro_batch={share}", "parallel.data=single")
-        paths, ended = place.train(NAME, f"alone-{turn}-{node}", *batch, ranks=[(node, 1)])
+    for node, (paths, ended) in enumerate(place.train_apart(f"alone-{turn}", NAME, words)):
         _well(ended, f"node {node} alone")
         found.append(rate(paths, size.warm))
     return found
@@ -147,7 +150,7 @@ def story(size: Size, folder: Path, teller: Teller) -> tuple[list[Row], list[Che
                 f"node {node}: {part:g} of a core, {memory / GIB:.1f} GiB, {size.mbit / 1e3:g} Gbit/s to the others"
             )
 
-        teller.act(2, "Each alone, as if it had the memory")
+        teller.act(2, "Each by itself, as if it had the memory")
         sums, ours = [], []
         by_node = alone(place, size, 0)
         sums.append(sum(by_node))

@@ -89,10 +89,16 @@ class Lab:
         """A command of `phalanx` on all nodes, or with so many `ranks` on each of some: pairs of a node and a number,
         in order of rank. Nodes meet where there are several. It has ended on all of them, after PATIENCE_S by force."""
         started = _Started(self, command, words, ranks or [(n, len(node.cores)) for n, node in enumerate(self.nodes)])
-        try:
-            return started.watch()
-        finally:
-            started.end()
+        return _watch([started])[0]
+
+    def train_apart(self, name: str, recipe: str, words: Sequence[Sequence[str]]) -> list[tuple[RunPaths, Ended]]:
+        """As `train` on each node by itself, with words of its own, all at the same time."""
+        paths = [RunPaths(self.folder / f"{name}-{node}") for node in range(len(self.nodes))]
+        started = [
+            _Started(self, "train", (recipe, *said, "--run-dir", str(path.root)), [(number, len(node.cores))])
+            for number, (node, said, path) in enumerate(zip(self.nodes, words, paths, strict=True))
+        ]
+        return list(zip(paths, _watch(started), strict=True))
 
 
 class _Started:
@@ -107,6 +113,8 @@ class _Started:
         self.outputs = [of.folder / f"said-{self.number}-{node}.txt" for node, _ in ranks]
         self.codes: dict[int, int] = {}  # by place in `ranks`
         self.running: dict[int, tuple[int, int]] = {}
+        self.inside: dict[int, int] = {}  # rank by process
+        self.peaks: dict[int, int] = {}
         for place, ((node, count), output) in enumerate(zip(ranks, self.outputs, strict=True)):
             arguments = [command, *words, "--ranks", str(count)]
             if len(ranks) > 1:
@@ -115,30 +123,32 @@ class _Started:
             name = None if of.places is None else of.places.names[node]
             self.running[place] = fork(partial(_phalanx, name, of.folder, arguments, output))
 
-    def watch(self) -> Ended:
-        """Put each rank under its limits as it appears, and note what it holds, until all have ended."""
-        inside: dict[int, int] = {}  # rank by process
-        peaks: dict[int, int] = {}
-        until = time.monotonic() + PATIENCE_S
-        while self.running:
-            for place, (pid, pidfd) in list(self.running.items()):
-                for rank, child in ranks_of(children(pid)).items():
-                    if child not in inside:
-                        inside[child] = rank
-                        with contextlib.suppress(OSError):  # it has just ended
-                            self._hold(rank, child)
-                if os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                    self.codes[place] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    os.close(pidfd)
-                    del self.running[place]
-            for child, rank in inside.items():
-                peaks[rank] = max(peaks.get(rank, 0), _resident(child))
-            if time.monotonic() > until:
-                for pid, _ in self.running.values():
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(LOOK_S if len(inside) < len(self.places) else WATCH_S)
+    def look(self) -> None:
+        """Put each rank that has appeared under its limits, and note what it holds and which nodes have ended."""
+        for place, (pid, pidfd) in list(self.running.items()):
+            for rank, child in ranks_of(children(pid)).items():
+                if child not in self.inside:
+                    self.inside[child] = rank
+                    with contextlib.suppress(OSError):  # it has just ended
+                        self._hold(rank, child)
+            if os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                self.codes[place] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                os.close(pidfd)
+                del self.running[place]
+        for child, rank in self.inside.items():
+            self.peaks[rank] = max(self.peaks.get(rank, 0), _resident(child))
+
+    @property
+    def awaits_ranks(self) -> bool:
+        return len(self.inside) < len(self.places)
+
+    def ended(self) -> Ended:
         codes = [code for _, code in sorted(self.codes.items())]
-        return Ended(codes, [file.read_text() for file in self.outputs], peaks)
+        return Ended(codes, [file.read_text() for file in self.outputs], self.peaks)
+
+    def kill(self) -> None:
+        for pid, _ in self.running.values():
+            os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Leave nothing behind."""
@@ -154,6 +164,22 @@ class _Started:
         if limits.limits_memory:
             limits.limit_memory(group, self.lab.memory.get(group))
         limits.enter(group, pid)
+
+
+def _watch(commands: Sequence[_Started]) -> list[Ended]:
+    """Until all have ended, after PATIENCE_S by force."""
+    until = time.monotonic() + PATIENCE_S
+    try:
+        while any(each.running for each in commands):
+            for each in commands:
+                each.look()
+                if time.monotonic() > until:
+                    each.kill()
+            time.sleep(LOOK_S if any(each.running and each.awaits_ranks for each in commands) else WATCH_S)
+        return [each.ended() for each in commands]
+    finally:
+        for each in commands:
+            each.end()
 
 
 @contextlib.contextmanager
@@ -206,6 +232,8 @@ def _phalanx(namespace: str | None, folder: Path, arguments: Sequence[str], outp
         links.enter(namespace)
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # of an interface that is not there
             os.environ.pop(name, None)
+    # A device is a part of one core, so two threads of a rank would only take its time from each other.
+    os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(folder)
     return command_line(arguments, output)
 

@@ -144,13 +144,17 @@ def _one_by_one(cluster: Cluster) -> Cluster:
 
 
 def middle(found: Sequence[Hardware]) -> Hardware:
-    """Of several measurements of the same devices the median of each: what disturbs one of them counts for nothing."""
+    """Of several measurements of the same devices the median of each, and of a node's devices, which are made alike,
+    that of all: what disturbs one of them counts for nothing."""
+    by_node: dict[int, list[dict[int, float]]] = {}
+    for device in (device for each in found for device in each.devices):
+        by_node.setdefault(device.node, []).append(dict(device.times))
     devices = []
-    for same in zip(*(each.devices for each in found), strict=True):
-        sizes = set.intersection(*({size for size, _ in device.times} for device in same))
-        times = [dict(device.times) for device in same]
-        median = tuple((size, statistics.median(each[size] for each in times)) for size in sorted(sizes))
-        devices.append(replace(same[0], times=median))
+    for device in found[0].devices:
+        times = by_node[device.node]
+        sizes = sorted(set.intersection(*map(set, times)))
+        median = tuple((size, statistics.median(each[size] for each in times)) for size in sizes)
+        devices.append(replace(device, times=median))
     links = [each.link for each in found if each.link is not None]
     link = None
     if links:

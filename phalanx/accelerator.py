@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from phalanx import host_memory
+from phalanx import host_memory, processors
 
 # Dense peak in FLOP/s by device name (whole words of it) and compute type, from the makers' data sheets, without
 # sparsity. An A100 of either memory size has the same peak. The longest matching name wins.
@@ -105,8 +105,8 @@ def driver_identity(device_name: str) -> str:
 
 
 def host_cores() -> int:
-    """CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """CPU cores that this process may use, by affinity and by its control groups' quota."""
+    return processors.count()
 
 
 def threads_of(wanted: int, local_world: int) -> int:

@@ -24,7 +24,7 @@ PLAIN = {
     "config", "combinations", "recipe", "explain", "models.spec", "optim.overlap", "optim.timeline",
     "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
     "shared_memory", "state_file", "kept", "pairing", "pulse", "faults", "slurm_config", "resilience_config",
-    "fencing", "replicas", "host_memory", "links", "incidents", "kept_bytes",
+    "fencing", "replicas", "host_memory", "links", "incidents", "kept_bytes", "processors",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state_file": {"errors", "kept", "records"},
     "replicas": {"errors", "kept", "state_file"},
     "host_memory": set(),
+    "processors": set(),
     "kept_bytes": {"shared_memory"},
     "fencing": {"errors", "records"},
     "links": {"errors", "records"},
@@ -77,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": PLAIN | {"cluster", "report"},  # what decides in a run decides in a simulated one, and words are the same
     "report": PLAIN,
     # level 1 with torch
-    "accelerator": {"host_memory"},
+    "accelerator": {"host_memory", "processors"},
     "phases": set(),
     "models": {"models.spec", "errors", "records"},
     "comm": PLAIN | {"accelerator", "phases"},

@@ -12,6 +12,7 @@ import socket
 import time
 from pathlib import Path
 
+from phalanx import processors as quotas
 from phalanx.cluster.findings import Finding, Severity
 
 MIB, GIB = 2**20, 2**30
@@ -167,13 +168,13 @@ def _counted(edac: Path, name: str) -> int:
 
 def processors(
     cores: int | None = None,
-    groups: Path = Path("/sys/fs/cgroup"),
-    own: Path = Path("/proc/self/cgroup"),
+    groups: Path = quotas.GROUPS,
+    own: Path = quotas.OWN,
     expected: int | None = None,
 ) -> list[Finding]:
     """The processors that this process may use, by affinity and by the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
-    quota = _quota(groups, own)
+    quota = quotas.quota(groups, own)
     if expected is not None and cores < expected:
         text = (
             f"{cores} processors are there and {expected} are expected; ask for all of them, or have the node looked at"
@@ -181,35 +182,12 @@ def processors(
         return [Finding("processors", Severity.WATCH, text, cores, expected)]
     if quota is not None and quota < 0.99 * cores:
         text = (
-            f"this process sees {cores} processors and is given the time of {quota:.3g} (its control group's quota), "
-            "so its threads are stopped again and again; give it as many processors as it sees, or set OMP_NUM_THREADS"
+            f"this process sees {cores} processors and is given the time of {quota:.3g} (its control group's quota): "
+            "ranks take no more threads than that, and all are stopped when anything else here takes some of it; give "
+            "it as many processors as it sees"
         )
         return [Finding("processors", Severity.WATCH, text, quota, cores)]
     return [Finding("processors", Severity.OK, f"{cores} processors may be used", cores, expected)]
-
-
-def _quota(groups: Path, own: Path) -> float | None:
-    """Processors' worth of time that the control groups of this process allow: the least of its own and all above."""
-    found = []
-    for line in own.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        names = controllers.split(",")
-        if controllers and "cpu" not in names:
-            continue
-        top = groups if not controllers else groups / controllers if (groups / controllers).is_dir() else groups / "cpu"
-        place = top / path.lstrip("/")
-        while True:
-            with contextlib.suppress(OSError, ValueError):
-                if controllers:
-                    quota, period = ((place / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-                else:
-                    quota, period = (place / "cpu.max").read_text().split()
-                if quota.strip() not in ("max", "-1"):
-                    found.append(int(quota) / int(period))
-            if place == top or top not in place.parents:
-                break
-            place = place.parent
-    return min(found, default=None)
 
 
 def clock(folder: Path) -> list[Finding]:

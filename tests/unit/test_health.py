@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import processors
 from phalanx.cluster import health, health_host
 from phalanx.cluster.diagnosis import diagnosed
 from phalanx.cluster.findings import Finding, Severity, at_least, from_json, is_usable, sentences, verdict
@@ -150,6 +151,7 @@ def test_processors_that_are_not_really_there(tmp_path: Path) -> None:
     (tmp_path / "jobs" / "one" / "cpu.max").write_text("max 100000\n")
     found = health_host.processors(4, tmp_path, own)
     assert (found[0].severity, found[0].value) == (Severity.WATCH, 1.5)
+    assert processors.count(tmp_path, own) == 1  # whole ones: a rank with more threads would wait for itself
     assert told(health_host.processors(1, tmp_path, own)) == [("processors", "ok")]
     assert told(health_host.processors(1, tmp_path, own, expected=2)) == [("processors", "watch")]
     own.write_text("3:cpu,cpuacct:/jobs\n")  # the older kind
@@ -157,6 +159,11 @@ def test_processors_that_are_not_really_there(tmp_path: Path) -> None:
     (tmp_path / "cpu" / "jobs" / "cpu.cfs_quota_us").write_text("50000\n")
     (tmp_path / "cpu" / "jobs" / "cpu.cfs_period_us").write_text("100000\n")
     assert health_host.processors(2, tmp_path, own)[0].value == 0.5
+    assert processors.count(tmp_path, own) == 1
+    (tmp_path / "cpu" / "jobs" / "cpu.cfs_quota_us").write_text("-1\n")
+    assert (
+        processors.count(tmp_path, own) == processors.count(tmp_path, tmp_path / "none") == len(os.sched_getaffinity(0))
+    )
 
 
 def test_the_hosts_own_name_can_be_looked_up() -> None:
