@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from benchmarks.harness import Check, Row
 from benchmarks.lab import Ended, Lab, Node, lab, why_not, write_text
-from benchmarks.planner_here import NAME, keys, prepare, ranks_of
+from benchmarks.planner_here import NAME, keys, middle, prepare, ranks_of
 from phalanx import hardware, recipe
 from phalanx.plan import measured, record, table
 from phalanx.plan.advice import Question
@@ -50,9 +50,20 @@ class Size:
             "global_batch": 252,
         }
     )  # fmt: skip
+    surveys: int = 3
     turns: int = 2
     warm: int = 1
     steps: int = 3
+
+    @property
+    def third(self) -> int:
+        """Sequences of each node in a step, the same for all."""
+        return self.model["global_batch"] // len(self.cores)
+
+    @property
+    def fewer(self) -> int:
+        """A micro-batch that all can hold."""
+        return max(1, self.third // 4)
 
     @property
     def shares(self) -> list[int]:
@@ -66,7 +77,7 @@ QUICK = Size(
     memory=(round(3.5 * GIB), round(2.2 * GIB), round(1.28 * GIB)),
     model={"hidden": 96, "layers": 8, "heads": 4, "intermediate": 256, "vocabulary": 512, "seq_len": 256,
            "global_batch": 252},
-    turns=1, steps=2,
+    surveys=1, turns=1, steps=2,
 )  # fmt: skip
 
 
@@ -118,7 +129,10 @@ def equal(place: Lab, size: Size, name: str, micro_batch: int) -> tuple[RunPaths
 
 def planned(place: Lab, size: Size, file: Path) -> tuple[Plan, dict[str, Any], Any]:
     """The plan for what `phalanx hardware` finds, its record, and the nodes as they were measured."""
-    cluster = measured.cluster_of(hardware.read(place.hardware(NAME)))
+    # Measured as large as they all can hold: what a sequence takes of a small micro-batch says little of a large one.
+    words = f"train.micro_batch={size.fewer}"
+    surveys = [hardware.read(place.hardware(NAME, words)) for _ in range(size.surveys)]
+    cluster = measured.cluster_of(middle(surveys))
     question = Question(free(recipe.load(file, []), []), None, ())
     found = question.on(cluster)
     told = record.plan_record(question, cluster, found, record.Wanted(), NAME)
@@ -141,7 +155,6 @@ def _well(ended: Ended, what: str) -> None:
 def story(size: Size, folder: Path, teller: Teller) -> tuple[list[Row], list[Check], dict[str, Any]]:
     """All acts; rows, checks, and what a picture is drawn from."""
     file = prepare(folder, {**size.model, "steps": size.steps})
-    third = size.model["global_batch"] // len(size.cores)
     with lab([Node((part,), size.mbit) for part in size.cores], folder) as place:
         limits = dict(enumerate(size.memory))
         teller.act(1, "Three borrowed machines")
@@ -159,8 +172,8 @@ def story(size: Size, folder: Path, teller: Teller) -> tuple[list[Row], list[Che
         teller.say(f"[bold]all that there is to be had: {sums[0]:,.0f} tokens/s")
 
         place.memory = limits
-        teller.act(3, f"All together, {third} sequences for everyone")
-        paths, ended = equal(place, size, "equal", third)
+        teller.act(3, f"All together, {size.third} sequences for everyone")
+        paths, ended = equal(place, size, "equal", size.third)
         kills = [place.limits.memory_kills(node) for node in limits]
         why, killed = cause(paths), not ended.well and any(kills)
         if killed:
@@ -168,8 +181,7 @@ def story(size: Size, folder: Path, teller: Teller) -> tuple[list[Row], list[Che
         teller.say(f"[red]{why or 'it ended'}" if killed else "[yellow]everyone lived")
 
         teller.act(4, "The same in micro-batches that all can hold")
-        fewer = max(1, third // 4)
-        paths, ended = equal(place, size, "smaller", fewer)
+        paths, ended = equal(place, size, "smaller", size.fewer)
         _well(ended, "equal shares in smaller micro-batches")
         waiting = rate(paths, size.warm)
         teller.say(f"{waiting:,.0f} tokens/s, {waiting / sums[0]:.0%} of the sum: all wait for the slowest")
