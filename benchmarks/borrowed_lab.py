@@ -240,7 +240,8 @@ def draw(found: dict[str, Any], file: Path) -> None:
     colours = ("#0072B2", "#D55E00", "#E69F00", "#009E73")
     names, rates = list(found["rates"]), list(found["rates"].values())
     text = ["killed" if not each else f"{each:,.0f}" for each in rates]
-    figure.add_bar(x=names, y=rates, marker_color=colours, text=text, showlegend=False, row=1, col=1)
+    figure.add_bar(x=names, y=rates, marker_color=colours, text=text, textposition="outside", cliponaxis=False,
+                   showlegend=False, row=1, col=1)  # fmt: skip
     nodes = [f"node {node}, {share} sequences" for node, share in zip(found["order"], found["shares"], strict=True)]
     held = [found["peaks"].get(rank, 0) / GIB for rank in range(len(nodes))]
     limits = [found["limits"][node] / GIB for node in found["order"]]
