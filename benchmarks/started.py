@@ -24,7 +24,7 @@ from phalanx.records import Kind, RunPaths, last_line, read_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 240.0
-LOOK_S = 0.002  # between two looks at the commit words
+LOOK_S = 0.005  # between two looks at the commit words: who looks all the time takes from what it measures
 
 
 @dataclass

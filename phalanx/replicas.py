@@ -75,7 +75,7 @@ class Replicas:
         room, where it has none. What nobody has `asked` for must leave more room for others. `bare`: without state,
         as another node holds the same anyway. `rule`: what updates go by, and by which kernels, where they can be made
         again of gradients. `newest`: the step that is gone on from, behind which the partner has nothing to keep (None:
-        what it has will come to the same)."""
+        it has nothing of this file)."""
         assert self.partner is not None
         answer = self._ask(
             {"replicate": path.name, "to": list(self.partner), "attempt": self._attempt, "asked": asked, "bare": bare,
@@ -107,6 +107,7 @@ class Replicas:
         """Have the partner make its replica void; what comes now is of another way."""
         self.acknowledged()
         self._ask({"forget": way})
+        self.there = set()
 
     def leave(self) -> None:
         """Have the partner take the memory back that it has made room in."""

@@ -119,16 +119,17 @@ def up(count: int, to: int) -> int:
 
 
 class StateFile:
-    """A state file, mapped: for its rank, or (`writable` false) to be read, when changes stay in this process."""
+    """A state file, mapped: for who writes to it, or (`writable` false) to be read, when changes stay in this process.
+    `at_once`: all of it now, and not page by page as it is touched."""
 
-    def __init__(self, path: Path, writable: bool = False) -> None:
+    def __init__(self, path: Path, writable: bool = False, at_once: bool = True) -> None:
         """Raises CheckpointError where it is none, or not this user's alone."""
         descriptor = _open(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
             self.facts = _facts(path, descriptor)
             # Its memory was taken when it was made. To have all of it mapped at once costs a fraction of what it costs
             # page by page, at a moment when a rank that was killed is waited for.
-            writes = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            writes = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
             # Read privately: a buffer that cannot be written to is of no use to torch.
             self.map = mmap.mmap(descriptor, 0, flags=writes if writable else mmap.MAP_PRIVATE)
         finally:
@@ -220,9 +221,11 @@ def _object(raw: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def create(folder: Path, who: Who, index: dict[str, Any], slot_bytes: int, slots: int = 2) -> StateFile:
+def create(
+    folder: Path, who: Who, index: dict[str, Any], slot_bytes: int, slots: int = 2, at_once: bool = True
+) -> StateFile:
     """Make a rank's file, filled with zeros, with all slots void. Raises OSError where there is no room for it: its
-    memory is taken here and now, so that no later write can fail."""
+    memory is taken here and now, so that no later write can fail; whether it is mapped `at_once` is another thing."""
     path = folder / name_of(who.generation, who.rank)
     folder.mkdir(mode=0o700, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -242,7 +245,7 @@ def create(folder: Path, who: Who, index: dict[str, Any], slot_bytes: int, slots
         raise
     finally:
         os.close(descriptor)
-    return StateFile(path, writable=True)
+    return StateFile(path, writable=True, at_once=at_once)
 
 
 def file_bytes(index: dict[str, Any], slot_bytes: int, slots: int = 2) -> int:

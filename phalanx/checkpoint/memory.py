@@ -133,12 +133,21 @@ class Memory:
             return False
         self._begin_replicas()
         if self.attached:
-            self.current = self.file.facts.steps[self._at]
+            self.current = 0 if self._coming else self.file.facts.steps[self._at]
         self.slots = [_views(self.file, slot, index) for slot in range(self._count)]
+        if self._every is not None:  # it is agreed on what its other slots hold
+            self.arrive()
         self._pin()
         (late,) = self._mesh.max([float(self._lane is not None or self._replicates)])
         self.late = bool(late)
         return True
+
+    def arrive(self) -> None:
+        """As the engine's interface has it."""
+        if self.attached and self._coming and self.replicas is not None:
+            self.replicas.fetched()
+            self.file.look()
+            self._coming = False
 
     def _who(self, parts: list[int]) -> Who:
         """Whose file it is, from what each rank's pieces are known by."""
@@ -204,13 +213,10 @@ class Memory:
         replicas, mesh = self.replicas, self._mesh
         if replicas is None:
             return
-        if self.attached and self._coming:
-            replicas.fetched()
-            self.file.look()
         needed, bare = self._replicate != "off" and replicas.partner is not None, self._bare[mesh.rank]
         rule = None if self._rule is None or bare else {"rule": dict(self._rule), "kernels": kernels()}
         asked = self._replicate not in ("auto", "off")
-        newest = None if self._every is None or not self.attached else self._at
+        newest = self._at if self.attached else None  # later ones are walked again, maybe cut otherwise
         short = replicas.begin(self.file.facts.path, asked, bare, rule, newest) if needed else None
         lacking, made = mesh.sum([float(short is not None), float(needed and short is None and not bare)])
         if lacking and asked:
@@ -267,10 +273,15 @@ class Memory:
         """Whether other nodes get that step."""
         return self._every is None or step % self._every == 0 or step == self._base
 
-    def _is_sent(self, step: int) -> bool:
+    def _is_sent(self, step: int, begins: bool = False) -> bool:
         """Whether the partner gets what this rank has of a step: where others hold the same state anyway, what was
-        said of it, each time."""
-        return self._replicates and (self._bare[self._mesh.rank] or self._is_due(step))
+        said of it, each time. What an attempt `begins` with goes only where nothing has to travel: ranks wait for the
+        next step, whose weights and gradients share the link, and then that one is sent as a whole in its place."""
+        if not self._replicates or self.replicas is None:
+            return False
+        if begins and self._every is None and not self._bare[self._mesh.rank]:
+            return step in self.replicas.there
+        return self._bare[self._mesh.rank] or self._is_due(step)
 
     def _handed_over(self, replicas: Replicas) -> Gradients | None:
         """Memory for gradients, which the process that sends them has too; None where there is too little."""
@@ -397,7 +408,7 @@ class Memory:
             accelerator.wait_here(self._mesh.device)
         record = self._record(header["step"], outcome) if outcome is not None else None
         self.file.commit(slot, header["step"], json.dumps(header | {"record": record}).encode())
-        if self.replicas is not None and self._is_sent(header["step"]):
+        if self.replicas is not None and self._is_sent(header["step"], begins=outcome is None):
             # What came from elsewhere was made by no update.
             told = None if self._gradients is None or outcome is None else self._gradients.told()
             self.replicas.committed(header["step"], told)
@@ -420,7 +431,7 @@ class Memory:
                 self.file.void(slot)
         if not self.attached and step > 0:
             self._keep(self.current, self._header(step, self.tokens), state)
-        elif self.replicas is not None and step > 0 and self._is_sent(step):
+        elif self.replicas is not None and step > 0 and self._is_sent(step, begins=True):
             self.replicas.committed(step)  # which the partner may have already
 
     def forget(self) -> None:

@@ -195,9 +195,11 @@ class Attempt:
             poll.register(self.signals, select.POLLIN)
         for process in self._living():
             poll.register(process.pidfd, select.POLLIN)
-        poll.poll(min(seconds, IDLE_S) * 1000)  # other nodes are waiting for a sign of life
-        if self.job.others is not None:
-            self.job.others.tend()
+        others = self.job.others
+        due_s = IDLE_S if others is None else min(IDLE_S, others.due_s())  # other nodes wait for a sign of life, too
+        poll.poll(min(seconds, due_s) * 1000)
+        if others is not None:
+            others.tend()
         for process in self._living():
             if os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 self._reap(process)

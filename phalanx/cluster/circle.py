@@ -7,6 +7,7 @@ of the epoch where it is just half (`epochs.py`); whoever gets neither is `fence
 Nothing here waits.
 """
 
+import math
 import select
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from phalanx.errors import PhalanxError
 OVERSLEPT_S = 0.3  # between two turns: who was silent meanwhile may have spoken to nobody, and gets that time back
 LATE_MS = 10_000  # an answer to a beat older than that says nothing of now
 MEET_S = 10.0  # what a new member gets until its first sign of life
+SOON_S = 0.001  # the least between two turns that nothing but time asks for
 AGAIN_S = 0.3  # between two calls to one who does not answer
 VOTES_S = 15.0  # what the others get to end their ranks and vote; those who are lost are not waited for
 CLAIM_S = 3.0  # what a shared file system gets to create an epoch's file
@@ -93,6 +95,11 @@ class Circle:
     def settled(self) -> bool:
         """Whether all members are there, as far as known, and no other roster is being made."""
         return not self.lost and not self._joining and self._claiming is None and self.fenced is None
+
+    @property
+    def spoken(self) -> bool:
+        """Whether there is something for `heard`."""
+        return bool(self._inbox)
 
     def living(self) -> list[int]:
         """Members that are not lost, this one included."""
@@ -211,6 +218,12 @@ class Circle:
         for node in watched_by(self.me.node, self.roster, self.lost):
             if now > self._heard_at.get(node, now) + self.heartbeat_s:
                 self._lose(node, f"nothing was heard of it for {self.heartbeat_s:g} s")
+
+    def due_s(self) -> float:
+        """Seconds until one of those that this node watches is lost, if nothing is heard of it before."""
+        watched = watched_by(self.me.node, self.roster, self.lost) if self.fenced is None else []
+        first = min((self._heard_at[node] for node in watched if node in self._heard_at), default=math.inf)
+        return max(SOON_S, first + self.heartbeat_s - time.monotonic())
 
     def suspected(self, node: int) -> bool:
         """Whether a member has been silent for half of the time after which it is lost."""

@@ -63,12 +63,13 @@ class Fetches:
                     raise CheckpointError(f"the state file {name} does not hold step {step} any more")
                 index, header = far.index(), far.raw_header(slot)
                 who = Who(facts.generation, facts.rank, facts.world, facts.run, facts.part, facts.parts)
-                made = state_file.create(self._folder, who, index, facts.slot_bytes, slots)
+                _ask(there, name, facts.at(slot), facts.slot_bytes)  # the link is not idle while room is made for it
+                made = state_file.create(self._folder, who, index, facts.slot_bytes, slots, at_once=False)
                 path, inode = made.facts.path, os.stat(made.facts.path).st_ino
                 made.forget(facts.way)
                 copy.name = path.name
                 copy.made.set()
-                self._fill(copy, there, name, facts.at(slot), made)
+                self._fill(copy, there, made)
                 made.commit(0, step, header)
                 copy.whole = True
         except (CheckpointError, OSError):  # no room here, or the other node is lost: a rank that asks finds out which
@@ -79,10 +80,10 @@ class Fetches:
             copy.made.set()
             copy.over.set()
 
-    def _fill(self, copy: Copy, there: socket.socket, name: str, at: int, made: StateFile) -> None:
-        """Read a slot into the first of a file, in one stream."""
+    def _fill(self, copy: Copy, there: socket.socket, made: StateFile) -> None:
+        """Take a slot that was asked for into the first of a file, in one stream."""
         count = made.facts.slot_bytes
-        _ask(there, name, at, count)
+        _heed(there)
         for begin in range(0, count, PART_BYTES):
             with made.read(made.at(0) + begin, min(PART_BYTES, count - begin)) as part:
                 receive_into(there, part)
@@ -92,14 +93,19 @@ class Fetches:
 def _read(there: socket.socket, name: str, at: int, count: int) -> bytearray:
     """Bytes of a file."""
     _ask(there, name, at, count)
+    _heed(there)
     found = bytearray(count)
     receive_into(there, memoryview(found))
     return found
 
 
 def _ask(there: socket.socket, name: str, at: int, count: int) -> None:
-    """Ask for bytes of a file; they come next. Raises CheckpointError where there is no such file."""
+    """Ask for bytes of a file."""
     send(there, {"read": name, "at": at, "bytes": count})
+
+
+def _heed(there: socket.socket) -> None:
+    """Hear the answer; the bytes come next. Raises CheckpointError where there is no such file."""
     answer = receive(there)
     if "error" in answer:
         raise CheckpointError(str(answer["error"]))

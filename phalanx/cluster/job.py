@@ -22,6 +22,9 @@ class Others(Protocol):
     def begin(self, number: int, port: int | None) -> StoreAddress | None:
         """An attempt begins. Node 0 gives the loopback port of its store; another node gets the store's address."""
 
+    def due_s(self) -> float:
+        """Seconds until it is to be seen whether one of them is lost, if nothing is heard before."""
+
     def broken(self) -> bool:
         """Whether this attempt has to end here because of what happened elsewhere."""
 

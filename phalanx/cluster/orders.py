@@ -53,3 +53,19 @@ def taken_from_others(start: Message, node: int, kept: Kept | None) -> Sequence[
         if file.address is not None and file.layout != BARE and file.rank in mine
         and worlds[file.rank] == sum(start["ranks"])
     ]  # fmt: skip
+
+
+def replicas_of_before(start: Message, node: int) -> list[str]:
+    """Where a node may have replicas, in its folder, that it goes on with: those of the ranks of the node before it, if
+    there are as many ranks in all as there were. What of them is still of use is found out when those ranks ask."""
+    seat, told, ranks = seat_of(start, node), start["kept"], start["ranks"]
+    if seat is None or told is None or len(ranks) == 1:
+        return []
+    choice, before = choice_of(told), (seat.slot - 1) % len(ranks)
+    if {held.world for _, held in choice.files.values()} != {sum(ranks)}:
+        return []
+    first = sum(ranks[:before])
+    return [
+        f"{state_file.REPLICAS}/{state_file.name_of(choice.generation, rank)}"
+        for rank in range(first, first + ranks[before])
+    ]

@@ -25,7 +25,7 @@ from phalanx.cluster.circle import Circle, Claim
 from phalanx.cluster.door import Address, Door
 from phalanx.cluster.herald import Herald
 from phalanx.cluster.job import Job, Part
-from phalanx.cluster.orders import Seat, kept_of, seat_of, taken_from_others
+from phalanx.cluster.orders import Seat, kept_of, replicas_of_before, seat_of, taken_from_others
 from phalanx.cluster.relay import CALL_S, Relay, beside_the_store, hand_over, to_node_0
 from phalanx.cluster.replica_keeper import ROLE, ReplayOf, ReplicaKeeper, never
 from phalanx.cluster.roster import Member, Roster
@@ -81,7 +81,7 @@ class Peer:
         self._leading: Leading | None = None
         self._job: Job | None = None
         self._division = 0  # that of the job
-        self._starting = False
+        self.ordered = False  # to start an attempt
         self._running = 0  # the attempt that runs here
         self._last: Message = {}  # how the last one ended here
         self._ordered_to_end = self._explained = False
@@ -89,6 +89,7 @@ class Peer:
         self._hung: list[Blame] = []
         self._relay: tuple[Relay, Any] | None = None
         self._keeper: ReplicaKeeper | None = None
+        self._begins_with: Kept | None = None  # the attempt that runs here
         self._run = b""  # what the run is known by; asked for when its ranks begin, as later its folder may hang
         self._store_calls: list[tuple[Channel, Message, float]] = []
 
@@ -130,10 +131,9 @@ class Peer:
 
     def descriptors(self) -> Mapping[int, int]:
         """What poll() has to look at, and for what."""
-        found = dict(self.circle.descriptors())
-        for channel, _, _ in self._store_calls:
-            found[channel.fileno()] = select.POLLIN
-        return found | dict({} if self._leading is None else self._leading.descriptors())
+        waiting = {channel.fileno(): select.POLLIN for channel, _, _ in self._store_calls}
+        leading = {} if self._leading is None else self._leading.descriptors()
+        return {**self.circle.descriptors(), **waiting, **leading}
 
     def tend(self) -> None:
         """Do all that can be done without waiting."""
@@ -144,16 +144,21 @@ class Peer:
         self._tend_store_calls()
         if self.circle.leading and self._leading is None and self.circle.fenced is None:
             self._leading = self._lead(self)
-        for node, message in self.circle.heard():
-            if node == self.circle.roster.leader:
-                self._obey(message)
-            if self._leading is not None:
-                self._leading.hear(node, message)
+        self._hear()
         if self._leading is not None and self.circle.fenced is None:
             self._leading.tend()
+            self._hear()  # what this node tells itself is known at once, as others may be waiting for it
         elif self.circle.adopted and not self.circle.leading:
             self.circle.losses.clear()
             self.circle.adopted.clear()
+
+    def _hear(self) -> None:
+        while heard := self.circle.heard():
+            for node, message in heard:
+                if node == self.circle.roster.leader:
+                    self._obey(message)
+                if self._leading is not None:
+                    self._leading.hear(node, message)
 
     def begin(self, number: int, port: int | None) -> StoreAddress | None:
         """An attempt begins: with rank 0 here, whose store listens at a loopback port, or elsewhere."""
@@ -162,6 +167,8 @@ class Peer:
         self._ordered_to_end = self._explained = False
         self._run = b""
         self._open_keeper()
+        if self._job is not None and self._job.shared is not None:
+            self._begins_with = self._kept(self._job.shared)  # first of all: it may have to come from another node
         if port is not None:
             self._relay = beside_the_store(port)
             self._tend_store_calls()
@@ -172,6 +179,9 @@ class Peer:
         relay, address = to_node_0((store.address, store.port), self.secret, hello)
         self._relay = relay, None
         return address
+
+    def due_s(self) -> float:
+        return self.circle.due_s()
 
     def broken(self) -> bool:
         """Whether the attempt has to end here because of what happened elsewhere."""
@@ -221,13 +231,13 @@ class Peer:
         if "offer" in message:
             self.offer = message["offer"]
         elif "start" in message:
-            self.start, self._starting = message["start"], True
+            self.start, self.ordered = message["start"], True
         elif "end" in message:
             if message["end"] == self._running:
                 self._ordered_to_end = True
                 self._explained |= message["known"] is True
-            if self._starting and self.start is not None and message["end"] == self.start["attempt"]:
-                self._starting = False
+            if self.ordered and self.start is not None and message["end"] == self.start["attempt"]:
+                self.ordered = False
                 self.report(int(message["end"]), ExitCode.FAILED, [])  # nothing of it has begun here
         elif "pause" in message and message["pause"] == self._running:
             self._stops.append("SIGTERM")
@@ -318,12 +328,14 @@ class Peer:
         return held_to_message(state_file.held_in(job.shared, self._run_of(job.paths)))
 
     def _kept(self, shared: Path) -> Kept | None:
-        """What an attempt begins with, as the order to start says; whatever else lies here is removed. What another
-        node has of it, and ranks here will take as it is, is on its way from now on."""
+        """What an attempt begins with, as the order to start says; whatever else lies here is removed, but for replicas
+        of use. What another node has of it, and ranks here will take as it is, is on its way from now on."""
         assert self.start is not None
         me = self.circle.me.node
         kept = kept_of(self.start, me, shared, self._address_of)
-        state_file.remove_others(shared, {file.path for file in (kept.files if kept else ()) if file.address is None})
+        used = {str(shared / name) for name in replicas_of_before(self.start, me)}
+        used |= {file.path for file in (kept.files if kept else ()) if file.address is None}
+        state_file.remove_others(shared, used)
         for file in taken_from_others(self.start, me, kept):
             if kept is not None and file.address is not None and self._keeper is not None:
                 self._keeper.fetch(file.path, file.address, kept.step, int(self.start["slots"]))
@@ -379,7 +391,7 @@ class Peer:
 
     def starting(self) -> tuple[int, Seat | None] | None:
         """The attempt that is to be started, and this node's seat in it; once."""
-        ordered, self._starting = self._starting, False
+        ordered, self.ordered = self.ordered, False
         if not ordered or self.circle.roster.leader in self.circle.lost:
             return None  # or by one who is lost
         assert self.start is not None
@@ -395,7 +407,7 @@ class Peer:
     def job(self, seat: Seat) -> Job:
         """What this node runs in an attempt."""
         assert self._job is not None and self.start is not None
-        seats, shared = self.start["seats"], self._job.shared
+        seats = self.start["seats"]
         next_one = self.circle.roster.member(int(seats[(seat.slot + 1) % len(seats)]))
         partner = None if next_one is None or len(seats) == 1 else (next_one.address, next_one.port)
         world = sum(self.start["ranks"])
@@ -406,7 +418,7 @@ class Peer:
             devices=list(self._job.devices)[: seat.ranks],
             part=part,
             others=self,
-            kept=self._job.kept if shared is None else functools.partial(self._kept, shared),
+            kept=self._job.kept if self._job.shared is None else lambda: self._begins_with,
             on_event=functools.partial(self._note, self._job.on_event),
         )
 
@@ -473,6 +485,7 @@ def _attempt(peer: Peer, number: int, seat: Seat, signals: Signals) -> None:
         attempt.kill()
         peer.end()
         peer.report(number, code, ends, lowered)
+    peer.tend()  # before anything else is done: the others may be waiting for what comes of it
     if code not in (ExitCode.DONE, ExitCode.STOPPED):
         peer.expect_another()
 
@@ -482,5 +495,5 @@ def _wait(peer: Peer, signals: Signals) -> None:
     poll.register(signals, select.POLLIN)
     for descriptor, events in peer.descriptors().items():
         poll.register(descriptor, events)
-    poll.poll(IDLE_S * 1000)
+    poll.poll(0 if peer.ordered or peer.circle.spoken else min(IDLE_S, peer.due_s()) * 1000)
     peer.tend()

@@ -378,7 +378,7 @@ class _Node:
         index, slot_bytes, folder = dict(form["index"]), int(form["slot_bytes"]), self._folder / REPLICAS
         before = state_file.facts_of(folder / state_file.name_of(who.generation, who.rank))
         if before is not None and before.layout == state_file.digest(index) and before.run == self._run:
-            self._replica = StateFile(before.path, writable=True)
+            self._replica = StateFile(before.path, writable=True, at_once=False)
             if before.way != int(form["way"]):
                 self._replica.forget(int(form["way"]))
                 return {"steps": []}
@@ -399,7 +399,8 @@ class _Node:
         )
         if short is None:
             try:
-                self._replica = state_file.create(folder, who, index, slot_bytes)
+                # Room is taken now; a rank waits for the answer, and not for each page to be mapped.
+                self._replica = state_file.create(folder, who, index, slot_bytes, at_once=False)
                 self._replica.forget(int(form["way"]))
             except OSError as error:
                 short = f"{folder} does not take {need} bytes for a replica ({error.strerror})"

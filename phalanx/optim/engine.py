@@ -101,6 +101,9 @@ class Keeper(Protocol):
         """Take memory for slots that look like `like`, which may be on meta and of which `pieces` gives the pieces;
         False where there is none. Collective."""
 
+    def arrive(self) -> None:
+        """Wait until the slots hold what `attached` says, which may be on its way still when `open` returns."""
+
     def working(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for what every process makes anew, with any content, where that is had sooner than new memory."""
 

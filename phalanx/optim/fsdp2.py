@@ -121,6 +121,7 @@ class Fsdp2:
             if not (attached and name in self._trained):
                 fill(Shard(name, start, stop, self._shapes[name], tensor, trainable=name in self._trained))
         if self._keeper is not None and attached:
+            self._keeper.arrive()
             copy_over(self._keeper.slots[self._keeper.current], self._slot())
 
     def begin_step(self, step: int, weight: int, lr: float, clip: float | None) -> None:

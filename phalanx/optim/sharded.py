@@ -111,9 +111,8 @@ class Sharded:
         helds: list[Held] = []
         replaced: dict[int, nn.Parameter] = {}
         # In the masters' type and all its digits, with one slot in plain memory, the model's range is the master.
-        same_type = self._precision.compute == self._precision.master and self.sharding.compress == PLAIN
-        itself = same_type and self.sharding.slots == 1 and self._allocate is zeros and not self._released
-        itself = itself and self._keeper is None
+        itself = self._precision.compute == self._precision.master and self.sharding.compress == PLAIN
+        itself &= self.sharding.slots == 1 and self._allocate is zeros and not self._released and self._keeper is None
         make = functools.partial(self._shards.make, masters=not itself)
         self._state = Slots(make, self._shards.pieces, self._allocate, self.sharding.slots, self._keeper)
         for bucket in self.buckets:  # one after the other: what is released between uses was never there all at once
@@ -142,6 +141,7 @@ class Sharded:
             self._timetable.laps,
         )  # fmt: skip
         self.several = Several(self._trained_held, self._timetable.laps)
+        self._state.arrive()
         if self._released:
             self._lane.follow()
         else:

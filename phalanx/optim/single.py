@@ -69,6 +69,7 @@ class Single:
             fill(Shard(name, 0, frozen.numel(), tuple(frozen.shape), frozen.data.view(-1), trainable=False))
         parameters = {name: parameters[name] for name in self._trained}
         self._state = Slots(self._make, self._pieces, self._allocate, keeper=self._keeper)
+        self._state.arrive()
         self._no_decay = frozenset(name for name, parameter in parameters.items() if parameter.dim() < 2)
         for name, parameter in parameters.items():
             if not self._state.attached:

@@ -74,12 +74,18 @@ class Slots:
             return
         self._all = [make(allocate) for _ in range(count)]
         if self._keeper is not None and self._keeper.attached:
+            self._keeper.arrive()
             copy_over(self._keeper.slots[self._keeper.current], self.source)
 
     @property
     def attached(self) -> bool:
         """Whether the state is that which the run goes on from, already."""
         return self._keeper is not None and self._keeper.attached
+
+    def arrive(self) -> None:
+        """Wait until that state is there: nothing of it may be read before."""
+        if self._keeper is not None:
+            self._keeper.arrive()
 
     @property
     def late(self) -> bool:

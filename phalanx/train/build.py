@@ -62,6 +62,7 @@ def build(
     link: Link | None = None,
     weights: Weights = None,
     keeper: Keeper | None = None,
+    made: tuple[Subject, Model] | None = None,
 ) -> Parts:
     """Build everything that holds no state of the run yet; the model is on meta.
 
@@ -69,7 +70,8 @@ def build(
     `paths` is where the run folder keeps the model's own code; `speeds` of the copies of the model (without
     parallel.tensor and parallel.pipeline each rank is one), with the limit of each, are what was measured of their
     devices, and nothing but train.micro_batch if not given; `link` what was between them; `weights` how much of the
-    state each holds, if not all the same; `keeper` what the state is committed to.
+    state each holds, if not all the same; `keeper` what the state is committed to; `made` the subject with its model on
+    meta, where there are such already.
     """
     train = config.train
     assert train.micro_batch != "auto"
@@ -80,8 +82,8 @@ def build(
         speeds = [Speed(1.0, most=int(most)) for most in mesh.data.gather(train.micro_batch)]
     assert len(speeds) == mesh.data.world, "a step is divided over copies of the model"
     assert spec is None or (spec.lora is None) == (config.model.lora is None), "an `auto` of model.lora is left"
-    subject = subject_of(config, spec, paths)
-    task, model = subject.task(), subject.model()
+    subject = subject_of(config, spec, paths) if made is None else made[0]
+    task, model = subject.task(), subject.model() if made is None else made[1]
     nominal_weight = task.nominal_weight(train.global_batch)
     start = subject.starting_weights(model)
     updates = Updates()

@@ -1,6 +1,7 @@
 """Which part of the optimizer's state each rank holds: equal parts, and less where memory is short."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import ConfigError
 from phalanx.kept_bytes import NONE, Keeps, keeps_of
+from phalanx.models.model import Model
 from phalanx.optim.choose import make_rule
 from phalanx.optim.layout import lay_out
 from phalanx.optim.memory import held_bytes, slot_bytes
@@ -57,11 +59,11 @@ def keeping_of(config: "Config", placement: Placement, mesh: Mesh) -> Keeping:
 
 def settled_weights(
     config: "Config", subject: Subject, mesh: Mesh, local_world: int, paths: RunPaths, records: Records,
-    fits: bool = False, keeping: Keeping | None = None,
+    fits: bool = False, keeping: Keeping | None = None, made: Callable[[], Model] | None = None,
 ) -> Weights:  # fmt: skip
     """As `state_weights`, but what was found for the same ranks before is taken again as long as it fits (`fits`: which
     is known, since it is in memory): another cut adds up in another order. What is found is an event, from which the
-    next start reads it. Collective."""
+    next start reads it. `made` gives the model on meta, if another one need not be made. Collective."""
     if (
         config.balance.state != "auto"
         or config.parallel.data != "sharded"
@@ -69,7 +71,7 @@ def settled_weights(
         or mesh.axes.model > 1
     ):
         return state_weights(config, subject, mesh, local_world)
-    keeping = keeping or Keeping()
+    keeping, made = keeping or Keeping(), made or functools.cache(subject.model)
     group, sharding = JsonGroup(mesh.checkpoint), sharding_of(config)
     of = {
         "devices": group.all_objects(accelerator.name(mesh.device)),
@@ -83,11 +85,11 @@ def settled_weights(
     found = None
     for keeps in keeping.options:
         if before is not None:
-            rooms = _rooms(config, subject, mesh, local_world, WHOLE, keeps, keeping.there)
+            rooms = _rooms(config, made(), mesh, local_world, WHOLE, keeps, keeping.there)
             if _fit(before, *rooms):
                 return None if before == "even" else tuple(before)
         try:
-            found = state_weights(config, subject, mesh, local_world, keeps)
+            found = state_weights(config, subject, mesh, local_world, keeps, made)
             break
         except ConfigError:
             if keeps == keeping.options[-1]:
@@ -111,9 +113,12 @@ def recorded(paths: RunPaths, of: dict[str, Any]) -> Any:
     return found if usable or found == "even" else None
 
 
-def state_weights(config: "Config", subject: Subject, mesh: Mesh, local_world: int, keeps: Keeps = NONE) -> Weights:
+def state_weights(
+    config: "Config", subject: Subject, mesh: Mesh, local_world: int, keeps: Keeps = NONE,
+    made: Callable[[], Model] | None = None,
+) -> Weights:  # fmt: skip
     """How much of the state each rank holds, in order of rank, among those that hold a copy together; None: the same.
-    `keeps`: how often it lies in the memory that ranks on CPUs compute in.
+    `keeps`: how often it lies in the memory that ranks on CPUs compute in; `made` as in `settled_weights`.
 
     Collective, and the same on all ranks. Raises ConfigError where all of them together have no room for it.
     """
@@ -123,8 +128,9 @@ def state_weights(config: "Config", subject: Subject, mesh: Mesh, local_world: i
         return given
     if mesh.axes.model > 1:  # what follows is about ranks that hold a whole model each
         return None
-    left, needed = _rooms(config, subject, mesh, local_world, FOR_STATE, keeps)
-    most, _ = _rooms(config, subject, mesh, local_world, AT_MOST, keeps)
+    model = subject.model() if made is None else made()
+    left, needed = _rooms(config, model, mesh, local_world, FOR_STATE, keeps)
+    most, _ = _rooms(config, model, mesh, local_world, AT_MOST, keeps)
     try:
         shares = balance.state_shares(left, needed)
     except ConfigError:
@@ -133,7 +139,7 @@ def state_weights(config: "Config", subject: Subject, mesh: Mesh, local_world: i
 
 
 def _rooms(
-    config: "Config", subject: Subject, mesh: Mesh, local_world: int, part: float, keeps: Keeps, there: float = 0.0
+    config: "Config", model: Model, mesh: Mesh, local_world: int, part: float, keeps: Keeps, there: float = 0.0
 ) -> tuple[list[float], float]:
     """Bytes that `part` of the free memory, `there` included, has left for the state on each of the ranks that hold a
     copy together, and what the state needs on all of these. Collective."""
@@ -141,7 +147,7 @@ def _rooms(
     on_host = mesh.device.type == "cpu"
     free = float(accelerator.memory_free(mesh.device, local_world)) + (there if on_host else 0.0)
     degree = sharding.degree or mesh.world
-    model, rule = subject.model(), make_rule(config.optim)
+    rule = make_rule(config.optim)
     buckets = lay_out(describe(model, own_units(model), rule), (1.0,) * degree, apart=sharding.apart)
     precision = precision_of(config.train.dtype, mesh)
     items = held_bytes(buckets, 0, sharding, precision, rule, accumulates=True)

@@ -99,14 +99,15 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, tell, may_commit, injector.writing)
         subject = subject_of(config, job.spec, job.paths)
         same = placement.kept is not None and placement.nodes == 1  # where it has been all the time
-        keeping = keeping_of(config, placement, mesh)
-        weights = settled_weights(config, subject, mesh, placement.local_world, job.paths, records, same, keeping)
+        keeping, made = keeping_of(config, placement, mesh), functools.cache(subject.model)
+        weights = settled_weights(config, subject, mesh, placement.local_world, job.paths, records, same, keeping, made)
         speeds, link = know(config, subject, placement, mesh, job.paths, records, weights)
         config = stage_lengths.settled(config, subject, mesh, job.paths, records)
         memory = memory_of(config, placement, mesh, job.paths, records)
-        parts = build(
-            config, job.spec, mesh, job.train_tokens, job.held_out_tokens, job.paths, speeds, link, weights, memory
-        )
+        # A task of a user's own, which may remember what it was asked to measure, is asked anew.
+        again = None if subject.spec is None else (subject, made())
+        tokens = job.train_tokens, job.held_out_tokens
+        parts = build(config, job.spec, mesh, *tokens, job.paths, speeds, link, weights, memory, again)
         loop = Loop(job, placement, mesh, parts, records, saver, stop, moments, memory)
         try:
             with loop.inside:

@@ -174,17 +174,25 @@ def walks(placement: Placement, folder: str, kind: str, by: str) -> dict[str, An
             source.read(name, what, start, start + len(tensor), out)
             far &= torch.equal(out, tensor)
         found["by coordinates"] = far
-        # A spare: it takes up the file of rank 0 as it is, from where it is.
+        # A spare: it takes up the file of rank 0 as it is, from where it is, and has no replica of rank 1.
         if placement.rank == 0:
-            own.unlink()
+            for path in (own, *state_file.files_in(node.folder / state_file.REPLICAS)):
+                path.unlink()
         mesh.sum([0.0])
         if by == "by gradients" and placement.rank == 0:  # as an agent does, before there are ranks
             node.keeper.fetch(files[0].path, node.address(1), kept.step, 2)
-        again = made(mesh, kind, memory_of(mesh, node, events, kept, generation=2))
+        again = made(mesh, kind, memory_of(mesh, node, events, kept, generation=2, rule=RULES[by]))
         found["copies"] = log.read_text().split().count("_fill")
         same = {(p.name, p.kind, p.start): p.tensor.clone() for p in again.inner.pieces()}
         found["attached"] = again.memory.attached
         found["as it is"] = mine.keys() == same.keys() and all(torch.equal(mine[key], same[key]) for key in mine)
+        mesh.sum([0.0])
+        log.write_text("")
+        again.inner.begin_after(kept.step)
+        step(again, 6, mesh)
+        settle(again, mesh)
+        found["came on by"], found["holds on"] = log.read_text().split(), node.holds()
+        mesh.sum([0.0])
         engine.inner.close()
         again.inner.close()
         return found
@@ -207,6 +215,10 @@ def test_the_other_node_has_each_step_and_all_is_there_without_the_first(kind: s
         assert decided["reason"] == f"the state of 2 of 2 ranks is kept on a second node, which gets {HOW[by]}"
         again = by == "by gradients"
         assert each["came by"] == ["_write", *(["_make_again"] * 4 if again else ["_write"] * 4)]
+        # Who has it all still makes the next step of it; who has nothing gets that step alone.
+        assert each["came on by"] == ["_make_again" if again and rank == 1 else "_write"]
+        there = [6] if rank == 0 else [5, 6]
+        assert each["holds on"] == [[rank, [5, 6], False], [1 - rank, there, True]]
 
 
 def goes_back(placement: Placement, folder: str) -> list[Any]:
@@ -489,9 +501,13 @@ def breaks_off(placement: Placement, folder: str) -> list[Any]:
                 found.append(receive(connection))
         connection.close()
         wait_until(lambda: node.holds() == [[0, [5], True]], 5)
+    # A rank goes on from a step before that: what is behind it is walked again.
+    connection = call(node.address(0), SECRET, {"role": ROLE, "attempt": 2}, 5.0)
+    send(connection, {"keep": form | {"newest": 4}})
+    found += [receive(connection)["steps"], node.holds()]
     return found
 
 
 def test_what_is_torn_or_damaged_on_its_way_is_not_there(tmp_path: Path) -> None:
     [found] = run_ranks(breaks_off, 1, folder=str(tmp_path))
-    assert found == [[], {"kept": 5}, [5], {"kept": 5}, {"kept": 6}]
+    assert found == [[], {"kept": 5}, [5], {"kept": 5}, {"kept": 6}, [], [[0, [], True]]]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster.orders import Seat, kept_of, seat_of, taken_from_others
+from phalanx.cluster.orders import Seat, kept_of, replicas_of_before, seat_of, taken_from_others
 from phalanx.kept import BARE, Choice, Held, Kept, choice_to_message
 
 SHARED = Path("/memory")
@@ -51,3 +51,14 @@ def test_what_begins_here_and_lies_elsewhere_is_taken_as_it_is_by_the_same_rank_
     assert taken(order(everything, ranks=(1, 1)), 2) == []  # fewer ranks read by coordinates
     assert taken(order(everything | {2: (0, held(2, BARE))}), 2) == []  # another rank has the state of this one
     assert taken(order({}), 2) == []
+
+
+def test_a_node_goes_on_with_the_replicas_of_the_ranks_before_its_own_as_long_as_these_are_as_many() -> None:
+    everything = {0: (0, held(0)), 1: (0, held(1)), 2: (0, held(2, replica=True))}
+    start = order(everything)
+    names = [f"replicas/state-000004-{rank:05d}" for rank in range(3)]
+    assert [replicas_of_before(start, node) for node in (0, 1, 2)] == [names[2:], [], names[:2]]
+    assert replicas_of_before(order(everything, ranks=(1, 1)), 0) == []  # their files will look otherwise
+    assert replicas_of_before(order({}), 0) == []
+    alone = {"seats": [0], "ranks": [3], "kept": start["kept"]}
+    assert replicas_of_before(alone, 0) == []  # there is no other node
