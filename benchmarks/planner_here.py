@@ -227,6 +227,7 @@ def compare_times(planned: Mapping[str, Plan], taken: Mapping[str, float]) -> tu
             "computing %": 100 * said.terms["compute"] / said.step_s,
             "communication %": 100 * said.terms["communication"] / said.step_s,
             "bubble and imbalance %": 100 * (said.terms["bubble"] + said.terms["imbalance"]) / said.step_s,
+            "updating and keeping %": 100 * (said.terms["optimizer"] + said.terms["commit"]) / said.step_s,
         })  # fmt: skip
     checks = [harness.at_most("steps: mean error", statistics.mean(map(abs, off.values())), ACCURACY)]
     if PICKED in taken:

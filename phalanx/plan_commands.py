@@ -32,8 +32,8 @@ STEP_S = 10.0  # of a job of which nobody says what it trains
 CHECKPOINT_S = 10.0
 # Parameters that only a simulation reads; only a plan; and only a plan's question, which a simulation may do without.
 SIMULATED = (
-    "gpus", "per_node", "days", "keep", "detect", "restart", "checkpoint_time", "spares", "stragglers_every",
-    "stalls_every", "seed",
+    "gpus", "per_node", "days", "keep", "detect", "restart", "checkpoint_time", "commit_time", "copies_every", "spares",
+    "stragglers_every", "stalls_every", "seed",
 )  # fmt: skip
 SAID = ("tokens", "price", "wish", "out")
 ASKED = ("cluster_text", "hardware_path")
@@ -73,9 +73,12 @@ def plan_command(
     ] = None,
     days: Annotated[float, typer.Option(min=0.01, max=3650.0, help="With --simulate: how long.")] = 30.0,
     keep: Annotated[
-        large.Keep,
-        typer.Option(help="With --simulate: what outlives a failure; each step in memory, or there on two nodes."),
-    ] = "checkpoints",
+        large.Keep | None,
+        typer.Option(
+            help="With --simulate: what outlives a failure; each step in memory, or there on two nodes. "
+            "Default: what the recipe's resilience keeps; checkpoints."
+        ),
+    ] = None,
     detect: Annotated[str, typer.Option(metavar="TIME", help="With --simulate: until a failure is noticed.")] = "1s",
     restart: Annotated[
         str | None,
@@ -86,6 +89,16 @@ def plan_command(
     checkpoint_time: Annotated[
         str | None, typer.Option(metavar="TIME", help="With --simulate: for which a checkpoint holds training up.")
     ] = None,
+    commit_time: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="With --simulate: by which a step is longer that is kept in memory."),
+    ] = None,
+    copies_every: Annotated[
+        int,
+        typer.Option(
+            min=1, help="With --simulate --keep copies: steps of which two nodes keep one, as resilience.replicate."
+        ),
+    ] = 1,
     spares: Annotated[int, typer.Option(min=0, help="With --simulate: nodes that wait beside the others.")] = 4,
     stragglers_every: Annotated[
         str | None, typer.Option(metavar="TIME", help="With --simulate: until a node is slow for an hour.")
@@ -119,9 +132,17 @@ def plan_command(
         _refuse_unread(context, SIMULATED, "without --simulate")
     else:
         _refuse_unread(context, SAID, "with --simulate, which writes no plan")
-        by_recipe = recipe_path is not None
-        why = "for a plan's own devices" if by_recipe else "without a recipe"
-        _refuse_unread(context, ("per_node",) if by_recipe else ASKED, why)
+        if recipe_path is None:
+            _refuse_unread(context, ASKED, "without a recipe")
+            if keep != "copies":
+                _refuse_unread(context, ("copies_every",), "without --keep copies")
+            if keep in (None, "checkpoints"):
+                _refuse_unread(context, ("commit_time",), "without --keep memory or copies")
+        else:
+            _refuse_unread(context, ("per_node",), "for a plan's own devices")
+            _refuse_unread(
+                context, ("commit_time", "copies_every"), "for a recipe, of whose own steps and keys both are"
+            )
     mtbf_s = None if mtbf is None else parse.seconds(mtbf, "--mtbf")
     lived = None if run is None else _lived(run)
     wanted = record.Wanted(None if tokens is None else parse.amount(tokens, "--tokens"), price, mtbf_s, wish, lived)
@@ -131,7 +152,7 @@ def plan_command(
         raise ConfigError(
             "there is no recipe to plan for; name one, such as recipes/llama-3-8b.yaml, or add --simulate"
         )
-    found = None if recipe_path is None else _planned(recipe_path, overrides or [], cluster_text, hardware_path)
+    found = None if recipe_path is None else _planned(recipe_path, overrides or [], cluster_text, hardware_path, keep)
     terminal = open_terminal()
     if found is not None and not found[2].plans:
         question, cluster, nothing = found
@@ -145,6 +166,10 @@ def plan_command(
         raise typer.Exit(ExitCode.CONFIG)
     if simulate:
         job = _job(found, gpus, per_node, mtbf_s, days, keep, spares, seed, lived)
+        if commit_time is not None:
+            job = replace(job, commit_s=parse.seconds(commit_time, "--commit-time"))
+        if found is None:
+            job = replace(job, copies_every=copies_every)
         job = replace(
             job,
             detect_s=parse.seconds(detect, "--detect"),
@@ -187,7 +212,9 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _planned(path: Path, overrides: list[str], text: str | None, file: Path | None) -> tuple[Question, Cluster, Found]:
+def _planned(
+    path: Path, overrides: list[str], text: str | None, file: Path | None, keep: large.Keep | None
+) -> tuple[Question, Cluster, Found]:
     """The question that a command line asks, and what was found."""
     if (text is None) == (file is None):
         raise ConfigError(
@@ -200,6 +227,8 @@ def _planned(path: Path, overrides: list[str], text: str | None, file: Path | No
     else:
         cluster = measured.cluster_of(known, measured.constants_of(known))
     config = free(recipe.load(path, overrides), overrides)
+    if keep is not None:
+        config = recipe.update(config, large.keys_for(keep, config.resilience))
     constants = DEFAULT if known is None else measured.constants_of(known)
     question = Question(config, _folder_spec(config), tuple(overrides), constants)
     return question, cluster, question.on(cluster)
@@ -219,12 +248,12 @@ def _folder_spec(config: Config) -> ModelSpec | None:
 
 def _job(
     found: tuple[Question, Cluster, Found] | None, gpus: int | None, per_node: int, mtbf_s: float | None, days: float,
-    keep: large.Keep, spares: int, seed: int, lived: Experience | None = None,
+    keep: large.Keep | None, spares: int, seed: int, lived: Experience | None = None,
 ) -> large.Job:  # fmt: skip
     """What is simulated: the plan's devices and steps, or as many as the command line says, of an assumed step."""
     job = large.Job(
-        devices=gpus or 0, per_node=per_node, mtbf_s=0.0, days=days, step_s=STEP_S, step_assumed=True, keep=keep,
-        checkpoint_s=CHECKPOINT_S, spares=spares, seed=seed,
+        devices=gpus or 0, per_node=per_node, mtbf_s=0.0, days=days, step_s=STEP_S, step_assumed=True,
+        keep=keep or "checkpoints", checkpoint_s=CHECKPOINT_S, spares=spares, seed=seed,
     )  # fmt: skip
     if lived is not None:
         # Of a recovery it is not known how long it took to notice the failure.
@@ -234,19 +263,23 @@ def _job(
     if found is None and gpus is None:
         raise ConfigError("--simulate needs to know how many devices there are; give --gpus, or a recipe and a cluster")
     if found is not None:
-        best = found[2].best
+        best, resilience = found[2].best, found[0].config.resilience
         if gpus not in (None, best.devices):
             raise ConfigError(
                 f"--gpus {gpus} and a plan for {best.devices} devices are two clusters; leave one of them out"
             )
-        saving = record.saving_of(best, mtbf_s, lived)
+        saving, commit_s = record.saving_of(best, mtbf_s, lived), best.estimate.terms["commit"]
+        per_node = math.gcd(best.devices, *(group.per_node for group in best.cluster.groups))
         job = replace(
             job,
             devices=best.devices,
-            per_node=math.gcd(best.devices, *(group.per_node for group in best.cluster.groups)),
-            step_s=best.estimate.step_s,
+            per_node=per_node,
+            step_s=best.estimate.step_s - commit_s,
             step_assumed=False,
             checkpoint_s=saving["checkpoint_s"],
+            commit_s=commit_s,
+            keep=keep or large.kept_by(resilience, best.devices // per_node),
+            copies_every=resilience.replicate if isinstance(resilience.replicate, int) else 1,
             group=best.choice.tensor * best.choice.pipeline,
         )
     return replace(job, mtbf_s=mtbf_s if mtbf_s is not None else record.DEVICE_MTBF_S / job.devices)

@@ -24,6 +24,7 @@ WORDS = {
     "bubble": "waiting for other stages",
     "imbalance": "waiting for slower devices or larger stages",
     "optimizer": "the update",
+    "commit": "keeping the step in memory",
     "offload": "the way to the host's memory",
     "other": "everything else",
 }

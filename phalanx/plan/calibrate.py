@@ -215,10 +215,11 @@ def _host_s(parts: Mapping[tuple[str, ...], float]) -> float | None:
 
 def _update(run: Run, found: Hardware, parts: Mapping[tuple[str, ...], float], said: list[str]) -> float | None:
     """How many times as fast updates are as the memory of a device's kind would have them."""
-    took = parts.get(("optimizer",), 0.0)
+    took = parts.get(compared.UPDATED, 0.0)
     if took <= 0:
         return None
-    thought = _foretold(run, found).estimate.terms["optimizer"]
+    terms = _foretold(run, found).estimate.terms
+    thought = sum(terms[name] for name in compared.UPDATED)
     if thought <= 0:
         return None
     speed = min(UPDATES[1], max(UPDATES[0], thought / took))

@@ -15,6 +15,7 @@ WARM_UP, ENOUGH = 5, 20  # steps of an attempt that are left out, and after whic
 FAR = 0.15  # relative error from which on the part that is off is named
 COMPUTED = ("compute", "offload")
 WAITED = ("communication", "bubble")
+UPDATED = ("optimizer", "commit")  # an update writes to where its step is kept
 ALL = tuple(WORDS)
 
 
@@ -30,7 +31,7 @@ def compared(
     if len(steps) < ENOUGH:
         return None
     step_s = median(record["step_s"] for record in taken)
-    terms: Mapping[str, float] = expected["terms"]
+    terms: Mapping[str, float] = dict.fromkeys(WORDS, 0.0) | expected["terms"]
     rows: list[dict[str, Any]] = [
         {
             "name": " and ".join(WORDS[name] for name in names if terms[name] > 0) or WORDS[names[0]],
@@ -69,7 +70,7 @@ def measured_parts(taken: Sequence[Mapping[str, Any]], beside: bool) -> dict[tup
         if not busy:
             return {ALL: step_s}
         slowest, average = median(map(max, busy)), median(map(mean, busy))
-        rest = (*WAITED, "optimizer", "other")
+        rest = (*WAITED, *UPDATED, "other")
         return {COMPUTED: average, ("imbalance",): slowest - average, rest: max(0.0, step_s - slowest)}
     update_s = median(updates)
     waits = median(record["wait_s"] or 0.0 for record in taken)
@@ -79,7 +80,7 @@ def measured_parts(taken: Sequence[Mapping[str, Any]], beside: bool) -> dict[tup
         COMPUTED: max(0.0, average - data_s - (0.0 if beside else update_s)),
         ("imbalance",): slowest - average,
         WAITED: max(0.0, step_s - slowest - (update_s if beside else 0.0)),
-        ("optimizer",): update_s,
+        UPDATED: update_s,
         ("other",): data_s,
     }
 

@@ -19,7 +19,17 @@ from phalanx.plan.kinds import Kind
 from phalanx.plan.memory import Held, held, parameters_of
 from phalanx.plan.work import Work
 
-TERMS = ("compute", "communication", "bubble", "imbalance", "optimizer", "offload", "other")
+TERMS = ("compute", "communication", "bubble", "imbalance", "optimizer", "commit", "offload", "other")
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What a node sends to another one that keeps a copy of its state: bytes of each `every`th step, and the seconds
+    by which a step is longer for it on average, which are part of `communication`."""
+
+    every: int
+    node_bytes: float
+    waits_s: float
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,7 @@ class Estimate:
     memory: tuple[Held, ...]
     tokens_per_s: float
     mfu: float  # of the data-sheets' peak of all devices that are used
+    replicas: Replicas | None = None  # None: no node gets what another one has
 
     @property
     def fits(self) -> bool:
@@ -93,25 +104,36 @@ class Model:
         part = micro_batches * average / max(longest, 1e-30)
         critical = max(stages, key=lambda stage: stage.total_s)
         taken = links.taken(run.kinds[stages.index(critical)], self.cluster, constants)
+        others = [self._update_s(choice, each, layers) for each in runs if each is not run]
+        update_s = max([travel.update_s, *others])
+        found = self._memory(choice, runs, layers, copies, micro_batches)
         terms = {
             "compute": part * (longest - critical.waits_s - critical.offload_s),
             "communication": part * critical.waits_s + travel.exposed_s + taken * travel.hidden_s,
             "bubble": fill,
             "imbalance": micro_batches * (longest - average),
-            "optimizer": travel.update_s,
+            "optimizer": update_s,
+            "commit": 0.0,
             "offload": part * critical.offload_s,
         }
+        # What is copied and sent of a step has until the update of the next one, beside what that sends itself.
+        window_s = sum(terms.values()) - update_s
+        if all(each.keeps.own for each in found):  # else none of them has room
+            terms["commit"] = max(exchange.commit_s(each.kind, each.state_bytes, window_s, constants) for each in found)
+        replicas = self._replicas(found, window_s - travel.exposed_s - travel.hidden_s)
+        if replicas is not None:
+            terms["communication"] += replicas.waits_s
         busy = sum(terms.values())
         waits = constants.jitter * links.doublings(copies) * busy
         terms["other"] = constants.step_s + waits
         step_s = busy + terms["other"]
         peak = sum(
-            max(0, min(behind, devices) - begin) * group.kind.peak(_counted(work, group.kind)) / group.kind.speed
+            max(0, min(behind, devices) - begin) * group.kind.peak(counted(work, group.kind)) / group.kind.speed
             for begin, behind, group in self.cluster.spans
         )
         tokens_per_s = work.tokens / step_s
-        found = self._memory(choice, runs, layers, copies, micro_batches)
-        return Estimate(step_s, terms, found, tokens_per_s, tokens_per_s * work.flops_per_token() / peak)
+        mfu = tokens_per_s * work.flops_per_token() / peak
+        return Estimate(step_s, terms, found, tokens_per_s, mfu, replicas)
 
     # ------------------------------------------------------------------------------------------------------- who is who
 
@@ -169,7 +191,7 @@ class Model:
 
     def _slowest(self, first: int, tensor: int) -> Kind:
         kinds = [group.kind for begin, behind, group in self.cluster.spans if begin < first + tensor and first < behind]
-        return min(kinds, key=lambda kind: kind.peak(_counted(self.work, kind)) * kind.sustained)
+        return min(kinds, key=lambda kind: kind.peak(counted(self.work, kind)) * kind.sustained)
 
     def _nodes(self, devices: int) -> int:
         nodes = 0
@@ -265,6 +287,36 @@ class Model:
                 worst = found
         return worst
 
+    def _update_s(self, choice: Choice, run: Run, layers: tuple[int, ...]) -> float:
+        """Of the stage that takes longest. All wait for what any copy updates, also one that computes longest and owns
+        nothing."""
+        longest = 0.0
+        for number, kind in enumerate(run.kinds):
+            ends = number == 0, number == choice.pipeline - 1
+            parameters, *_ = parameters_of(self.work, choice.tensor, layers[number], *ends)
+            own = parameters * run.owns if choice.zero else parameters
+            longest = max(longest, exchange.update_s(self.work, kind, own, self.constants))
+        return longest
+
+    def _replicas(self, found: tuple[Held, ...], idle_s: float) -> Replicas | None:
+        """What sending replicas costs where the network has nothing else to do for `idle_s` of a step. A CPU copies
+        what it sends and gets itself, as it does in collectives."""
+        work, constants, node_bytes, copying_s = self.work, self.constants, 0.0, 0.0
+        if not all(each.keeps.replicas for each in found):
+            return None
+        for each in found:
+            kind, sent = each.kind, each.state_bytes
+            if each.keeps.replays:  # gradients, by which the update is made again
+                sent *= work.master_bytes / (work.master_bytes + work.state_bytes)
+            beside = max(group.per_node for group in self.cluster.groups if group.kind == kind)
+            node_bytes = max(node_bytes, beside * sent)
+            if kind.on_host:
+                moved_s = links.COPIES * sent / (kind.memory_bytes_per_s * constants.memory_share)
+                copying_s = max(copying_s, moved_s)
+        every = work.replicate if isinstance(work.replicate, int) else 1
+        sent_s = 8.0 * node_bytes / (self.cluster.between_bits_per_s * constants.far_share)
+        return Replicas(every, node_bytes, (max(0.0, sent_s - max(0.0, idle_s)) + copying_s) / every)
+
     # ----------------------------------------------------------------------------------------------------------- memory
 
     def replicated(self, choice: Choice, copies: int) -> bool:
@@ -300,6 +352,6 @@ def even(total: int, parts: int) -> tuple[int, ...]:
     return (each + 1,) * rest + (each,) * (parts - rest)
 
 
-def _counted(work: Work, kind: Kind) -> str:
+def counted(work: Work, kind: Kind) -> str:
     """The type whose peak counts: what is multiplied in, of a device that has it."""
     return work.precision if work.precision in kind.flop_per_s else "bf16" if "bf16" in kind.flop_per_s else "fp16"

@@ -14,6 +14,10 @@ from phalanx.plan.kinds import Kind
 from phalanx.plan.links import Ring
 from phalanx.plan.work import Work
 
+# Over what an update on a CPU writes to another place, so that the step before stays whole: the old is read, and the
+# new place fetched before it is written.
+COMMIT_PASSES = 3.0
+
 
 @dataclass(frozen=True)
 class Travel:
@@ -33,6 +37,17 @@ def update_s(work: Work, kind: Kind, own: float, constants: Constants) -> float:
     latter two written, the weight to compute with written; and the gradient is read for its norm and cleared."""
     moved = 3.0 * work.reduce_bytes + 2.0 * (work.master_bytes + work.state_bytes) + work.gather_bytes
     return work.trained * own * moved / (kind.memory_bytes_per_s * constants.memory_share * kind.update)
+
+
+def commit_s(kind: Kind, state_bytes: float, window_s: float, constants: Constants) -> float:
+    """Seconds by which a step is longer since its state is kept in memory that outlives the ranks.
+
+    A CPU's update writes it to another place (docs/benchmarks.md has that measured). An accelerator's is copied to the
+    host while the next step computes for `window_s`, and the next update waits for what is left of it.
+    """
+    if kind.on_host:
+        return COMMIT_PASSES * state_bytes / (kind.memory_bytes_per_s * constants.memory_share * kind.update)
+    return max(0.0, state_bytes / kind.host_bytes_per_s - window_s)
 
 
 def travel(

@@ -11,6 +11,7 @@ scalable multi-level checkpointing system", 2010).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from phalanx.errors import ConfigError
@@ -120,14 +121,16 @@ def _steps(seconds: float, step_s: float) -> int:
     return max(1, round(seconds / step_s))
 
 
-def recovery_for_s(aim: float, saving: Saving) -> float | None:
-    """The longest recovery, in place of that of `saving`, with which a job still has a goodput of `aim` at the best
-    intervals; None where saving alone costs more than that leaves."""
+def recovery_for_s(
+    aim: float, saving: Saving, goodput_of: Callable[[Saving], float] = lambda saving: best(saving).goodput
+) -> float | None:
+    """The longest recovery, in place of that of `saving`, with which a job still has a goodput of `aim`, at the best
+    intervals or those of `goodput_of`; None where saving alone costs more than that leaves."""
     if not 0 < aim < 1:
         raise ConfigError(f"a goodput of {aim:g} cannot be aimed at; give a share above 0 and below 1, such as 0.95")
 
     def reached(recovery_s: float) -> bool:
-        return best(replace(saving, recovery_s=recovery_s)).goodput >= aim
+        return goodput_of(replace(saving, recovery_s=recovery_s)) >= aim
 
     if not reached(0.0):
         return None

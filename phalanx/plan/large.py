@@ -9,6 +9,7 @@ from phalanx.errors import ConfigError
 from phalanx.plan import intervals
 from phalanx.plan.advice import Question
 from phalanx.plan.cluster import Cluster
+from phalanx.plan.cost import counted
 from phalanx.plan.record import HARDWARE_SHARE
 from phalanx.plan.search import Found, Plan
 from phalanx.plan.simulate import Scenario, simulate
@@ -23,10 +24,29 @@ Keep = Literal["checkpoints", "memory", "copies"]
 TAKES_BACK: dict[Keep, float] = {"checkpoints": 1.0, "memory": HARDWARE_SHARE, "copies": 0.0}
 
 
+def kept_by(resilience: ResilienceSection, nodes: int) -> Keep:
+    """What outlives a failure of a run with such a section, where there is room for it."""
+    if resilience.memory is False:
+        return "checkpoints"
+    return "memory" if resilience.replicate == "off" or nodes == 1 else "copies"
+
+
+def keys_for(keep: Keep, resilience: ResilienceSection) -> dict[str, Any]:
+    """The keys of a recipe with which that outlives a failure."""
+    if keep == "checkpoints":
+        return {"resilience.memory": False, "resilience.replicate": "off"}
+    every = "every_step" if resilience.replicate == "off" else resilience.replicate
+    return {
+        "resilience.memory": resilience.memory or "auto",
+        "resilience.replicate": "off" if keep == "memory" else every,
+    }
+
+
 @dataclass(frozen=True)
 class Job:
-    """What is to be simulated; seconds. `step_assumed`: nobody has said what it trains. `group`: devices that hold a
-    copy of the model together."""
+    """What is to be simulated; seconds. `step_assumed`: nobody has said what it trains. `commit_s` comes to `step_s`
+    where steps are kept, and of those that are copied it is each `copies_every`th. `group`: devices that hold a copy of
+    the model together."""
 
     devices: int
     per_node: int
@@ -38,6 +58,8 @@ class Job:
     keep: Keep
     spares: int
     seed: int
+    commit_s: float = 0.0
+    copies_every: int = 1
     group: int = 1
     detect_s: float = 1.0
     restart_s: float = 60.0
@@ -48,10 +70,27 @@ class Job:
     def nodes(self) -> int:
         return self.devices // self.per_node
 
-    def saving(self, step_s: float, mtbf_s: float, keep: Keep) -> intervals.Saving:
-        """As the closed forms take it."""
-        recovery_s = self.detect_s + self.restart_s
-        return intervals.Saving(step_s, mtbf_s, recovery_s, self.checkpoint_s, hard=TAKES_BACK[keep])
+    def saving(self, keep: Keep) -> intervals.Saving:
+        """As the closed forms take it. A lost node takes the run back to the last step that another one has: as to a
+        checkpoint that costs nothing."""
+        recovery_s, commit_s = self.detect_s + self.restart_s, 0.0 if keep == "checkpoints" else self.commit_s
+        if self.goes_back(keep):
+            return intervals.Saving(self.step_s, self.mtbf_s, recovery_s, 0.0, commit_s, HARDWARE_SHARE)
+        return intervals.Saving(self.step_s, self.mtbf_s, recovery_s, self.checkpoint_s, commit_s, TAKES_BACK[keep])
+
+    def goes_back(self, keep: Keep) -> bool:
+        """Whether a lost node takes steps back that are kept, since not all of them are copied."""
+        return keep == "copies" and self.copies_every > 1
+
+    def checkpoint_steps(self, keep: Keep) -> int | None:
+        """Steps between checkpoints; None: no failure takes back to one."""
+        return None if self.goes_back(keep) else intervals.best(self.saving(keep)).checkpoint_steps
+
+    def goodput(self, keep: Keep, saving: intervals.Saving | None = None) -> float:
+        """By the closed form, each step being committed; `saving`: in place of its own."""
+        saving = saving or self.saving(keep)
+        steps = self.copies_every if self.goes_back(keep) else intervals.best(saving).checkpoint_steps
+        return intervals.goodput(saving, 1, steps)
 
 
 def simulated(
@@ -63,12 +102,13 @@ def simulated(
             f"--gpus {job.devices} are no whole nodes of {job.per_node} devices, or more than {MOST_DEVICES:,}; give a "
             "multiple, or another --per-node"
         )
-    best = intervals.best(job.saving(job.step_s, job.mtbf_s, job.keep))
+    keep, checkpoint_steps = job.keep, job.checkpoint_steps(job.keep)
     outcome = simulate(
         Scenario(
             nodes=job.nodes, span_s=job.days * 86400, mtbf_s=job.mtbf_s, step_s=job.step_s, hard=HARDWARE_SHARE,
-            detect_s=job.detect_s, restart_s=job.restart_s, memory=job.keep != "checkpoints",
-            copied=job.keep == "copies", checkpoint_steps=best.checkpoint_steps or 0, checkpoint_s=job.checkpoint_s,
+            detect_s=job.detect_s, restart_s=job.restart_s, memory=keep != "checkpoints",
+            commit_s=job.saving(keep).commit_s, copied=job.copies_every if keep == "copies" else 0,
+            checkpoint_steps=checkpoint_steps or 0, checkpoint_s=job.checkpoint_s,
             spares=job.spares, straggler_every_s=job.straggler_every_s, stall_every_s=job.stall_every_s,
             hang_s=_hang_s(resilience, job.step_s), policy=_policy(resilience, job),
         ),
@@ -78,14 +118,15 @@ def simulated(
         "version": 1,
         "job": {
             "devices": job.devices, "nodes": job.nodes, "mtbf_s": job.mtbf_s, "step_s": job.step_s,
-            "step_assumed": job.step_assumed, "checkpoint_s": job.checkpoint_s, "keep": job.keep,
-            "checkpoint_steps": best.checkpoint_steps,
+            "step_assumed": job.step_assumed, "checkpoint_s": job.checkpoint_s, "keep": keep,
+            "checkpoint_steps": checkpoint_steps, "commit_s": job.saving(keep).commit_s,
+            "copies_every": job.copies_every,
             "detect_s": job.detect_s, "restart_s": job.restart_s, "spares": job.spares, "seed": job.seed,
         },
         "span_s": outcome.span_s,
         "goodput": outcome.goodput,
-        "closed_form": best.goodput,
-        "if_kept": {keep: intervals.best(job.saving(job.step_s, job.mtbf_s, keep)).goodput for keep in TAKES_BACK},
+        "closed_form": job.goodput(keep),
+        "if_kept": {each: job.goodput(each) for each in TAKES_BACK},
         "seconds": outcome.seconds,
         "steps": outcome.steps,
         "attempts": outcome.attempts,
@@ -96,33 +137,60 @@ def simulated(
         "fewest": outcome.fewest,
         "ended": outcome.ended,
         "recovery_for": [
-            (aim, intervals.recovery_for_s(aim, job.saving(job.step_s, job.mtbf_s, job.keep))) for aim in AIMS
+            (aim, intervals.recovery_for_s(aim, job.saving(keep), lambda saving: job.goodput(keep, saving)))
+            for aim in AIMS
         ],
+        "mixed": question is not None and len(question[1].groups) > 1,
         "scaling": [_scaled(job, size, question) for size in SIZES],
     }  # fmt: skip
 
 
 def _scaled(job: Job, devices: int, question: tuple[Question, Cluster, Found] | None) -> dict[str, Any]:
-    """As many devices of the same kind (of unlike ones of the first), in whole nodes, each failing as often; the same
-    steps, where it is known what they are."""
-    step_s = job.step_s
-    rates: dict[str, float | None] = {}
+    """As many devices in whole nodes, unlike ones in the same mix, each failing as often; the same steps, where it is
+    known what they are. Tokens per second are of steps alone, without commits, as the goodput is."""
+    there_job, rates = job, dict[str, float | None]()
     if question is not None:
         asked, cluster, found = question
-        group = cluster.groups[0]
-        there = replace(cluster, groups=(replace(group, nodes=max(1, devices // group.per_node)),))
+        there = mixed(cluster, devices)
         devices = there.devices
         plan, best = _best_on(there, asked, found), found.best
         rates = {"tokens_per_s": None, "of_ideal": None}
         if plan is not None:
-            step_s, per_s = plan.estimate.step_s, plan.estimate.tokens_per_s
-            rates = {"tokens_per_s": per_s, "of_ideal": per_s * best.devices / (best.estimate.tokens_per_s * devices)}
-    mtbf_s = job.mtbf_s * job.devices / devices
-    best_of = intervals.best(job.saving(step_s, mtbf_s, job.keep))
-    every_s = None if best_of.checkpoint_steps is None else best_of.checkpoint_steps * step_s
+            step_s, commit_s = plan.estimate.step_s, plan.estimate.terms["commit"]
+            there_job = replace(job, step_s=step_s - commit_s, commit_s=commit_s)
+            alike = plan.estimate.tokens_per_s / best.estimate.tokens_per_s
+            ideal = _power(there, there.devices, asked) / _power(best.cluster, best.devices, asked)
+            per_s = plan.estimate.tokens_per_s * step_s / there_job.step_s
+            rates = {"tokens_per_s": per_s, "of_ideal": alike / ideal}
+    there_job = replace(there_job, mtbf_s=job.mtbf_s * job.devices / devices)
+    steps = there_job.checkpoint_steps(job.keep)
     return {
-        "devices": devices, "mtbf_s": mtbf_s, **rates, "checkpoint_every_s": every_s, "goodput": best_of.goodput,
+        "devices": devices, "mtbf_s": there_job.mtbf_s, **rates,
+        "checkpoint_every_s": None if steps is None else steps * there_job.step_s,
+        "goodput": there_job.goodput(job.keep),
     }  # fmt: skip
+
+
+def mixed(cluster: Cluster, devices: int) -> Cluster:
+    """About as many devices in whole nodes, of each group as large a part as there is now: what is left by rounding
+    down goes to the groups that lack most."""
+    nodes = max(1, round(devices * cluster.nodes / cluster.devices))
+    exact = [nodes * group.nodes / cluster.nodes for group in cluster.groups]
+    whole = [int(part) for part in exact]
+    lacking = sorted(range(len(exact)), key=lambda number: whole[number] - exact[number])
+    for number in lacking[: nodes - sum(whole)]:
+        whole[number] += 1
+    groups = [replace(group, nodes=count) for group, count in zip(cluster.groups, whole, strict=True) if count]
+    return replace(cluster, groups=tuple(groups))
+
+
+def _power(cluster: Cluster, devices: int, question: Question) -> float:
+    """What the first devices multiply in a second together."""
+    work = question.work(cluster)
+    return sum(
+        max(0, min(behind, devices) - begin) * group.kind.peak(counted(work, group.kind)) * group.kind.sustained
+        for begin, behind, group in cluster.spans
+    )
 
 
 def _best_on(there: Cluster, question: Question, near: Found) -> Plan | None:

@@ -5,7 +5,7 @@ For this project's own engine the rule is that of `optim.memory`, which needs to
 
 from dataclasses import dataclass
 
-from phalanx.kept_bytes import in_room, keeps_of
+from phalanx.kept_bytes import NONE, Keeps, in_room, keeps_of
 from phalanx.plan.choice import Choice
 from phalanx.plan.constants import Constants
 from phalanx.plan.kinds import Kind
@@ -38,6 +38,7 @@ class Held:
     stage: int
     parts: dict[str, float]
     state_bytes: float = 0.0  # of the master weights and moments that it owns, once: what is committed and saved of it
+    keeps: Keeps = NONE  # how often its state, and that of another node's device, lies in memory that outlives ranks
 
     @property
     def total(self) -> float:
@@ -133,6 +134,9 @@ def held(
     state_own = whole if choice.engine == "ddp" or zero == 0 else own
     parts["master weights"] = state_own * trained * work.master_bytes * choice.slots if apart else 0.0
     parts["optimizer state"] = state_own * trained * work.state_bytes * choice.slots
+    # What accelerators commit is copied to their host, as it is. Nothing is known of the room there, which is taken to
+    # be enough.
+    keeps = keeps_of(work.memory, work.replicate, replicated, replays=False)[0]
     if kind.on_host and choice.engine == "sharded" and work.memory is not False:
         gradient = own * trained * work.master_bytes
         state = gradient + own * trained * work.state_bytes
@@ -183,4 +187,4 @@ def held(
         parts[COPY] = max(0.0, resting + state - sum(parts.values()))
     slack = max(constants.slack, ROOM) if choice.engine == "sharded" else constants.slack
     parts["reserved"] = kind.reserved_bytes + slack * kind.memory_bytes
-    return Held(devices, kind, stage, parts, state)
+    return Held(devices, kind, stage, parts, state, keeps)

@@ -2,14 +2,14 @@
 else there is to say. Written for people and programs; `table.py` shows it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from phalanx.plan import advice, parse
 from phalanx.plan.advice import Question
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.experience import Experience
-from phalanx.plan.intervals import Saving, best, goodput
+from phalanx.plan.intervals import Saving, best
 from phalanx.plan.memory import Held
 from phalanx.plan.recipe_keys import checked, keys_of
 from phalanx.plan.search import Found, Plan, Short
@@ -21,7 +21,7 @@ DEVICE_MTBF_S = 54 * 86400 * 16384 / 419
 HARDWARE_SHARE = 0.78
 RECOVERY_S = 60.0  # until a large job steps again: reading a checkpoint, compiling, the first collectives
 LEAST_S = 1e-3  # of a checkpoint: nothing is free
-COMMIT_PASSES = 3  # over what a CPU's update writes to another place
+
 DAY_S = 86400.0
 
 
@@ -41,8 +41,7 @@ def plan_record(question: Question, cluster: Cluster, found: Found, wanted: Want
     plan = found.best
     work = question.work(plan.cluster)
     checked(question.config, plan)
-    commits = question.config.resilience.memory is not False
-    saving = saving_of(plan, wanted.mtbf_s, wanted.experience, commits)
+    saving = saving_of(plan, wanted.mtbf_s, wanted.experience)
     record: dict[str, Any] = {
         "version": VERSION,
         "recipe": recipe_name,
@@ -126,16 +125,16 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def saving_of(
-    plan: Plan, mtbf_s: float | None, experience: Experience | None = None, commits: bool = True
-) -> dict[str, Any]:
+def saving_of(plan: Plan, mtbf_s: float | None, experience: Experience | None = None) -> dict[str, Any]:
     """How often to save, by Young and Daly. A checkpoint holds training up while the state leaves the device; the rest
-    is written while it goes on. Both this and a recovery take what a run has shown, where one is given. `commits`:
-    steps are kept in memory, so that only a lost node goes back to a checkpoint. A run does so with every step, and
-    that is what the goodput is of; `commit_steps` would be enough."""
-    holders, step_s = plan.estimate.memory, plan.estimate.step_s
+    is written while it goes on. Both this and a recovery take what a run has shown, where one is given.
+
+    Where steps are kept in memory, only a lost node goes back to a checkpoint. A run keeps every step, and what that
+    costs is in the step's seconds; `commit_steps` would be enough."""
+    estimate = plan.estimate
+    holders, step_s = estimate.memory, estimate.step_s
     cost_s = max(LEAST_S, *(held.state_bytes / held.kind.host_bytes_per_s for held in holders))
-    commit_s = max(_commit_s(held, step_s) for held in holders) if commits else None
+    commits, commit_s = all(held.keeps.own for held in holders), estimate.terms["commit"]
     recovery_s = RECOVERY_S
     checkpoint_from = recovery_from = None
     if experience is not None and experience.checkpoint_s is not None:
@@ -143,8 +142,9 @@ def saving_of(
     if experience is not None and experience.recovery_s is not None:
         recovery_s, recovery_from = experience.recovery_s, experience.run
     mtbf = mtbf_s if mtbf_s is not None else DEVICE_MTBF_S / plan.devices
-    saving = Saving(step_s, mtbf, recovery_s, cost_s, commit_s or 0.0, hard=HARDWARE_SHARE if commits else 1.0)
+    saving = Saving(step_s, mtbf, recovery_s, cost_s, hard=HARDWARE_SHARE if commits else 1.0)
     found = best(saving)
+    enough = best(replace(saving, step_s=step_s - commit_s, commit_s=commit_s)).commit_steps
     return {
         "mtbf_s": mtbf,
         "mtbf_assumed": mtbf_s is None,
@@ -153,19 +153,11 @@ def saving_of(
         "checkpoint_s": cost_s,
         "checkpoint_from": checkpoint_from,
         "checkpoint_steps": found.checkpoint_steps,
-        "commit_s": commit_s,  # None: nothing is committed in memory
-        "commit_steps": found.commit_steps if commits else None,
-        "goodput": goodput(saving, 1, found.checkpoint_steps),
+        "commit_s": commit_s if commits else None,  # of the step; None: nothing is committed in memory
+        "commit_steps": enough if commits else None,
+        "replicas": None if estimate.replicas is None else asdict(estimate.replicas),
+        "goodput": found.goodput,
     }
-
-
-def _commit_s(held: Held, step_s: float) -> float:
-    """Seconds by which a commit makes a step longer. An accelerator's state is copied to the host while the next step
-    computes, which waits for what is left of it. A CPU's update writes to the other slot, which is fetched before
-    it is written: with what is read, three passes over the state (docs/benchmarks.md has it measured)."""
-    if held.kind.on_host:
-        return COMMIT_PASSES * held.state_bytes / held.kind.memory_bytes_per_s
-    return max(0.0, held.state_bytes / held.kind.host_bytes_per_s - step_s)
 
 
 def goal(plan: Plan, tokens: float, price: float | None, good: float) -> dict[str, Any]:

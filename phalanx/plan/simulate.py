@@ -37,9 +37,9 @@ class Scenario:
 
     `mtbf_s` lie between failures of the whole job on all its `nodes`, of which a share `hard` takes a node with it, and
     the others a process. Failures are noticed after `detect_s`; an attempt has its first step begun after `restart_s`,
-    and dividing the ranks anew takes `prepare_s`. With `memory`, each `commit_steps` steps a commit
-    takes `commit_s`, which outlives processes; with `copied` the next node has a copy of it, which outlives nodes.
-    After each `checkpoint_steps` (0: never) a checkpoint holds training up for
+    and dividing the ranks anew takes `prepare_s`. With `memory`, each `commit_steps` steps a commit takes `commit_s`,
+    which outlives processes; of each `copied`th one (0: of none) the next node has a copy, which outlives nodes. After
+    each `checkpoint_steps` (0: never) a checkpoint holds training up for
     `checkpoint_s`. A lost node is back after `repair_s`. A straggler has `slow` of its speed for `slow_for_s`; with
     `shared` the others take its work. A stall stops all for `stall_s`; one longer than `hang_s` counts as a failure of
     processes.
@@ -56,7 +56,7 @@ class Scenario:
     commit_steps: int = 1
     commit_s: float = 0.0
     memory: bool = True
-    copied: bool = False
+    copied: int = 0
     checkpoint_steps: int = 0
     checkpoint_s: float = 0.0
     spares: int = 0
@@ -73,9 +73,8 @@ class Scenario:
     def __post_init__(self) -> None:
         rates = (self.mtbf_s, self.straggler_every_s, self.stall_every_s)
         assert self.nodes >= 1 and min(self.span_s, self.step_s, *rates) > 0 and self.spares >= 0, self
-        assert 0 <= self.hard <= 1 and 0 < self.slow <= 1 and min(self.commit_steps, self.checkpoint_steps + 1) >= 1, (
-            self
-        )
+        assert 0 <= self.hard <= 1 and 0 < self.slow <= 1 and min(self.copied, self.checkpoint_steps) >= 0, self
+        assert self.commit_steps >= 1, self
         assert min(self.detect_s, self.restart_s, self.commit_s, self.checkpoint_s, self.stall_s) >= 0, self
         saves_s = self.checkpoint_steps * self.step_s or math.inf
         if self.span_s * sum(1 / every for every in (saves_s, *rates)) > MOST_EVENTS:
@@ -138,6 +137,8 @@ class _Job:
         self.work_s = 0.0  # that the state holds, in seconds of all nodes
         self.most_s = 0.0  # that it ever held: below this, steps are walked again
         self.since_s = 0.0  # of work since the last checkpoint
+        self.newest = 0  # commit that an ended attempt had
+        self.base = 0  # a step that other nodes got whatever its number is: an attempt began behind the newest with it
         self.lost: set[int] = set()  # nodes that nobody misses yet
         self.slowed: dict[int, float] = {}  # until when, by node
 
@@ -288,13 +289,14 @@ class _Job:
         self.all_end(ExitCode.FAILED)
 
     def keep_memory(self) -> None:
-        """Which commits living nodes hold, by rank, of an attempt that is about to end: their own, and copies of the
-        one before them."""
+        """Which commits living nodes hold, by rank, of an attempt that is about to end: of their own the newest and the
+        last one that was copied, and copies of the one before them."""
         scenario = self.scenario
         if self.state.phase != Phase.RUNNING or not scenario.memory:
             return
-        period = scenario.commit_steps
-        step = _whole(self.work_s / (period * scenario.step_s)) * period
+        period, every = scenario.commit_steps, scenario.commit_steps * scenario.copied
+        self.newest = step = _whole(self.work_s / (period * scenario.step_s)) * period
+        copied = max(step // every * every, self.base) if every else step
         seats = self.state.seats
         rank_of = {node: rank for rank, node in enumerate(seats)}
         whose = {
@@ -304,18 +306,21 @@ class _Job:
         }
         nodes = [
             replace(
-                node, held=tuple(self.slot(rank, step, rank != rank_of[node.node]) for rank in whose.get(node.node, ()))
+                node,
+                held=tuple(
+                    self.slot(rank, step, copied, rank != rank_of[node.node]) for rank in whose.get(node.node, ())
+                ),
             )
             for node in self.state.nodes
         ]
         self.state = replace(self.state, nodes=tuple(nodes))
         if scenario.copied and {each.rank for node in nodes for each in node.held} >= set(rank_of.values()):
-            self.tell(affairs.Progress(self.now, step))  # as safe as on a disk, and what comes after it is progress
+            self.tell(affairs.Progress(self.now, copied))  # as safe as on a disk, and what comes after it is progress
 
-    def slot(self, rank: int, step: int, replica: bool) -> Held:
+    def slot(self, rank: int, step: int, copied: int, replica: bool) -> Held:
         """What a node says of a rank's state in its memory."""
-        world = len(self.state.seats)
-        return Held(self.state.attempt, 0, rank, world, rank, world, (step,), SHARD, replica)
+        world, steps = len(self.state.seats), (copied,) if replica else (step, copied)
+        return Held(self.state.attempt, 0, rank, world, rank, world, steps, SHARD, replica)
 
     # ----------------------------------------------------------------------------------------------- what is to be done
 
@@ -366,6 +371,8 @@ class _Job:
     def start(self, action: affairs.Start) -> None:
         self.outcome.attempts += 1
         self.outcome.fewest = min(self.outcome.fewest, len(action.seats))
+        if action.step != self.newest:
+            self.base = action.step
         self.work_s = action.step * self.scenario.step_s
         self.since_s = self.work_s - self.state.committed * self.scenario.step_s
         self.enter("restarting")

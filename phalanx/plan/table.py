@@ -52,7 +52,8 @@ def _layout(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     if shares != "auto":
         rows.append(("sequences of copies", _runs(shares)))
     if state != "auto":
-        rows.append(("parts of the state", _runs(f"{100 * part / sum(state):.3g} %" for part in state)))
+        parts = _runs(f"{100 * part / sum(state):.3g} %" for part in state)
+        rows.append(("parts of the state", f"{parts}; all wait for the update of the largest"))
     if record["idle"]:
         rows.append(("idle", record["idle"]))
     return rows
@@ -106,6 +107,8 @@ def _further(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
     if saving["commit_s"] is not None:
         rows.append(("", f"each step is committed in memory, {_committed(saving)}"))
+    if saving["replicas"] is not None:
+        rows.append(("", _replicated(saving["replicas"])))
     if "goal" in record:
         goal = record["goal"]
         money = "" if goal["money"] is None else f", {goal['money']:,.0f} at {goal['price']:g} an hour and device"
@@ -126,6 +129,13 @@ def _committed(saving: Mapping[str, Any]) -> str:
         return "while the next one computes"
     enough = saving["commit_steps"]
     return f"{seconds(saving['commit_s'])} each, reckoned" + (f"; each {enough:,}th would do" if enough > 1 else "")
+
+
+def _replicated(replicas: Mapping[str, Any]) -> str:
+    which = "each" if replicas["every"] == 1 else f"each {replicas['every']:,}th"
+    waits_s = replicas["waits_s"]
+    beside = f"which makes a step {seconds(waits_s)} longer" if waits_s else "beside all else"
+    return f"of {which} step a node sends {size(replicas['node_bytes'])} to another one that keeps it too, {beside}"
 
 
 def _shown_by(run: str | None, otherwise: str) -> str:
@@ -219,9 +229,15 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
     if job["checkpoint_steps"] is not None:
         every = f"a checkpoint every {job['checkpoint_steps']} steps, {seconds(job['checkpoint_s'])} each (Young, Daly)"
         rows.append(("saving", every))
-    kept = {"checkpoints": "checkpoints alone", "memory": "each step in memory", "copies": "and in another node's too"}
-    words = ", ".join(f"{kept[keep]} {100 * value:.2f} %" for keep, value in record["if_kept"].items())
-    rows.append(("what is kept", f"{words} (by formula)"))
+    if job["commit_s"]:
+        rows.append(("committing", f"{seconds(job['commit_s'])} of each step"))
+    copies = "and in another node's too" if job["copies_every"] == 1 else f"each {job['copies_every']:,}th on two nodes"
+    kept = {"checkpoints": "checkpoints alone", "memory": "each step in memory", "copies": copies}
+    words = ", ".join(
+        f"{kept[keep]} {100 * value:.2f} %{' (as here)' * (keep == job['keep'])}"
+        for keep, value in record["if_kept"].items()
+    )
+    rows.append(("what is kept", f"{words}; by formula"))
     for aim, most_s in record["recovery_for"]:
         words = (
             f"a recovery of {seconds(most_s)}" if most_s else "no recovery is short enough: checkpoints cost too much"
@@ -232,7 +248,8 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
         share = value / span_s
         if share > LEAST_SHARE / 5:
             table.add_row(name, seconds(value), f"{100 * share:.2f} %", Text("█" * round(BAR * share), "cyan"))
-    scale = _table("the same job on other numbers of devices, each failing as often")
+    mix = " in the same mix" if record["mixed"] else ""
+    scale = _table(f"the same job on other numbers of devices{mix}, each failing as often")
     columns = (
         "devices",
         "a failure every",

@@ -328,6 +328,73 @@ def test_devices_may_be_left_idle() -> None:
     assert step(SMALL, alone(8), devices=4).step_s == pytest.approx(step(SMALL, alone(4)).step_s)
 
 
+# ----------------------------------------------------------------------------------------- steps that outlive the ranks
+
+KEPT = replace(SMALL, memory=True, replays=True)
+
+
+def test_a_commit_by_hand() -> None:
+    state = 12 * SMALL.parameters()
+    # A CPU writes the new state elsewhere: read, fetched and written, at 1 GB/s.
+    host = Cluster((Group(1, 1, replace(PLAIN, memory_bytes_per_s=1e9, on_host=True)),))
+    found = step(KEPT, host, micro_batch=16)
+    assert found.terms["commit"] == pytest.approx(3 * state / 1e9)
+    assert found.step_s - found.terms["commit"] == pytest.approx(step(SMALL, host, micro_batch=16).step_s)
+    # An accelerator's is copied while the next step computes, which waits for the rest of it.
+    assert step(KEPT, alone(), micro_batch=16).terms["commit"] == 0.0
+    slow = Cluster((Group(1, 1, replace(PLAIN, host_bytes_per_s=1e7)),))
+    assert step(KEPT, slow, micro_batch=16).step_s == pytest.approx(state / 1e7)
+
+
+def test_where_there_is_no_room_nothing_is_committed() -> None:
+    host = replace(PLAIN, memory_bytes_per_s=1e9, on_host=True, memory_bytes=20 * SMALL.parameters())
+    for memory, commits in (("auto", False), (True, True)):
+        found = step(replace(SMALL, memory=memory), Cluster((Group(1, 1, host),)), micro_batch=16)
+        assert (found.terms["commit"] > 0) == commits
+
+
+@pytest.mark.parametrize(("replicate", "every"), [("every_step", 1), ("auto", 1), (4, 4)])
+def test_a_replica_by_hand(replicate: int | str, every: int) -> None:
+    """Of two stages on nodes of their own, the one with the head owns more: two blocks, 1024 x 512 and a norm."""
+    nodes = alone(2, per_node=1, far=8e7)  # 10 MB/s
+    state = 12 * (2 * SMALL.block + 1024 * 512 + 512)
+    without = step(SMALL, nodes, pipeline=2, micro_batch=8)
+    assert without.replicas is None and step(replace(KEPT, replicate="off"), nodes, pipeline=2).replicas is None
+    found = step(replace(KEPT, replicate=replicate), nodes, pipeline=2, micro_batch=8)
+    assert found.replicas is not None and (found.replicas.every, found.replicas.node_bytes) == (every, state)
+    # It is sent while the next step passes, and the rest is waited for.
+    assert found.replicas.waits_s == pytest.approx((state / 1e7 - without.step_s) / every)
+    assert found.step_s == pytest.approx(without.step_s + found.replicas.waits_s)
+    fast = step(replace(KEPT, replicate=replicate), alone(2, per_node=1, far=8e12), pipeline=2, micro_batch=8)
+    assert fast.replicas is not None and fast.replicas.waits_s == 0.0
+
+
+def test_a_cpus_replica_is_of_gradients_where_updates_can_be_made_again() -> None:
+    host = replace(PLAIN, memory_bytes_per_s=1e9, on_host=True)
+    nodes = Cluster((Group(2, 1, host),), 8e12, 0.0)
+    own = SMALL.parameters() / 2
+    for work, sent in ((KEPT, 4), (replace(KEPT, replays=False), 12)):
+        found = step(replace(work, replicate="every_step"), nodes, micro_batch=8)
+        # It copies by itself what it sends and gets.
+        assert found.replicas is not None and found.replicas.node_bytes == pytest.approx(sent * own)
+        assert found.replicas.waits_s == pytest.approx(links.COPIES * sent * own / 1e9)
+
+
+def test_a_node_whose_state_others_have_anyway_sends_none() -> None:
+    work = replace(KEPT, replicate="every_step")
+    assert step(work, alone(4, per_node=2), micro_batch=4, shard_degree=2).replicas is None
+    assert step(work, alone(4, per_node=2), micro_batch=4).replicas is not None
+
+
+def test_all_wait_for_the_update_of_those_that_own_the_state() -> None:
+    kind = replace(PLAIN, memory_bytes_per_s=1e9)
+    slow = replace(kind, name="slow", flop_per_s={"bf16": 1e9})
+    mixed = Cluster((Group(1, 1, slow), Group(1, 1, kind)), 8e30, 0.0)
+    found = step(SMALL, mixed, shares=(8, 8), micro_batch=8, state=(0.0, 1.0))
+    assert found.terms["imbalance"] > 0  # the one that owns nothing computes longest
+    assert found.terms["optimizer"] == pytest.approx(exchange.update_s(SMALL, kind, SMALL.parameters(), FULL))
+
+
 @pytest.mark.parametrize(
     ("choice", "what"),
     [

@@ -47,11 +47,23 @@ def test_some_failures_leave_memory_as_it_is(hard: float) -> None:
 
 
 def test_with_copies_on_other_nodes_nothing_goes_back_to_a_checkpoint() -> None:
-    scenario = replace(LLAMA_3, copied=True, checkpoint_s=0.0)
+    scenario = replace(LLAMA_3, copied=1, checkpoint_s=0.0)
     outcome = simulate.simulate(scenario)
     assert goodput(scenario) == pytest.approx(intervals.goodput(saving(scenario), 1, None), rel=0.01)
     # What is walked again is less than a step for each failure.
     assert outcome.seconds["walked again"] < scenario.step_s * (outcome.hard + outcome.soft)
+
+
+@pytest.mark.parametrize("hard", [0.78, 1.0])
+def test_with_copies_of_some_steps_a_lost_node_goes_back_to_the_last_of_these(hard: float) -> None:
+    scenario = replace(LLAMA_3, hard=hard, copied=200, checkpoint_steps=0, checkpoint_s=0.0, commit_s=0.05)
+    outcome = simulate.simulate(scenario)
+    # As to a checkpoint each 200 steps that costs nothing.
+    assert goodput(scenario) == pytest.approx(intervals.goodput(saving(scenario), 1, 200), rel=0.01)
+    # A lost node costs at most 199 steps more than the one that was under way; on average about half of that.
+    again, most = outcome.seconds["walked again"], outcome.hard * 200 * scenario.step_s
+    assert 0.3 * most < again < 0.7 * most + outcome.soft * scenario.step_s
+    assert outcome.seconds["commits"] / outcome.seconds["working"] == pytest.approx(0.01, rel=0.2)
 
 
 def test_without_memory_every_failure_goes_back_to_a_checkpoint() -> None:
@@ -137,7 +149,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("spares", [0, 3])
 def test_telling_of_all_nodes_at_once_is_telling_of_each(spares: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = replace(LLAMA_3, nodes=6, spares=spares, hard=0.6, repair_s=20_000.0, copied=True)
+    scenario = replace(LLAMA_3, nodes=6, spares=spares, hard=0.6, repair_s=20_000.0, copied=40)
     at_once = simulate.simulate(scenario)
     one_by_one(monkeypatch)
     assert simulate.simulate(scenario) == at_once
@@ -155,7 +167,7 @@ scenarios = st.builds(
     commit_steps=st.integers(1, 20),
     commit_s=st.floats(0, 5),
     memory=st.booleans(),
-    copied=st.booleans(),
+    copied=st.integers(0, 30),
     checkpoint_steps=st.integers(0, 1).flatmap(lambda any_: st.just(0) if not any_ else st.integers(50, 2000)),
     checkpoint_s=st.floats(0, 100),
     spares=st.integers(0, 3),
