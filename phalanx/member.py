@@ -194,6 +194,7 @@ class Member:
             grace_s=training.config.comm.timeout_s,
             patience=launch.patience(training.config),
             after_out_of_memory=self._limit_has_fallen,
+            after_kernel_kill=launch.less_for(training),
             shared=self.shared,
         )
 
@@ -254,8 +255,14 @@ class Member:
 
     # --------------------------------------------------------------------------------------------------------- leading
 
-    def begin(self, facts: dict[str, Any], prepared: Prepared, noticed: dict[str, Any] | None) -> None:
-        """Be the first to lead: from now on the run is recorded and shown."""
+    def begin(
+        self,
+        facts: dict[str, Any],
+        prepared: Prepared,
+        noticed: dict[str, Any] | None,
+        lost: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Be the first to lead: from now on the run is recorded and shown. `lost`: nodes that are not fit."""
         if prepared.config.report.tensorboard:
             launch.preload_tensorboard()
         self.planned = prepared.job.faults
@@ -268,6 +275,8 @@ class Member:
             self.recorder.note(Kind.PLANNED, {"attempt": prepared.attempt, **prepared.planned})
         if noticed is not None:
             self.recorder.note(Kind.HEALTH, {"attempt": prepared.attempt, **noticed})
+        for each in lost:
+            self.recorder.note(Kind.NODE_LOST, {"attempt": prepared.attempt, **each})
         for message in prepared.warnings:
             self.recorder.show(Kind.WARNING, {"message": message})
 

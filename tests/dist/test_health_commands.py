@@ -63,6 +63,10 @@ def test_bad_command_lines(tmp_path: Path) -> None:
     assert "cannot be read" in refused(tmp_path, "health", "--expect", "none.json")
     assert "cannot be written" in refused(tmp_path, "health", "--out", "other.json/result.json")
     assert "--deep" in refused(tmp_path, "health", "--as-slurm", "epilog", "--deep")
+    assert "--run-dir" in refused(tmp_path, "health", "--as-slurm", "epilog", "--run-dir", ".")
+    assert refused(tmp_path, "health", "--seconds", "60") == (
+        "--seconds is about what --deep does; give that too, or leave it out"
+    )
 
 
 @pytest.mark.parametrize(("role", "expected"), [("healthcheck", 0), ("prolog", 3), ("epilog", 3)])
