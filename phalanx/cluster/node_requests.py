@@ -9,6 +9,7 @@ import json
 import re
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,12 @@ def requests(paths: RunPaths) -> list[Request]:
         if path.name == f"{request.node}.json":
             found.append(request)
     return sorted(found, key=lambda request: request.time)
+
+
+def newest_of(asked: Iterable[Request], number: int | str, host: str) -> Request | None:
+    """The last of these requests that names a node, by its number or its host; None where none does."""
+    named = [request for request in asked if request.node in (str(number), host)]
+    return max(named, key=lambda request: request.time, default=None)
 
 
 def health_reports(paths: RunPaths) -> dict[str, dict[str, Any]]:
