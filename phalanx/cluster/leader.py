@@ -41,7 +41,7 @@ from phalanx.cluster.causes import first_cause, is_aftermath, sameness, suspicio
 from phalanx.cluster.errand import Errand
 from phalanx.cluster.greeting import objection, taken
 from phalanx.cluster.hangs import Gathering
-from phalanx.cluster.node_requests import Request, Wanted, newest_of
+from phalanx.cluster.node_requests import BY_HEALTH, Request, Wanted, newest_of
 from phalanx.cluster.peer import Peer
 from phalanx.cluster.roster import member_of, roster_to_message
 from phalanx.cluster.succession import beginning_state, budget_of, node_of, succeeding_state, taken_up
@@ -141,7 +141,8 @@ class Leader:
                 drained = request.wanted != Wanted.RETURN
                 done = "is to be left" if drained else "may be used again"
                 why = f"node {member.node} ({member.host}) {done}" + (f" ({request.reason})" * bool(request.reason))
-                self.event(Drained(time.monotonic(), member.node, drained, why))
+                gently = request.by.startswith(BY_HEALTH)
+                self.event(Drained(time.monotonic(), member.node, drained, why, gently))
 
     def _see_hangs(self) -> None:
         """Say which ranks of the attempt hang; their agents end them, and those of the others see where theirs are."""

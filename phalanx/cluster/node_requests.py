@@ -18,6 +18,7 @@ from phalanx.errors import ConfigError, RunError
 from phalanx.records import RunPaths, write_atomic
 
 VERSION = 1
+BY_HEALTH = "its health check"  # who asks where no user does: heeded only where a spare takes the node's place
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
@@ -46,13 +47,15 @@ def check_name(node: str) -> None:
         raise ConfigError(f"{node!r} cannot be the name of a node; give a host name, or a node's number in the run")
 
 
-def ask(paths: RunPaths, node: str, wanted: Wanted, reason: str) -> Request:
-    """Write a request into a run folder. Raises ConfigError for a bad name, RunError where it cannot be written."""
+def ask(paths: RunPaths, node: str, wanted: Wanted, reason: str, by: str | None = None) -> Request:
+    """Write a request into a run folder, in the name of this user unless `by` says whose it is. Raises ConfigError for
+    a bad name, RunError where it cannot be written."""
     check_name(node)
     if not paths.events.exists():
         raise RunError(f"{paths.shown} holds no run, so no node can be asked for there; name a run folder with --run")
     links.check(paths)
-    request = Request(node, wanted, reason, time.time(), f"{getpass.getuser()} on {socket.gethostname()}")
+    by = by or f"{getpass.getuser()} on {socket.gethostname()}"
+    request = Request(node, wanted, reason, time.time(), by)
     tree = {"version": VERSION, **vars(request)}
     try:
         paths.nodes.mkdir(mode=0o700, exist_ok=True)
