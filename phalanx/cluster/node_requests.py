@@ -6,6 +6,7 @@ Whoever watches the run reads them. A file names what is wanted now; the last on
 import enum
 import getpass
 import json
+import os
 import re
 import socket
 import time
@@ -54,7 +55,7 @@ def ask(paths: RunPaths, node: str, wanted: Wanted, reason: str, by: str | None 
     if not paths.events.exists():
         raise RunError(f"{paths.shown} holds no run, so no node can be asked for there; name a run folder with --run")
     links.check(paths)
-    by = by or f"{getpass.getuser()} on {socket.gethostname()}"
+    by = by or f"{_user()} on {socket.gethostname()}"
     request = Request(node, wanted, reason, time.time(), by)
     tree = {"version": VERSION, **vars(request)}
     try:
@@ -63,6 +64,13 @@ def ask(paths: RunPaths, node: str, wanted: Wanted, reason: str, by: str | None 
     except OSError as error:
         raise RunError(f"the request cannot be written to {paths.nodes} ({error.strerror}); mend its rights") from None
     return request
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in a container that knows no name for it
+        return f"user {os.getuid()}"
 
 
 def requests(paths: RunPaths) -> list[Request]:
