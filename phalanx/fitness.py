@@ -53,8 +53,8 @@ def suspected(paths: RunPaths, devices: Sequence[Device]) -> list[Finding]:
         Finding(
             "silent corruption",
             Severity.WATCH,
-            f"{model}{f' ({identity})' if identity else ''} has held other parameters than it must {times} times in this "
-            f"run ({paths.suspects.name}); test it by `phalanx health --deep`, and leave this node out until then",
+            f"{model}{f' ({identity})' if identity else ''} has held other parameters than it must {times} times in "
+            f"this run ({paths.suspects.name}); test it by `phalanx health --deep`, and leave this node out until then",
             times,
             SUSPICIOUS,
             identity or model,

@@ -249,8 +249,8 @@ def after_kernel_kill(paths: RunPaths, asked: int, rank: int) -> str | None:
     except OSError:
         return None
     return (
-        f"killed by the kernel for want of memory, with micro-batches of {tried} sequences at most; from the next start "
-        f"on it gets {most} at most"
+        f"killed by the kernel for want of memory, with micro-batches of {tried} sequences at most; from the next "
+        f"start on it gets {most} at most"
     )
 
 

@@ -232,6 +232,7 @@ def logs(
         for line in found.first_error(paths):
             typer.echo(line)
         return
+
     def log() -> Path:
         leads = None if rank is not None or node is not None else jobs.leading(paths)
         return found.log_of(paths, rank, leads or node)  # of node 0 there may be others as well

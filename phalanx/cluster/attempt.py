@@ -269,8 +269,9 @@ class Attempt:
         end = first_cause(ends)
         starved = end.signal == signal.SIGKILL and end.host is None and out_of_memory_kills() > self.kills[0][1]
         if starved and (less := self.job.after_kernel_kill(end.rank)) is not None:
-            cause = {"exit_code": int(ExitCode.OUT_OF_MEMORY), "type": "OutOfMemory", "message": less}
-            changed = End(end.rank, end.pid, None, cause["exit_code"], cause | {"reason": less, "step": None})
+            code = int(ExitCode.OUT_OF_MEMORY)
+            cause = {"exit_code": code, "type": "OutOfMemory", "message": less, "reason": less, "step": None}
+            changed = End(end.rank, end.pid, None, code, cause)
             self.ends[self.ends.index(end)] = end = changed
             starved = False
         self.cause, details = end, end.details()

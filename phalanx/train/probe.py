@@ -203,9 +203,7 @@ def state_bytes(
     rule, place = make_rule(config.optim), None if rank is None else axes_of(config).place(rank, world)
     helds = all_held(subject, config) if place is None else [held_by(subject, config, place.pipe)]
     number = None if place is None else place.data
-    items = (
-        state_items(held.model, subject.spec, precision, ranks, rule, sharding, number) for held in helds
-    )
+    items = (state_items(held.model, subject.spec, precision, ranks, rule, sharding, number) for held in helds)
     return max(sum(each.values()) for each in items)
 
 

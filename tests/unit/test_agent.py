@@ -142,7 +142,9 @@ def test_a_new_checkpoint_begins_the_count_of_restarts_anew(tmp_path: Path, rest
     """The job comes further in attempts 1, 2 and 4, and never ends well."""
     _, events = run_job("fails_past_checkpoints", 1, tmp_path, max_restarts=restarts)
     assert kinds(events).count("attempt_started") == attempts
-    ends, begins = ([each["time"] for each in events if each["kind"] == f"{kind}"] for kind in ("worker_died", "attempt_started"))
+    ends, begins = (
+        [each["time"] for each in events if each["kind"] == f"{kind}"] for kind in ("worker_died", "attempt_started")
+    )
     paused = [begin - end for end, begin in zip(ends, begins[1:], strict=False)]
     assert all(paused[number - 1] >= 0.5 for number in (3, 5) if number < attempts)  # the second failure in a row
 

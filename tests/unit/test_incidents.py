@@ -53,7 +53,7 @@ def test_clocks_that_differ_make_no_time_of_their_own() -> None:
         written = list[dict[str, Any]]()
         told = Told(Silent(), written.append)
         told.incidents.begin({"attempt": 2, "what": "a", "done": "b", "began": time.time() - 5, "phases": {}})
-        told.on_event({"kind": Kind.RESUMED, "attempt": 2, "time": time.time() + wrong_s})
+        told.incidents.on_event({"kind": Kind.RESUMED, "attempt": 2, "time": time.time() + wrong_s})
         told.on_step({"step": 8, "attempt": 2, "time": time.time() + wrong_s})
         [incident] = written
         assert 5 <= incident["phases"]["restored"] <= incident["seconds"] < 60
