@@ -92,11 +92,37 @@ def _asked_of_sharded(config: Config) -> list[str]:
     return [key for key, asked in is_set.items() if asked]
 
 
-def unused(config: Config) -> list[str]:
-    """What a user has set for nothing, as sentences, where that is no mistake: what one rank is told of many."""
+def unused(config: Config, several: bool = True) -> list[str]:
+    """What a user has set for nothing, as sentences, where that is no mistake: what one rank is told of many, or one
+    node where there are not `several`."""
     keys = _asked_of_sharded(config) if config.parallel.data == "single" else []
     why = "has no effect with parallel.data single, which shards nothing; remove it, or set parallel.data=auto"
-    return [f"{key} {why}" for key in keys]
+    found = [f"{key} {why}" for key in keys] + _unused_of_resilience(config)
+    replicate = config.resilience.replicate
+    if not several and replicate not in ("auto", "off"):
+        found.append(
+            f"resilience.replicate {replicate} has no effect on one node, which has no second one to keep anything; "
+            "if it is lost, the run goes back to a checkpoint"
+        )
+    return found
+
+
+def _unused_of_resilience(config: Config) -> list[str]:
+    """What says more about something that is not asked for."""
+    given = config.resilience
+    reads = {
+        "spike_factor": (given.on_spike != "off", "on_spike off; set resilience.on_spike"),
+        "rollback_steps": (
+            "rollback" in (given.on_nan, given.on_spike),
+            f"on_nan {given.on_nan} and on_spike {given.on_spike}; set one of them to rollback",
+        ),
+        "wait_for_node_s": ("wait" in given.on_lost_node, "an on_lost_node without wait; add that"),
+    }
+    return [
+        f"resilience.{key} has no effect with {why}, or remove resilience.{key}"
+        for key, (is_read, why) in reads.items()
+        if not is_read and getattr(given, key) != type(given).model_fields[key].default
+    ]
 
 
 def _layout_problems(config: Config) -> list[str]:

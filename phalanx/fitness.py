@@ -4,20 +4,24 @@ import contextlib
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.cluster import health
+from phalanx.cluster import health, node_requests
 from phalanx.cluster.findings import Finding, Severity, at_least, sentences, verdict
 from phalanx.cluster.fork import fork, kill_group
+from phalanx.cluster.node_requests import Wanted
 from phalanx.config import Config
 from phalanx.devices import Device
-from phalanx.errors import Unhealthy
-from phalanx.records import ExitCode, Kind, RunPaths, write_event
+from phalanx.errors import PhalanxError, Unhealthy
+from phalanx.records import ExitCode, Kind, RunPaths, read_lines, write_event
 
 LATER_S = 1.0  # after a death, until the node is looked at: the ranks that start again need the cores first
 INCIDENT_S = 60.0  # what a look at the node after a death may take; nobody waits for it
 LAST_S = 3.0  # but for so long, where the run has come to its end
+OF_DEVICES = ("gpu", "xid", "nvswitch", "ecc", "remapped", "recovery")  # how the names of checks of accelerators begin
+SUSPICIOUS = 2  # times that a device has held something wrong, from which on it is said at each start
 
 
 def checked(config: Config, paths: RunPaths, devices: Sequence[Device]) -> dict[str, Any] | None:
@@ -25,7 +29,7 @@ def checked(config: Config, paths: RunPaths, devices: Sequence[Device]) -> dict[
     None; raises Unhealthy where the node is not fit. Does nothing where `resilience.health` is off."""
     if config.resilience.health == "off":
         return None
-    findings = health.quick(paths.root, used(devices))
+    findings = [*health.quick(paths.root, used(devices)), *suspected(paths, devices)]
     unfit = at_least(findings, Severity.RESET)
     if unfit:
         raise Unhealthy(
@@ -34,6 +38,30 @@ def checked(config: Config, paths: RunPaths, devices: Sequence[Device]) -> dict[
         )
     seen = at_least(findings, Severity.WATCH)
     return details(seen, findings) if seen else None
+
+
+def suspected(paths: RunPaths, devices: Sequence[Device]) -> list[Finding]:
+    """Devices of this node that the run has found before, more than once and without a doubt, to hold other parameters
+    than they must."""
+    mine = {device.identity.removeprefix("GPU-") for device in devices}
+    certain = Counter(
+        (str(row.get("device")), str(row.get("identity") or "").removeprefix("GPU-"))
+        for row in read_lines(paths.suspects)
+        if row.get("certain") is True and row.get("host") == socket.gethostname()
+    )
+    return [
+        Finding(
+            "silent corruption",
+            Severity.WATCH,
+            f"{model}{f' ({identity})' if identity else ''} has held other parameters than it must {times} times in "
+            f"this run ({paths.suspects.name}); test it by `phalanx health --deep`, and leave this node out until then",
+            times,
+            SUSPICIOUS,
+            identity or model,
+        )
+        for (model, identity), times in certain.items()
+        if times >= SUSPICIOUS and identity in mine
+    ]
 
 
 def details(seen: Sequence[Finding], findings: Sequence[Finding], after: str | None = None) -> dict[str, Any]:
@@ -51,6 +79,20 @@ def used(devices: Sequence[Device]) -> list[str] | None:
     accelerators = [device for device in devices if device.name != "cpu"]
     known = all(device.identity.startswith("GPU-") for device in accelerators)  # a part of a GPU has a name of its own
     return sorted({device.identity for device in accelerators}) if known else None
+
+
+def ask_to_be_replaced(paths: RunPaths, findings: Sequence[Finding]) -> None:
+    """Ask a run on several nodes to take a spare instead of this one, where its hardware is not fit to be trained on;
+    what else makes a node unfit, such as a full disk, may well be so on all of them."""
+    broken = [
+        finding
+        for finding in at_least(findings, Severity.RESET)
+        if finding.severity != Severity.RESET or finding.check.startswith(OF_DEVICES)
+    ]
+    if broken:
+        reason = "; ".join(sentences(broken))
+        with contextlib.suppress(PhalanxError):  # it cannot be written; the event has said it
+            node_requests.ask(paths, socket.gethostname(), Wanted.REPLACE, reason, node_requests.BY_HEALTH)
 
 
 def into_events(paths: RunPaths) -> Callable[[int, dict[str, Any]], None]:
@@ -121,4 +163,5 @@ class Watch:
         seen = at_least(findings, Severity.WATCH)
         self._tell(attempt, details(seen, findings, after))
         health.keep(self._paths, findings)
+        ask_to_be_replaced(self._paths, findings)
         return ExitCode.DONE

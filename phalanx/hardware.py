@@ -238,6 +238,22 @@ def remember(paths: RunPaths, rank: int, tried: int, device: str = "") -> int:
     return most
 
 
+def after_kernel_kill(paths: RunPaths, asked: int, rank: int) -> str | None:
+    """Note that the kernel has killed `rank` for want of memory, which asked for micro-batches of `asked` sequences: as
+    `remember`. Returns what to say of it; None where there are none smaller, or nothing can be noted."""
+    tried = min(asked, limits(paths).get(rank, asked))
+    if tried <= 1:
+        return None
+    try:
+        most = remember(paths, rank, tried)
+    except OSError:
+        return None
+    return (
+        f"killed by the kernel for want of memory, with micro-batches of {tried} sequences at most; from the next "
+        f"start on it gets {most} at most"
+    )
+
+
 def forget_others(paths: RunPaths, models: Sequence[str]) -> None:
     """Remove limits of ranks that are gone or that are on a device of another model now; `models` in order of rank."""
     for found in _limits(paths):

@@ -26,10 +26,13 @@ def health_command(
     deep: Annotated[
         bool, typer.Option("--deep", help="Also compute, copy and exchange on every device; nothing else may run.")
     ] = False,
-    seconds: Annotated[float, typer.Option(min=0.1, help="With --deep: how long each device computes.")] = 10.0,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="With --deep: how long each device computes. Default: 10.")
+    ] = None,
     diag_level: Annotated[
-        int, typer.Option(min=1, max=4, help="With --deep: the level of `dcgmi diag`, where that is installed.")
-    ] = 2,
+        int | None,
+        typer.Option(min=1, max=4, help="With --deep: the level of `dcgmi diag`, where that is installed. Default: 2."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results as JSON.")] = None,
     expect: Annotated[
@@ -67,10 +70,13 @@ def health_command(
     from phalanx import deep_health, health_nodes, nodes
 
     meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, os.environ)
+    if not deep and (seconds is not None or diag_level is not None):
+        named = "--seconds" if seconds is not None else "--diag-level"
+        raise ConfigError(f"{named} is about what --deep does; give that too, or leave it out")
     if as_slurm is not None:
-        if deep or as_json or save_baseline is not None or meeting is not None:
+        if deep or as_json or save_baseline is not None or run_dir is not None or meeting is not None:
             raise ConfigError(
-                "--as-slurm has to be short and quiet; leave --deep, --json, --save-baseline and --nodes out"
+                "--as-slurm has to be short and quiet; leave --deep, --json, --save-baseline, --run-dir and --nodes out"
             )
         raise typer.Exit(_for_slurm(as_slurm, expect, out, since))
     expected = None if expect is None else health.read_baseline(expect)
@@ -79,8 +85,8 @@ def health_command(
     if save_baseline is not None:
         _written(save_baseline, health.baseline())
     if deep:
-        found, rows = deep_health.looked_at(seconds)
-        check = diagnosis.diagnosis(diag_level)
+        found, rows = deep_health.looked_at(10.0 if seconds is None else seconds)
+        check = diagnosis.diagnosis(2 if diag_level is None else diag_level)
         findings += found if check is None else found + health.carried_out([check])
     result = health.result(findings)
     code = int(ExitCode.DONE if is_usable(verdict(findings)) else ExitCode.UNHEALTHY)

@@ -34,8 +34,7 @@ class Incidents:
         """A step is done."""
         attempt, when = record.get("attempt"), record.get("time")
         if self._open is not None and type(attempt) is int and attempt >= self._open["attempt"]:
-            took = (when if isinstance(when, float) else time.time()) - self._open["began"]
-            self.end({"step": record.get("step"), "seconds": took})
+            self.end({"step": record.get("step"), "seconds": _since(self._open["began"], when)})
 
     def on_event(self, event: Details) -> None:
         """Ranks have what they go on from: among the `phases` of what broke, where those are told."""
@@ -43,7 +42,8 @@ class Incidents:
         if event.get("kind") != Kind.RESUMED or open_one is None or "phases" not in open_one:
             return
         if type(attempt) is int and attempt >= open_one["attempt"] and isinstance(when, float):
-            open_one["phases"] = open_one["phases"] | {"restored": round(when - open_one["began"], 3)}
+            restored = round(_since(open_one["began"], when), 3)
+            open_one["phases"] = open_one["phases"] | {"restored": restored}
 
     def end(self, how: Details) -> None:
         """It is over, or never will be."""
@@ -51,6 +51,13 @@ class Incidents:
             told = {name: value for name, value in self._open.items() if name != "began"}
             self._open = None
             self._write(told | how)
+
+
+def _since(began: float, when: Any) -> float:
+    """Seconds from when something began, by this node's clock, to when a line was written, by the clock of rank 0's
+    node; where the two cannot both be right, to now."""
+    now = time.time()
+    return (when if isinstance(when, float) and began <= when <= now else now) - began
 
 
 class Told:

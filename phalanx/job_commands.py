@@ -53,7 +53,9 @@ def launch(
     until_done: Annotated[
         bool, typer.Option("--until-done", help="Start again after time limits, preemption and failures, until done.")
     ] = False,
-    max_jobs: Annotated[int, typer.Option(min=1, help="With --until-done: starts at most.")] = 100,
+    max_jobs: Annotated[
+        int | None, typer.Option(min=1, help="With --until-done: starts at most. Default: 100.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, and submit nothing.")] = False,
 ) -> None:
     """Give a run to Slurm: one job, in which each node has an agent, and no node's loss ends the others.
@@ -63,6 +65,10 @@ def launch(
     from phalanx import jobs
     from phalanx.cluster import slurm_script
 
+    if max_jobs is not None and not until_done:
+        raise ConfigError("--max-jobs bounds how often --until-done starts again; give that too, or leave it out")
+    if dry_run and wait:
+        raise ConfigError("--dry-run submits nothing that --wait could wait for; leave one of them out")
     overrides, options = _split(words or [])
     wanted = recipe.load(recipe_path, overrides)
     given = {
@@ -74,7 +80,7 @@ def launch(
     }
     wanted = recipe.update(wanted, {key: value for key, value in given.items() if value is not None})
     paths = RunPaths(_folder(run_dir, recipe_path))
-    wish = jobs.Wish(node_count, spares, ranks, until_done, max_jobs)
+    wish = jobs.Wish(node_count, spares, ranks, until_done, max_jobs or jobs.MOST_STARTS)
     if local:
         _check_local(node_count + spares, given, dry_run)
         pid = jobs.to_background(wanted, paths, wish)
@@ -211,7 +217,7 @@ def logs(
         bool, typer.Option("--first-error", help="What the rank said that died first in the newest incident.")
     ] = False,
 ) -> None:
-    """What a run says: its progress (node 0's), or the words of a node, of a rank, or of the first that died."""
+    """What a run says: its progress (the leading node's), or the words of a node, a rank, or of the first that died."""
     from phalanx import jobs
     from phalanx.report import logs as found
 
@@ -226,12 +232,17 @@ def logs(
         for line in found.first_error(paths):
             typer.echo(line)
         return
+
+    def log() -> Path:
+        leads = None if rank is not None or node is not None else jobs.leading(paths)
+        return found.log_of(paths, rank, leads or node)  # of node 0 there may be others as well
+
     if not follow:
-        typer.echo(found.tail(found.log_of(paths, rank, node)), nl=False)
+        typer.echo(found.tail(log()), nl=False)
         return
     with contextlib.suppress(KeyboardInterrupt):
         found.follow(
-            lambda: found.log_of(paths, rank, node),
+            log,
             lambda text: typer.echo(text, nl=False),
             lambda: not jobs.goes_on(paths),
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
-from phalanx import keeper, links, recipe
+from phalanx import fencing, keeper, links, recipe
 from phalanx.cluster import slurm, slurm_script
 from phalanx.cluster.rendezvous import look_again
 from phalanx.cluster.slurm import SlurmJob
@@ -29,6 +29,7 @@ ASK_S = 2.0  # between two questions to Slurm
 DRAW_S = 0.2
 LATE_S = 5.0  # what a shared file system gets, once a job is gone, to show how its run has ended
 STARTS_S = 30.0  # what a process in the background gets to take its lock
+MOST_STARTS = 100  # with --until-done, where nobody has said how many
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Wish:
     spares: int = 0
     ranks: int | None = None
     until_done: bool = False
-    max_jobs: int = 100
+    max_jobs: int = MOST_STARTS
 
 
 # ------------------------------------------------------------------------------------------------------------- starting
@@ -52,6 +53,12 @@ def ask(config: Config, paths: RunPaths, wish: Wish) -> Asked:
         if not option.startswith("-"):
             raise ConfigError(
                 f"{option} is no option of sbatch; write an option and its value as one word, such as --constraint=a100"
+            )
+    for key in ("mounts", "container_by"):
+        section = config.slurm
+        if section.container is None and getattr(section, key) != type(section).model_fields[key].get_default():
+            raise ConfigError(
+                f"slurm.{key} is about a container, and slurm.container names none; set that, or remove slurm.{key}"
             )
     python = config.slurm.python
     if python == "auto":
@@ -193,6 +200,16 @@ def running_here(paths: RunPaths) -> tuple[int, str] | None:
     return keeper.holder(paths.keeper) or keeper.holder(paths.lock)
 
 
+def leading(paths: RunPaths) -> int:
+    """The node of a launched run that leads it, and so shows its progress, as the newest file of epochs says: 0 where
+    none says otherwise, or where that node has no log of its own."""
+    launched = keeper.read_launched(paths)
+    if launched is None or launched.nodes + launched.spares == 1:
+        return 0
+    node = (fencing.newest(paths) or {}).get("leader")
+    return node if type(node) is int and paths.node_log(node).exists() else 0
+
+
 def goes_on(paths: RunPaths) -> bool:
     """Whether more may yet be heard of a run. Where Slurm cannot be asked it is taken to go on."""
     try:
@@ -311,7 +328,7 @@ def cancel(paths: RunPaths, now: bool) -> str:
     if not paths.root.is_dir():
         raise ConfigError(f"there is no run folder {paths.shown}; name the folder of a run")
     if paths.launch.is_dir():
-        paths.cancelled.touch()
+        _note_cancelled(paths)
     job = newest_job(paths)
     if job is not None and not job.over:
         if now:
@@ -329,9 +346,34 @@ def cancel(paths: RunPaths, now: bool) -> str:
     if host != platform.node():
         raise RunError(f"the run {paths.shown} is going on as process {pid} on {host}; give this command there")
     if not now:
-        os.kill(pid, signal.SIGTERM)
+        _signal(paths, pid, signal.SIGTERM)
         return f"process {pid} was asked to stop: it finishes the step, saves and leaves"
     for lock in (paths.keeper, paths.lock):  # the keeper first: it would start the other again
         if (held := keeper.holder(lock)) is not None and held[1] == platform.node():
-            os.kill(held[0], signal.SIGKILL)
+            _signal(paths, held[0], signal.SIGKILL)
     return f"process {pid} was killed; the newest checkpoint is what is left"
+
+
+def _note_cancelled(paths: RunPaths) -> None:
+    """Leave word for the nodes, which look for it: between two states a job takes no signal. Raises RunError."""
+    try:
+        paths.cancelled.touch()
+    except OSError as error:
+        raise RunError(
+            f"{paths.cancelled} cannot be written ({error.strerror}), by which the run would hear of it; whoever has "
+            "started the run can cancel it"
+        ) from None
+
+
+def _signal(paths: RunPaths, pid: int, number: signal.Signals) -> None:
+    """Raises RunError where that cannot be done."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        raise RunError(
+            f"process {pid} of the run {paths.shown} has just ended by itself; look with phalanx status"
+        ) from None
+    except PermissionError:
+        raise RunError(
+            f"process {pid} of the run {paths.shown} belongs to somebody else, who alone can cancel it"
+        ) from None

@@ -200,6 +200,7 @@ def run_ranks(
         first_attempt=prepared.attempt,
         grace_s=prepared.config.comm.timeout_s,
         after_out_of_memory=hardware.lowered(paths),
+        after_kernel_kill=less_for(prepared.job),
     )
     try:
         with shared_memory.held(shared_memory.folder_of(paths)) as shared:
@@ -242,6 +243,11 @@ def _in_memory(job: agent.Job, shared: SharedMemory, prepared: Prepared, paths: 
         in_memory = state_file.committed(shared.folder, run)
         shared.keeps = code != ExitCode.DONE and in_memory > ending.committed(paths)
     return code
+
+
+def less_for(job: Any) -> Callable[[int], str | None]:
+    """What has a rank of a trainer's Run ask for less that the kernel has killed for want of memory."""
+    return functools.partial(hardware.after_kernel_kill, job.paths, job.config.train.micro_batch)
 
 
 def patience(config: Config) -> Patience | None:
@@ -375,7 +381,8 @@ def prepare(
     text = recipe.to_yaml(config)
     answer = fork_call(resolve, text, unlike, world, local_world, writes, timeout_s=None, meanwhile=meanwhile)
     config = recipe.check(yaml.safe_load(answer["config"]), "the resolved configuration")
-    attempt, warnings = folder.next_attempt(paths), [*unused(wanted), *answer["warnings"]]
+    attempt = folder.next_attempt(paths)
+    warnings = [*unused(wanted, several=world > local_world), *answer["warnings"]]
     train_tokens, held_out_tokens = token_folders(answer)
     if writes:
         with folder.writing(paths):

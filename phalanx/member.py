@@ -38,7 +38,7 @@ from phalanx.errors import ConfigError, RunError
 from phalanx.faults import Fault
 from phalanx.kept import Held
 from phalanx.launch import Prepared
-from phalanx.recorder import Recorder
+from phalanx.recorder import Again, Recorder
 from phalanx.records import BASE_WEIGHTS, ExitCode, Kind, RunPaths, write_atomic, write_event
 from phalanx.remote_run import fetch_records
 from phalanx.report import words
@@ -194,6 +194,7 @@ class Member:
             grace_s=training.config.comm.timeout_s,
             patience=launch.patience(training.config),
             after_out_of_memory=self._limit_has_fallen,
+            after_kernel_kill=launch.less_for(training),
             shared=self.shared,
         )
 
@@ -254,8 +255,14 @@ class Member:
 
     # --------------------------------------------------------------------------------------------------------- leading
 
-    def begin(self, facts: dict[str, Any], prepared: Prepared, noticed: dict[str, Any] | None) -> None:
-        """Be the first to lead: from now on the run is recorded and shown."""
+    def begin(
+        self,
+        facts: dict[str, Any],
+        prepared: Prepared,
+        noticed: dict[str, Any] | None,
+        lost: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Be the first to lead: from now on the run is recorded and shown. `lost`: nodes that are not fit."""
         if prepared.config.report.tensorboard:
             launch.preload_tensorboard()
         self.planned = prepared.job.faults
@@ -268,6 +275,8 @@ class Member:
             self.recorder.note(Kind.PLANNED, {"attempt": prepared.attempt, **prepared.planned})
         if noticed is not None:
             self.recorder.note(Kind.HEALTH, {"attempt": prepared.attempt, **noticed})
+        for each in lost:
+            self.recorder.note(Kind.NODE_LOST, {"attempt": prepared.attempt, **each})
         for message in prepared.warnings:
             self.recorder.show(Kind.WARNING, {"message": message})
 
@@ -313,21 +322,28 @@ class Member:
         return offer_of(self.wanted, prepared, self.paths, division, plan, devices, self.where.nodes)
 
     @contextlib.contextmanager
-    def _found(self, secret: str, address: str, port: int) -> Iterator[None]:
-        """Hold what a leader holds that was not the first one: the run folder's lock, as soon as it is free, and the
-        rendezvous."""
+    def _found(self, secret: str, address: str, port: int) -> Iterator[Again]:
+        """Hold what a leader holds that was not the first one: the rendezvous, and the run folder's lock, as soon as it
+        is free: what is yielded tries that. Both name this agent, whose child holds them."""
         from phalanx.train import folder
 
+        agent, locks = os.getppid(), list[int]()
         with contextlib.ExitStack() as held:
-            with contextlib.suppress(RunError):  # a leader that was frozen may hold it; the epoch's file keeps it out
-                lock, _ = folder.open_folder(self.paths)
-                held.callback(os.close, lock)
+
+            def again() -> None:
+                with contextlib.suppress(RunError):  # a leader that was frozen may hold it; the epoch keeps it out
+                    if not locks:
+                        locks.append(folder.open_folder(self.paths, agent)[0])
+                        held.callback(os.close, locks[0])
+
+            again()
             place = self.where.meeting
             if place is not None:
-                there = rendezvous.Address((address,), port, secret, f"{os.getppid()} on {self.said['host']}")
-                made = rendezvous.publish(place, there)
-                held.callback(rendezvous.withdraw, place, there, made)
-            yield
+                there = rendezvous.Address((address,), port, secret, f"{agent} on {self.said['host']}")
+                with contextlib.suppress(RunError):  # then no node comes back, and the others go on
+                    made = rendezvous.publish(place, there)
+                    held.callback(rendezvous.withdraw, place, there, made)
+            yield again
 
     # --------------------------------------------------------------------------------------------------------- the end
 

@@ -257,7 +257,8 @@ def _lead(
             where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
             run = member.Member(wanted, paths, devices, where, said, shared.folder, functools.partial(_say, meeting))
             held.callback(run.leave, shared)
-            first = held.enter_context(hosted(meeting, said))
+            replaces = "replace" in wanted.resilience.on_lost_node
+            first = held.enter_context(hosted(meeting, said, spares=meeting.spares if replaces else 0))
             tend = hearing(first)
             gather(first, meeting, _watching(paths, tend))
             if (done := launch.finished(wanted, paths)) is not None:
@@ -295,7 +296,8 @@ def _lead(
             run.held |= {node: held_of(each.get("held", [])) for node, each in first.answered().items()}
             hosts = [each["host"] for each in hellos]
             there = {"hosts": hosts[: meeting.nodes], "spares": hosts[meeting.nodes :]}
-            run.begin(launch.facts(prepared, everywhere, world) | there, prepared, noticed)
+            lost = [{"node": node, "host": hosts[node], "reason": why} for node, why in first.left_out.items()]
+            run.begin(launch.facts(prepared, everywhere, world) | there, prepared, noticed, lost)
             epoch = 1 if run.claim is None else epochs.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
             enter_first(first, peer, run.claim, wanted.resilience.heartbeat_s, epoch)
             until_all_meet.pop_all()  # by the sign the others go on, and come back, without this node too
@@ -358,8 +360,9 @@ def _look(first: FirstNode, tend: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def hosted(meeting: Meeting, hello: dict[str, Any]) -> Iterator[FirstNode]:
-    """Node 0, to be found by the others. However it ends, they are told, and nothing stays behind."""
+def hosted(meeting: Meeting, hello: dict[str, Any], spares: int = 0) -> Iterator[FirstNode]:
+    """Node 0, to be found by the others, of which `spares` make up for such as are not fit. However it ends, they are
+    told, and nothing stays behind."""
     place = meeting.place
     if place.folder is not None:
         there = rendezvous.read_address(place.folder)
@@ -377,7 +380,7 @@ def hosted(meeting: Meeting, hello: dict[str, Any]) -> Iterator[FirstNode]:
             made = rendezvous.publish(place.folder, address)
             held.callback(rendezvous.withdraw, place.folder, address, made)
         show = functools.partial(_show, meeting)
-        first = FirstNode(meeting.total, listener, address, place.folder, hello, meeting.timeout_s, show)
+        first = FirstNode(meeting.total, listener, address, place.folder, hello, meeting.timeout_s, show, spares)
         try:
             yield first
         except StopAsked as asked:

@@ -21,27 +21,42 @@ from phalanx.records import Kind, RunPaths
 from phalanx.report.console import Console, Follower
 
 POLL_S = 0.1
-LOOK_S = 1.0  # between two looks at what is asked of nodes
+LOOK_S = 1.0  # between two looks at what is asked of nodes, and whether what is held can be held by now
 CLOSE_S = 10.0  # what it gets to write and show the last of it
-Hold = Callable[[], contextlib.AbstractContextManager[None]]
+AGAIN_S = 1.0  # how long one lives at least, before another takes its place
+Again = Callable[[], None]  # tries once more to hold what could not be held
+Hold = Callable[[], contextlib.AbstractContextManager[Again | None]]
 
 
 class Recorder:
-    """`hold` is entered for as long as it lives: locks and files that belong to whoever leads."""
+    """`hold` is entered for as long as it lives: locks and files that belong to whoever leads. A process that something
+    has killed is replaced by another one."""
 
     def __init__(self, paths: RunPaths, steps: int, unit: str, hold: Hold = contextlib.nullcontext) -> None:
+        self._follower = (paths, steps, unit, hold)
+        self._steps: list[int] = []
+        self._asked: list[Request] = []
+        self._begin()
+
+    def _begin(self) -> None:
         events, self._events = os.pipe()
         self._told, told = os.pipe()
-        follower = (paths, steps, unit, hold)
-        self._pid, self._pidfd = fork(lambda: _record(events, told, *follower), keep=[events, told])
+        self._pid, self._pidfd = fork(lambda: _record(events, told, *self._follower), keep=[events, told])
         os.close(events)
         os.close(told)
         os.set_blocking(self._events, False)
         os.set_blocking(self._told, False)
         self._out = bytearray()
         self._in = bytearray()
-        self._steps: list[int] = []
-        self._asked: list[Request] = []
+        self._begun_at = time.monotonic()
+
+    def _revive(self) -> None:
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        if poll.poll(0) and time.monotonic() > self._begun_at + AGAIN_S:
+            os.close(self._events)
+            self._reap()
+            self._begin()
 
     def fileno(self) -> int:
         return self._told
@@ -57,6 +72,7 @@ class Recorder:
 
     def safe(self) -> list[int]:
         """Steps that have become safe since the last call."""
+        self._revive()
         self._hear()
         steps, self._steps = self._steps, []
         return steps
@@ -138,13 +154,15 @@ class _Shown:
         with contextlib.suppress(OSError):  # the agent is gone, and this process soon
             os.write(self._told, json.dumps(what).encode() + b"\n")
 
-    def look(self) -> None:
-        """Tell the agent of what is asked of nodes."""
+    def look(self, again: Again | None) -> None:
+        """Tell the agent of what is asked of nodes; and hold what is free by now."""
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S
+        if again is not None:
+            again()
         for request in requests(self._paths):
-            if request.time > self._requests.get(request.node, 0.0):
+            if request.time != self._requests.get(request.node):  # whose clock it was, nobody knows
                 self._requests[request.node] = request.time
                 self._tell(vars(request))
 
@@ -163,7 +181,7 @@ class _Shown:
 def _record(events: int, told: int, paths: RunPaths, steps: int, unit: str, hold: Hold) -> int:
     shown = _Shown(Console(steps, paths.name, unit=unit), paths, told)
     follower = Follower(paths, shown)
-    with hold(), open(events, "rb", buffering=0) as pipe:
+    with hold() as again, open(events, "rb", buffering=0) as pipe:
         received = b""
         while True:
             if select.select([pipe], [], [], POLL_S)[0]:
@@ -174,7 +192,7 @@ def _record(events: int, told: int, paths: RunPaths, steps: int, unit: str, hold
                 for line in lines:
                     event = json.loads(line)
                     shown.note(event.pop("kind"), event)
-            shown.look()
+            shown.look(again)
             follower.poll()
         follower.poll()
         shown.incidents.end({})

@@ -180,12 +180,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Drained:
-    """A node is not to be used any more, or (`drained` false) is to be used again."""
+    """A node is not to be used any more, or (`drained` false) is to be used again. `gently`: only where a spare takes
+    its seat."""
 
     now: float
     node: int
     drained: bool
     why: str
+    gently: bool = False
 
 
 @dataclass(frozen=True)

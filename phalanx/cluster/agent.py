@@ -11,12 +11,15 @@ import gc
 import importlib
 import itertools
 import os
+import select
+import time
 from collections.abc import Sequence
 
-from phalanx.cluster.attempt import Attempt
+from phalanx.cluster.attempt import IDLE_S, Attempt
 from phalanx.cluster.causes import is_deterministic, place_of
 from phalanx.cluster.job import Job
 from phalanx.cluster.stopping import Signals
+from phalanx.cluster.supervisor import PAUSE_S
 from phalanx.records import ExitCode, Kind
 
 NEVER_RETRIED = (ExitCode.CONFIG, ExitCode.OUT_OF_MEMORY, ExitCode.STOPPED)
@@ -90,8 +93,21 @@ def run(job: Job) -> int:
             failures = 1 if reached > before else failures + 1
             if failures > job.max_restarts:
                 return code
+            _pause(job, signals, PAUSE_S[min(failures, len(PAUSE_S)) - 1])
+            for late in signals.take():
+                job.on_event(Kind.SIGNALLED, {"attempt": number, "signal": late.name})
+            if signals.asked:
+                return code
             job.on_event(Kind.RESTARTED, {"attempt": number + 1})
     raise AssertionError("unreachable")
+
+
+def _pause(job: Job, signals: Signals, seconds: float) -> None:
+    """Wait before another attempt, but for no signal."""
+    poll, until = select.poll(), time.monotonic() + seconds
+    poll.register(signals, select.POLLIN)
+    while (left := until - time.monotonic()) > 0 and not poll.poll(min(left, IDLE_S) * 1000):
+        job.on_idle()
 
 
 def _same(place: tuple[int | None, str, str] | None, times: int) -> str:

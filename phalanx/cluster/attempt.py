@@ -6,6 +6,7 @@ import select
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ SETTLE_S = 0.2  # how long a worker that merely lost a peer waits for the one th
 WORD_S = 0.5  # how often the leader of several nodes hears what an agent sees of its ranks
 STACKS_S = 0.2  # what a hung worker gets to write its stacks down
 DEATH_S = 10.0  # what the kernel gets to tear a killed worker down
+KILLS_S, RECENT_S = 1.0, 10.0  # how often its kills for want of memory are counted; so recent ones explain a death
 CAUSE_FIELDS = {"exit_code", "type", "message", "reason", "step"}
 
 
@@ -49,7 +51,7 @@ class Attempt:
     deadline: float | None = None  # of the grace period
     next_idle: float = 0.0
     cause: End | None = None  # what ended it, if that was no signal from outside and no other node
-    kills_before: int = field(default_factory=out_of_memory_kills)
+    kills: deque[tuple[float, int]] = field(default_factory=deque)  # when looked, and the kernel's for want of memory
     part: Part = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,6 +124,7 @@ class Attempt:
         pids = {process.rank: process.pid for process in self.processes}
         watchdog = Watchdog(self.job.shared, self.number, pids, self.job.patience, self.job.known)
         while self._living():
+            self._count_kills()
             self._wait(IDLE_S, heed_signals=True)
             self._look_for_hangs(watchdog)
             for number in self.signals.take():
@@ -141,6 +144,13 @@ class Attempt:
             return self._incident()
         stopped = any(end.exit_code == ExitCode.STOPPED for end in self.ends)
         return int(ExitCode.STOPPED if stopped else ExitCode.DONE)
+
+    def _count_kills(self) -> None:
+        now = time.monotonic()
+        if not self.kills or now >= self.kills[-1][0] + KILLS_S:
+            self.kills.append((now, out_of_memory_kills()))
+        while len(self.kills) > 1 and self.kills[1][0] < now - RECENT_S:
+            self.kills.popleft()
 
     def _look_for_hangs(self, watchdog: Watchdog) -> None:
         """Judge this node's ranks; of several nodes the leader judges, who hears what is seen here."""
@@ -258,9 +268,16 @@ class Attempt:
         elsewhere = others is not None and others.broken()
         if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
             return int(ExitCode.FAILED)  # a node was lost, or node 0 ended the attempt: that has been said
-        self.cause = end = first_cause(ends)
-        details = end.details()
-        if end.signal == signal.SIGKILL and end.host is None and out_of_memory_kills() > self.kills_before:
+        end = first_cause(ends)
+        starved = end.signal == signal.SIGKILL and end.host is None and out_of_memory_kills() > self.kills[0][1]
+        if starved and (less := self.job.after_kernel_kill(end.rank)) is not None:
+            code = int(ExitCode.OUT_OF_MEMORY)
+            cause = {"exit_code": code, "type": "OutOfMemory", "message": less, "reason": less, "step": None}
+            changed = End(end.rank, end.pid, None, code, cause)
+            self.ends[self.ends.index(end)] = end = changed
+            starved = False
+        self.cause, details = end, end.details()
+        if starved:
             details["reason"] += "; the kernel has killed something for want of memory meanwhile"
         self.job.on_event(Kind.WORKER_DIED, {"attempt": self.number, **details})
         if end.signal in self.forwarded:

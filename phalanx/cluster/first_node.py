@@ -35,7 +35,8 @@ class Seat:
 
 
 class FirstNode:
-    """`hello` is what this node would say of itself; `notice(kind, details)` is told who comes and goes."""
+    """`hello` is what this node would say of itself; `notice(kind, details)` is told who comes and goes. Of the `nodes`
+    as many may turn out not to be fit as there are `spares` among them."""
 
     def __init__(
         self,
@@ -46,8 +47,9 @@ class FirstNode:
         hello: Message,
         timeout_s: float,
         notice: Callable[[str, dict[str, Any]], None],
+        spares: int = 0,
     ) -> None:
-        self.nodes, self.notice, self._timeout_s = nodes, notice, timeout_s
+        self.nodes, self.notice, self._timeout_s, self._spares = nodes, notice, timeout_s, spares
         self._folder, self._address = folder, address
         self.secret = address if isinstance(address, str) else address.secret
         self.door = Door(listener, self.secret, self._refused)
@@ -57,6 +59,7 @@ class FirstNode:
         self._over = False
         self._missing_since = self._looked = time.monotonic()
         self.refusal: PhalanxError | None = None  # why a node cannot take part as things are
+        self.left_out: dict[int, str] = {}  # nodes that are not fit, which spares make up for, and why
         self.asked: str | None = None  # the first stop signal on another node
 
     # ------------------------------------------------------------------------------------------------------ gathering
@@ -73,8 +76,8 @@ class FirstNode:
         return [self._hello_of(node) for node in range(self.nodes)]
 
     def missing(self) -> list[int]:
-        """Nodes that are not there."""
-        return [node for node in range(1, self.nodes) if node not in self._seats]
+        """Nodes that are not there, and are waited for."""
+        return [node for node in range(1, self.nodes) if node not in self._seats and node not in self.left_out]
 
     def arrived(self) -> bool:
         """Whether all nodes are there. Raises PhalanxError when a node does not come in time, or another job has this
@@ -175,6 +178,7 @@ class FirstNode:
 
     def _seat(self, channel: Channel, hello: Message) -> None:
         node = hello["node"]
+        self.left_out.pop(node, None)  # it may have been mended
         self._seats[node] = Seat(channel, hello)
         self.notice(Kind.NODE_JOINED, {"node": node, "host": hello["host"], "ranks": len(hello["devices"])})
         if self._offer is not None:
@@ -193,8 +197,12 @@ class FirstNode:
         if "answer" in message and isinstance(message["answer"], dict):
             seat.answer = message["answer"]
         elif "unfit" in message:
-            error = Unhealthy if message.get("code") == ExitCode.UNHEALTHY else ConfigError
-            self.refusal = error(f"node {node} ({seat.hello['host']}): {message['unfit']}")
+            unhealthy = message.get("code") == ExitCode.UNHEALTHY
+            if unhealthy and len(self.left_out) < self._spares and len(self._seats) > 1:
+                self.left_out[node] = str(message["unfit"])
+            else:
+                error = Unhealthy if unhealthy else ConfigError
+                self.refusal = error(f"node {node} ({seat.hello['host']}): {message['unfit']}")
         elif "stop" in message:
             self.asked = self.asked or str(message["stop"])
         elif "ping" in message:

@@ -68,6 +68,10 @@ def _no() -> bool:
     return False
 
 
+def _not_less(rank: int) -> None:
+    return None
+
+
 def _nothing_kept() -> None:
     return None
 
@@ -85,6 +89,8 @@ class Job:
     same step at the same place are not started again. `kept` says what an attempt goes on from that is in shared
     memory; it is asked when no rank lives. `after_out_of_memory` says whether, after a rank ran out of
     memory, another attempt asks for less than the one before: then it is made, whatever the count.
+    `after_kernel_kill` is told of a rank that the kernel has killed for want of memory, and returns what to say of it
+    where it has had that rank ask for less; None where it cannot.
 
     `devices` has one name per rank (none given: all on the CPU). `paths` says where logs and causes of death go (None:
     standard error, and no causes). `on_event(kind, details)` gets the events; details always hold `attempt`. `on_idle`
@@ -106,6 +112,7 @@ class Job:
     grace_s: float = 60.0
     progress: Callable[[], int] = _none
     after_out_of_memory: Callable[[], bool] = _no
+    after_kernel_kill: Callable[[int], str | None] = _not_less
     part: Part | None = None
     others: Others | None = None
     shared: Path | None = None

@@ -41,7 +41,7 @@ from phalanx.cluster.causes import first_cause, is_aftermath, sameness, suspicio
 from phalanx.cluster.errand import Errand
 from phalanx.cluster.greeting import objection, taken
 from phalanx.cluster.hangs import Gathering
-from phalanx.cluster.node_requests import Request, Wanted
+from phalanx.cluster.node_requests import BY_HEALTH, Request, Wanted, newest_of
 from phalanx.cluster.peer import Peer
 from phalanx.cluster.roster import member_of, roster_to_message
 from phalanx.cluster.succession import beginning_state, budget_of, node_of, succeeding_state, taken_up
@@ -135,13 +135,14 @@ class Leader:
     def _see_requests(self) -> None:
         """Nodes that are not to be used any more, or are to be used again; whoever asks names a node or its host."""
         self._requests |= {request.node: request for request in self._asked()}
-        for name, request in list(self._requests.items()):
-            for member in self._members.values():
-                if name in (str(member.node), member.host):
-                    drained = request.wanted != Wanted.RETURN
-                    done = "is to be left" if drained else "may be used again"
-                    why = f"node {member.node} ({member.host}) {done}" + (f" ({request.reason})" * bool(request.reason))
-                    self.event(Drained(time.monotonic(), member.node, drained, why))
+        for member in list(self._members.values()) if self._requests else ():
+            request = newest_of(self._requests.values(), member.node, member.host)
+            if request is not None:
+                drained = request.wanted != Wanted.RETURN
+                done = "is to be left" if drained else "may be used again"
+                why = f"node {member.node} ({member.host}) {done}" + (f" ({request.reason})" * bool(request.reason))
+                gently = request.by.startswith(BY_HEALTH)
+                self.event(Drained(time.monotonic(), member.node, drained, why, gently))
 
     def _see_hangs(self) -> None:
         """Say which ranks of the attempt hang; their agents end them, and those of the others see where theirs are."""

@@ -6,9 +6,11 @@ Whoever watches the run reads them. A file names what is wanted now; the last on
 import enum
 import getpass
 import json
+import os
 import re
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from phalanx.errors import ConfigError, RunError
 from phalanx.records import RunPaths, write_atomic
 
 VERSION = 1
+BY_HEALTH = "its health check"  # who asks where no user does: heeded only where a spare takes the node's place
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
@@ -45,13 +48,15 @@ def check_name(node: str) -> None:
         raise ConfigError(f"{node!r} cannot be the name of a node; give a host name, or a node's number in the run")
 
 
-def ask(paths: RunPaths, node: str, wanted: Wanted, reason: str) -> Request:
-    """Write a request into a run folder. Raises ConfigError for a bad name, RunError where it cannot be written."""
+def ask(paths: RunPaths, node: str, wanted: Wanted, reason: str, by: str | None = None) -> Request:
+    """Write a request into a run folder, in the name of this user unless `by` says whose it is. Raises ConfigError for
+    a bad name, RunError where it cannot be written."""
     check_name(node)
     if not paths.events.exists():
         raise RunError(f"{paths.shown} holds no run, so no node can be asked for there; name a run folder with --run")
     links.check(paths)
-    request = Request(node, wanted, reason, time.time(), f"{getpass.getuser()} on {socket.gethostname()}")
+    by = by or f"{_user()} on {socket.gethostname()}"
+    request = Request(node, wanted, reason, time.time(), by)
     tree = {"version": VERSION, **vars(request)}
     try:
         paths.nodes.mkdir(mode=0o700, exist_ok=True)
@@ -59,6 +64,13 @@ def ask(paths: RunPaths, node: str, wanted: Wanted, reason: str) -> Request:
     except OSError as error:
         raise RunError(f"the request cannot be written to {paths.nodes} ({error.strerror}); mend its rights") from None
     return request
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in a container that knows no name for it
+        return f"user {os.getuid()}"
 
 
 def requests(paths: RunPaths) -> list[Request]:
@@ -75,6 +87,12 @@ def requests(paths: RunPaths) -> list[Request]:
         if path.name == f"{request.node}.json":
             found.append(request)
     return sorted(found, key=lambda request: request.time)
+
+
+def newest_of(asked: Iterable[Request], number: int | str, host: str) -> Request | None:
+    """The last of these requests that names a node, by its number or its host; None where none does."""
+    named = [request for request in asked if request.node in (str(number), host)]
+    return max(named, key=lambda request: request.time, default=None)
 
 
 def health_reports(paths: RunPaths) -> dict[str, dict[str, Any]]:

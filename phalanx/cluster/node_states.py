@@ -38,12 +38,13 @@ def rows(paths: RunPaths) -> list[dict[str, str]]:
     for host, report in node_requests.health_reports(paths).items():
         seen[host] = str(report.get("verdict"))
     asked = {request.node: request for request in node_requests.requests(paths)}
-    found = []
+    found, named = [], set[str]()
     for number, host in hosts.items():
-        request = asked.pop(number, None) or asked.pop(host, None)
+        request = node_requests.newest_of(asked.values(), number, host)
+        named |= {number, host}
         why = "" if request is None else f"{request.wanted} asked for by {request.by}: {request.reason}"
         found.append({"node": f"{number} {host}", "state": state[number], "health": seen.get(host, ""), "why": why})
-    for request in asked.values():
+    for request in [each for each in asked.values() if each.node not in named]:
         why = f"{request.wanted} asked for by {request.by}: {request.reason}"
         health = seen.get(request.node, "")
         found.append({"node": request.node, "state": ELSEWHERE, "health": health, "why": why})

@@ -171,7 +171,7 @@ def look_again(folder: Path) -> None:
     folder that is not there, as far as is remembered, its parent is asked."""
     if not folder.is_dir():
         folder = folder.parent
-    name = folder / f"{PASSING}{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
+    name = _passing(folder)
     with contextlib.suppress(OSError):  # not there yet, or not to be written: then what is remembered has to do
         os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         name.unlink()
@@ -193,16 +193,42 @@ def read_address(folder: Path) -> Address | None:
 
 
 def _written(folder: Path) -> Any:
-    """What the address file holds; None where there is none or it cannot be read."""
+    """What the address file holds; None where there is none or it cannot be read.
+
+    Raises RunError where it is another user's: whoever is believed to be node 0 says what the nodes run.
+    """
     try:
-        return json.loads((folder / ADDRESS_FILE).read_bytes())
+        with open(os.open(folder / ADDRESS_FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            owner = os.fstat(file.fileno()).st_uid
+            if owner != os.geteuid() and owner != _given_uid(folder):
+                raise PermissionError
+            return json.loads(file.read())
     except PermissionError:
         raise RunError(
-            f"{folder / ADDRESS_FILE} may not be read, so another user's job has met there; start all nodes as one "
-            "user, and give each job a folder of its own"
+            f"{folder / ADDRESS_FILE} is another user's, whose job has met there; start all nodes as one user, and "
+            "give each job a folder of its own"
         ) from None
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def _given_uid(folder: Path) -> int | None:
+    """Whose a file is that this process makes in a folder: file servers may take all users, or root, for nobody."""
+    passing = _passing(folder)
+    try:
+        descriptor = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:
+        return None
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            passing.unlink()
+
+
+def _passing(folder: Path) -> Path:
+    return folder / f"{PASSING}{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def new_address(listener: socket.socket) -> Address:
@@ -217,7 +243,7 @@ def publish(folder: Path, address: Address) -> bool:
 
     Raises RunError when the folder cannot be written.
     """
-    passing = folder / f"{PASSING}{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
+    passing = _passing(folder)
     try:
         before = _written(folder)
         made = not folder.is_dir() or (isinstance(before, dict) and before.get("made") is True)

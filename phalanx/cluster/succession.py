@@ -41,11 +41,13 @@ def budget_of(state: State) -> Message:
 def beginning_state(
     offer: Message, roster: Roster, attempt: int, committed: int, held: Mapping[int, tuple[Held, ...]]
 ) -> State:
-    """The state of a job whose nodes are all ready for what was offered; `attempt` is its first. `held`: what nodes
-    have in their memories of a job of the same run before."""
+    """The state of a job whose nodes are all ready for what was offered; `attempt` is its first. Of nodes with a seat
+    one may not have come so far, which was not fit: as if it were lost. `held`: what nodes have in their memories of a
+    job of the same run before."""
     division = int(offer["division"])
     return State(
         policy=policy_of(offer),
+        phase=Phase.READYING if all(roster.member(node) for node in offer["seats"]) else Phase.IDLE,
         nodes=tuple(node_of(member, division, held.get(member.node, ())) for member in roster.members),
         division=division,
         slots=tuple(Slot(int(ranks), str(model)) for ranks, model in offer["slots"]),

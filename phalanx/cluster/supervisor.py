@@ -152,14 +152,24 @@ def _drained(state: State, event: Drained) -> Decision:
     known = state.node(event.node)
     if known is None or known.drained == event.drained:
         return state, []
+    seated = event.node in state.seats
+    if event.drained and event.gently and seated and not _has_stand_in(state, event.node):
+        return state, []
     changed = replace(known, drained=event.drained)
     state = replace(state, nodes=tuple(changed if node is known else node for node in state.nodes))
-    seated = event.node in state.seats
     if state.phase == Phase.RUNNING and ((event.drained and seated) or (not event.drained and _larger(state))):
         return _pause(state, event.now, event.why)
     if state.phase == Phase.IDLE or (state.phase == Phase.READYING and event.drained and seated):
         return _regroup(replace(state, phase=Phase.IDLE), event.now)
     return state, []
+
+
+def _has_stand_in(state: State, without: int) -> bool:
+    """Whether spares can take all seats that are free, one node's among them."""
+    usable = [node for node in state.nodes if not node.drained and node.node != without]
+    here = {node.node for node in usable}
+    kept = tuple(node if node in here else -1 for node in state.seats)
+    return "replace" in state.policy.on_lost_node and _filled(state, kept, usable) is not None
 
 
 def _time(state: State, now: float) -> Decision:

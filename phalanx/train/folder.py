@@ -48,8 +48,8 @@ def writing(paths: RunPaths) -> Iterator[None]:
         ) from None
 
 
-def open_folder(paths: RunPaths) -> tuple[int, bool]:
-    """Create the run folder if need be and lock it for this process.
+def open_folder(paths: RunPaths, holder: int | None = None) -> tuple[int, bool]:
+    """Create the run folder if need be and lock it for this process, or in the name of another one, its `holder`.
 
     Returns the lock's descriptor, which keeps it, and whether the folder is new. Raises RunError when the folder is in
     use, cannot be written, or has links that lead out of it.
@@ -80,7 +80,7 @@ def open_folder(paths: RunPaths) -> tuple[int, bool]:
     try:
         with writing(paths):
             os.truncate(lock, 0)
-            os.write(lock, f"{os.getpid()} on {platform.node()}\n".encode())
+            os.write(lock, f"{holder or os.getpid()} on {platform.node()}\n".encode())
     except RunError:
         remove_if_unused(paths, created)
         os.close(lock)

@@ -17,6 +17,7 @@ from phalanx.axes import axes_of
 from phalanx.comm.mesh import join
 from phalanx.config import Config
 from phalanx.errors import ConfigError
+from phalanx.kept_bytes import in_room, keeps_of
 from phalanx.models.layers import chunk_bytes
 from phalanx.models.llama import Llama
 from phalanx.models.model import Model
@@ -40,6 +41,7 @@ from phalanx.train.trial import trial
 USABLE = 0.8
 HALF = 0.5  # of the free memory: the rest is for activations
 SIZES = (1, 3)  # samples of the small runs
+IN_SHARED = ("master weights", "optimizer state")  # what of the state lies in shared memory where steps are kept there
 
 Peaks = Mapping[int | None, Mapping[int, int]]  # layers (None: the model itself) -> samples -> bytes
 
@@ -102,9 +104,12 @@ def largest_micro_batch(
             f"train.micro_batch auto found no answer: of the {free / 2**30:.1f} GiB free for this rank {tried} "
             f"took more; set train.micro_batch yourself, or {remedy(subject)}"
         ) from None
-    finding = found(config, subject, device, peaks, free, state=state_bytes(config, subject, device, world), most=most)
-    if finding.micro_batch < 1:  # with an equal part of the state; but others may hold it
+    state = state_bytes(config, subject, device, world)
+    kept = besides_bytes(config, subject, device, world=world, local_world=local_world, free=free - state)
+    finding = found(config, subject, device, peaks, free, state=state + kept, most=most)
+    if finding.micro_batch < 1:  # with an equal part of the state; but others may hold it, and no step need be kept
         least = _least_state_bytes(config, subject, device, world)
+        least += besides_bytes(config, subject, device, world=world, local_world=local_world)
         finding = found(config, subject, device, peaks, free, state=least, most=most)
     if finding.micro_batch < 1:
         raise ConfigError(
@@ -164,12 +169,15 @@ def check_state(config: Config, subject: Subject, device_name: str, *, world: in
     """Raises ConfigError when parameters and optimizer state alone are more than the device could ever hold."""
     device = torch.device(device_name)
     state = _least_state_bytes(config, subject, device, world)
+    kept = besides_bytes(config, subject, device, world=world, local_world=local_world)
     total = accelerator.memory_total(device, local_world)
-    if state > total:
+    if state + kept > total:
+        also = f" and steps that are kept (resilience.memory) {kept / 2**30:.1f} GiB" if kept and state <= total else ""
         raise ConfigError(
             f"the model does not fit: its parameters and optimizer state take {state / 2**30:.1f} GiB on each of "
-            f"{world} rank{'s' if world > 1 else ''}, and a rank has {total / 2**30:.1f} GiB; "
-            "use more ranks or a smaller model"
+            f"{world} rank{'s' if world > 1 else ''}{also}, and a rank has {total / 2**30:.1f} GiB; "
+            f"{'leave resilience.memory and resilience.replicate on auto, or ' if also else ''}use more ranks or a "
+            "smaller model"
         )
 
 
@@ -191,18 +199,47 @@ def state_bytes(
     """Bytes that a rank holds besides activations; `weights` as for `sharding_of`, without a `rank` of that which holds
     most. Where several ranks hold one copy of the model, each holds its stages and slices of it; without a `rank` it is
     the one that holds most."""
+    precision, ranks, sharding = _held_how(config, device, world, weights)
+    rule, place = make_rule(config.optim), None if rank is None else axes_of(config).place(rank, world)
+    helds = all_held(subject, config) if place is None else [held_by(subject, config, place.pipe)]
+    number = None if place is None else place.data
+    items = (state_items(held.model, subject.spec, precision, ranks, rule, sharding, number) for held in helds)
+    return max(sum(each.values()) for each in items)
+
+
+def _held_how(
+    config: Config, device: torch.device, world: int, weights: Weights = None
+) -> tuple[Precision, int, Sharding | None]:
+    """The types that ranks hold the state in, how many hold it together, and how where it is sharded by our engine."""
     compute = compute_dtype(config.train.dtype, device)
     shared = torch.float32 if config.train.dtype == "mixed" and world > 1 else compute
     ranks = 1 if config.parallel.data == "single" else axes_of(config).data(world)
     sharding = sharding_of(config, weights) if config.parallel.data == "sharded" else None
-    rule, place = make_rule(config.optim), None if rank is None else axes_of(config).place(rank, world)
-    helds = all_held(subject, config) if place is None else [held_by(subject, config, place.pipe)]
-    number = None if place is None else place.data
-    items = (
-        state_items(held.model, subject.spec, Precision(compute, shared), ranks, rule, sharding, number)
-        for held in helds
-    )
-    return max(sum(each.values()) for each in items)
+    return Precision(compute, shared), ranks, sharding
+
+
+def besides_bytes(
+    config: Config, subject: Subject, device: torch.device, *, world: int, local_world: int, free: int | None = None
+) -> int:
+    """Bytes that a rank on a CPU takes for the steps that are kept in shared memory, beside `state_bytes`, of which the
+    one that is computed with lives there: as the run would keep them with so many bytes `free`, or as it must (None),
+    where it was asked to."""
+    if device.type != "cpu":
+        return 0
+    replays = config.optim.rule == "adamw" and config.parallel.data == "sharded"
+    options = keeps_of(config.resilience.memory, config.resilience.replicate, world > local_world, replays)
+    precision, ranks, sharding = _held_how(config, device, world)
+    rule, most = make_rule(config.optim), 0
+    for held in all_held(subject, config):
+        state, gradient, there = committed_bytes(held.model, precision, ranks, rule, sharding), 0, 0
+        if sharding is not None:
+            buckets, place = _laid_out(held.model, ranks, rule, sharding)
+            state, gradient = slot_bytes(buckets, place, precision, rule)
+            items = state_items(held.model, subject.spec, precision, ranks, rule, sharding)
+            there = sum(items[name] for name in IN_SHARED)
+        keeps = options[-1] if free is None else in_room(options, state, gradient, free)
+        most = max(most, int(keeps.bytes(state, gradient)) - there * (keeps.own > 0))
+    return most
 
 
 def least_zero(config: Config, subject: Subject, devices: Sequence[str], *, world: int, local_world: int) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from phalanx import state_file
 from phalanx.checkpoint.kept_state import KeptState
-from phalanx.checkpoint.memory import KEY, Memory
+from phalanx.checkpoint.memory import KEY, REPLICATE, Memory
 from phalanx.checkpoint.read import Checkpoint, find, newest_agreed
 from phalanx.comm.compressed import other_nodes
 from phalanx.comm.mesh import Mesh
@@ -57,6 +57,8 @@ def memory_of(config: "Config", placement: Placement, mesh: Mesh, paths: RunPath
     if placement.shared is None or why is not None:
         if wanted is True:
             raise ConfigError(f"{KEY} is true, but {why}; set {KEY}=auto or false")
+        if config.resilience.replicate not in ("auto", "off"):
+            raise ConfigError(f"{REPLICATE} is {config.resilience.replicate}, but {why}; set {REPLICATE}=auto or off")
         return None
     on_host, replicas = mesh.device.type == "cpu", None
     if placement.nodes > 1 or (placement.kept is not None and any(file.address for file in placement.kept.files)):

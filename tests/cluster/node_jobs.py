@@ -28,7 +28,7 @@ from phalanx.cluster.peer import Peer, run
 from phalanx.cluster.stopping import Signals
 from phalanx.cluster.succession import division_of
 from phalanx.cluster.wire import Message
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import ConfigError, PhalanxError, Unhealthy
 from phalanx.records import Placement, RunPaths
 from tests.unit import agent_jobs
 from tests.unit.agent_jobs import note
@@ -123,6 +123,8 @@ class Node:
     def make(self, offer: Message, tend: Callable[[], None]) -> Job:
         if int(offer["division"]) == self.options.get("unfit_for"):
             raise ConfigError("there is no room for that here")
+        if self.options.get("unhealthy"):
+            raise Unhealthy("this node is not fit to be trained on: it smokes")
         allowed = iter([True] * self.options.get("lowered", 0))
         return Job(self.ranks, **self.work, after_out_of_memory=lambda: next(allowed, False))
 
@@ -137,7 +139,7 @@ class Node:
 
     def first(self, held: contextlib.ExitStack) -> Peer:
         """Be node 0 until all have entered the circle."""
-        first = held.enter_context(nodes.hosted(self.meeting, self.hello))
+        first = held.enter_context(nodes.hosted(self.meeting, self.hello, self.meeting.spares))
         first.notice = self.work["on_event"]
         nodes.gather(first, self.meeting, first.tend)
         rows = [hello["devices"] for hello in first.hellos()[: self.options["nodes"]]]
@@ -161,7 +163,12 @@ class Node:
             nodes.wait(other, functools.partial(is_answered, other))
             peer = Peer(other.secret, self.make, self.lead)
             if other.offer is not None:
-                peer.prepared(other.offer, self.make(other.offer, other.tend))
+                try:
+                    peer.prepared(other.offer, self.make(other.offer, other.tend))
+                except Unhealthy as error:
+                    other.say({"unfit": str(error), "code": int(error.exit_code)})
+                    other.close()
+                    raise
                 other.say({"answer": {}})
                 nodes.wait(other, functools.partial(is_settled, other))
             if other.roster is not None:

@@ -170,6 +170,23 @@ def test_a_node_that_does_not_fit_a_new_division_leaves_and_the_others_go_on(clu
     assert any("node 0 (" in each and "which led, leaves the others" in each for each in said) is (unfit == 0)
 
 
+@pytest.mark.parametrize(("unfit", "seats"), [([1], [0, 2]), ([2], [0, 1]), ([1, 2], None)])
+def test_nodes_that_are_not_fit_at_the_start_are_left_out_where_there_are_spares(
+    cluster: Cluster, unfit: list[int], seats: list[int] | None
+) -> None:
+    nodes = [cluster.start("tells", node, spares=1, unhealthy=node in unfit) for node in range(3)]
+    ended = [node.finish()[:2] for node in nodes]
+    assert {ended[node][0] for node in unfit} == {ExitCode.UNHEALTHY}
+    if seats is None:
+        code, said = ended[0]
+        assert code == ExitCode.UNHEALTHY
+        assert said.startswith("node ") and said.endswith("not fit to be trained on: it smokes")
+    else:
+        assert [ended[node][0] for node in seats] == [0, 0]
+        assert cluster.noted("told", 1, 0) == [1]
+        assert [cluster.noted("place", 1, rank)[0] for rank in range(2)] == [0, 1]  # counted by seats
+
+
 def test_two_of_four_without_files_are_no_majority(cluster: Cluster) -> None:
     options: dict[str, Any] = {"nodes": 4, "files": False, "max_restarts": 3}
     nodes = [cluster.start("second_time", node, 1, **options) for node in range(4)]

@@ -81,6 +81,16 @@ def test_what_was_published_is_read_by_its_owner_alone_and_withdrawn(tmp_path: P
     assert not folder.exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files another user's")
+def test_what_another_user_has_put_there_is_not_believed(tmp_path: Path) -> None:
+    rendezvous.publish(tmp_path, ADDRESS)
+    os.chown(tmp_path / ADDRESS_FILE, 12345, 12345)
+    with pytest.raises(RunError, match=r"is another user's, whose job has met there; start all nodes as one user"):
+        rendezvous.read_address(tmp_path)
+    with pytest.raises(RunError, match=r"is another user's"):
+        rendezvous.publish(tmp_path, ADDRESS)
+
+
 def test_what_killed_processes_left_is_swept_away_once_it_is_old(tmp_path: Path) -> None:
     old, new = tmp_path / f"{PASSING}old", tmp_path / f"{PASSING}new"
     old.touch()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster import node_requests, slurm_nodes
+from phalanx.cluster import node_requests, node_states, slurm_nodes
 from phalanx.cluster.findings import Severity
 from phalanx.cluster.node_requests import Wanted
 from phalanx.errors import ConfigError, RunError
@@ -63,6 +63,10 @@ def test_bad_command_lines(tmp_path: Path) -> None:
     assert "cannot be read" in refused(tmp_path, "health", "--expect", "none.json")
     assert "cannot be written" in refused(tmp_path, "health", "--out", "other.json/result.json")
     assert "--deep" in refused(tmp_path, "health", "--as-slurm", "epilog", "--deep")
+    assert "--run-dir" in refused(tmp_path, "health", "--as-slurm", "epilog", "--run-dir", ".")
+    assert refused(tmp_path, "health", "--seconds", "60") == (
+        "--seconds is about what --deep does; give that too, or leave it out"
+    )
 
 
 @pytest.mark.parametrize(("role", "expected"), [("healthcheck", 0), ("prolog", 3), ("epilog", 3)])
@@ -148,6 +152,13 @@ def test_what_is_asked_of_nodes_is_written_and_listed(tmp_path: Path) -> None:
     (paths.nodes / "n8.json").write_text(paths.node_request("n1").read_text())
     assert {each.node: each.wanted for each in node_requests.requests(paths)}["n1"] == Wanted.RETURN
     assert {each.node for each in node_requests.requests(paths)} == {"n1", "1", "n9"}
+    # Also where it calls the node by its other name.
+    node_requests.ask(paths, "0", Wanted.DRAIN, "hot again")
+    (row,) = [row for row in node_states.rows(paths) if row["state"] != node_states.ELSEWHERE]
+    assert row["node"] == "0 n1" and row["why"].endswith(": hot again")
+    newest = node_requests.newest_of(node_requests.requests(paths), 0, "n1")
+    assert newest is not None and newest.wanted == Wanted.DRAIN
+    assert node_requests.newest_of(node_requests.requests(paths), 3, "n3") is None
 
 
 def test_names_that_are_no_nodes_and_folders_that_are_no_runs(tmp_path: Path) -> None:

@@ -105,6 +105,12 @@ def test_a_mistake_is_not_tried_again(place: Path) -> None:
         (["logs", ".", "-f", "--first-error"], "--first-error is over already, so there is nothing to follow"),
         (["launch", "recipe.yaml", "--run-dir", "memory://runs/my"], "memory://runs/my is a URL, but a launched run needs a folder"),
         (["status", ".", "--json", "--watch"], "--watch shows a screen again and again, and --json prints once"),
+        (["launch", "recipe.yaml", "--max-jobs", "3"], "--max-jobs bounds how often --until-done starts again"),
+        (["launch", "recipe.yaml", "--dry-run", "--wait"], "--dry-run submits nothing that --wait could wait for"),
+        (
+            ["launch", "recipe.yaml", "--dry-run", "slurm.mounts=[/data]"],
+            "slurm.mounts is about a container, and slurm.container names none; set that, or remove slurm.mounts",
+        ),
     ],
 )
 def test_looking_after_what_is_not_there_is_a_sentence(place: Path, words: list[str], sentence: str) -> None:

@@ -248,8 +248,11 @@ def test_asked_for_and_no_room_is_refused_with_numbers(tokens: Path, tmp_path: P
     with pytest.raises(AssertionError) as caught:
         run_ranks(train_in_little_room, 2, shared=shared, changes=changes, **arguments)
     assert "resilience.memory is true, but the state of the ranks does not fit into shared memory" in str(caught.value)
-    with pytest.raises(AssertionError, match="resilience.memory is true, but something else than Phalanx started"):
-        run_ranks(train_in_little_room, 2, changes=changes, **arguments)
+    for key, value in (("memory", True), ("replicate", 4)):
+        changes = SHORT | {f"resilience.{key}": value}
+        said = f"resilience.{key} is {value}, but something else than Phalanx started"
+        with pytest.raises(AssertionError, match=f"(?i){said}"):
+            run_ranks(train_in_little_room, 2, changes=changes, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 time and the exit code last.
 """
 
+import functools
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from phalanx import hardware
+from phalanx.cluster import attempt
 from phalanx.cluster.agent import Job, run
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.records import ExitCode, Placement, RunPaths
@@ -92,6 +95,14 @@ def checkpoint_error(placement: Placement) -> int:
 
 def out_of_memory(placement: Placement) -> int:
     raise OutOfMemoryError("tried to allocate 20 GiB")
+
+
+def starves(placement: Placement) -> int:
+    """Is killed as by a kernel that counts it, a moment after the agent has begun to look."""
+    time.sleep(0.3)
+    note(placement, "starved", 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
 
 
 def cause_cannot_be_written(placement: Placement) -> int:
@@ -206,6 +217,10 @@ def main() -> None:
         progress=lambda: max((int(path.name) for path in FOLDER.glob("steps/*")), default=0),
         **options,
     )
+    if job.worker is starves:
+        job.after_kernel_kill = functools.partial(hardware.after_kernel_kill, RunPaths(FOLDER / "run"), 4)
+        job.after_out_of_memory = hardware.lowered(RunPaths(FOLDER / "run"))
+        attempt.out_of_memory_kills = lambda: len(list(FOLDER.glob("starved-*.json")))
     before = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (1, 2, 10, 15)])
     code = run(job)
     after = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (1, 2, 10, 15)])

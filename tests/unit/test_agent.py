@@ -118,6 +118,20 @@ def test_what_is_tried_again(tmp_path: Path, worker: str, expected: int, attempt
     assert all(event["exit_code"] == expected for event in events if event["kind"] == "worker_died")
 
 
+def test_whom_the_kernel_kills_for_want_of_memory_asks_for_less(tmp_path: Path) -> None:
+    code, events = run_job("starves", 1, tmp_path, max_restarts=0)
+    died = [event for event in events if event["kind"] == "worker_died"]
+    assert (code, [event.get("exit_code") for event in died]) == (1, [11, 11, None])
+    assert died[0]["reason"] == (
+        "killed by the kernel for want of memory, with micro-batches of 4 sequences at most; from the next start on it "
+        "gets 2 at most"
+    )
+    # There are none smaller, and it may have been others who took the memory: a failure like any other.
+    assert died[2]["reason"] == "killed by SIGKILL; the kernel has killed something for want of memory meanwhile"
+    again = [event["reason"] for event in events if event["kind"] == "restarted"]
+    assert again == ["with smaller micro-batches"] * 2
+
+
 def test_attempts_are_numbered_from_the_first(tmp_path: Path) -> None:
     _, events = run_job("returns_3", 1, tmp_path, max_restarts=2, first_attempt=5)
     assert [event["attempt"] for event in events if event["kind"] == "attempt_started"] == [5, 6, 7]
@@ -128,6 +142,11 @@ def test_a_new_checkpoint_begins_the_count_of_restarts_anew(tmp_path: Path, rest
     """The job comes further in attempts 1, 2 and 4, and never ends well."""
     _, events = run_job("fails_past_checkpoints", 1, tmp_path, max_restarts=restarts)
     assert kinds(events).count("attempt_started") == attempts
+    ends, begins = (
+        [each["time"] for each in events if each["kind"] == f"{kind}"] for kind in ("worker_died", "attempt_started")
+    )
+    paused = [begin - end for end, begin in zip(ends, begins[1:], strict=False)]
+    assert all(paused[number - 1] >= 0.5 for number in (3, 5) if number < attempts)  # the second failure in a row
 
 
 def test_a_cause_that_cannot_be_read_is_none(tmp_path: Path) -> None:

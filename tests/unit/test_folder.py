@@ -1,12 +1,14 @@
 """The run folder: who holds it, what a refused start leaves, and what a damaged note of the data says."""
 
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from phalanx import keeper
 from phalanx.cluster import node_requests
 from phalanx.data.tokens import TokenFile, TokenWriter
 from phalanx.errors import RunError
@@ -36,6 +38,13 @@ def test_a_refused_start_leaves_a_folder_that_was_there(
     refuse(RunPaths(Path(name)))
     assert (tmp_path / "link").is_symlink()
     assert list(empty.iterdir()) == []
+
+
+def test_a_lock_names_whoever_it_is_held_for(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    lock, _ = folder.open_folder(paths, 4711)
+    assert keeper.holder(paths.lock) == (4711, platform.node())
+    os.close(lock)
 
 
 def test_what_a_start_has_written_stays(tmp_path: Path) -> None:

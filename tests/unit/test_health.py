@@ -4,19 +4,22 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
-from phalanx import processors
-from phalanx.cluster import health, health_host
+from phalanx import fitness, processors
+from phalanx.cluster import health, health_host, node_requests
 from phalanx.cluster.diagnosis import diagnosed
 from phalanx.cluster.findings import Finding, Severity, at_least, from_json, is_usable, sentences, verdict
 from phalanx.cluster.fork import fork_call
 from phalanx.cluster.health_gpu import Gpu, Reading
+from phalanx.cluster.node_requests import Wanted
+from phalanx.devices import Device
 from phalanx.errors import ConfigError
-from phalanx.records import Placement
+from phalanx.records import Placement, RunPaths, append_line
 from tests.helpers import run_ranks
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="mounting needs root")
@@ -40,6 +43,34 @@ def test_the_verdict_is_the_worst_and_what_is_unknown_is_no_worse_than_well() ->
     assert [each.severity for each in at_least(found, Severity.RESET)] == ["isolate", "reboot", "reset"]
     assert sentences([found[0], found[0], found[1]]) == ["about unknown", "about ok"]
     assert [from_json(each.to_json()) for each in found] == found
+
+
+def test_a_node_whose_hardware_broke_asks_for_a_spare(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    full = Finding("disk", Severity.RESET, "the run folder cannot be written")
+    lost = Finding("gpu lost", Severity.REBOOT, "GPU 3 is lost; reboot the node")
+    fitness.ask_to_be_replaced(paths, [lost])  # there is no run
+    append_line(paths.events, {"kind": "run_started"})
+    fitness.ask_to_be_replaced(paths, [full, Finding("ecc", Severity.WATCH, "an error was corrected")])
+    assert node_requests.requests(paths) == []
+    fitness.ask_to_be_replaced(paths, [full, lost, Finding("ecc", Severity.RESET, "an error was not")])
+    (asked,) = node_requests.requests(paths)
+    assert (asked.node, asked.wanted, asked.by) == (socket.gethostname(), Wanted.REPLACE, node_requests.BY_HEALTH)
+    assert asked.reason == "GPU 3 is lost; reboot the node; an error was not"
+
+
+def test_a_device_that_was_wrong_twice_is_told_at_each_start(tmp_path: Path) -> None:
+    paths, device = RunPaths(tmp_path), Device("fast:0", "Fast 9", True, "GPU-1a")
+    row = {"rank": 0, "certain": True, "host": socket.gethostname(), "device": "Fast 9", "identity": "1a"}
+    append_line(paths.suspects, row)
+    for other in ({"certain": False}, {"host": "elsewhere"}, {"identity": "2b"}):
+        append_line(paths.suspects, row | other)
+    assert fitness.suspected(paths, [device]) == []
+    append_line(paths.suspects, row)
+    (found,) = fitness.suspected(paths, [device])
+    assert (found.severity, found.value, found.where) == (Severity.WATCH, 2, "1a")
+    assert found.sentence.startswith("Fast 9 (1a) has held other parameters than it must 2 times in this run")
+    assert fitness.suspected(paths, [Device("fast:1", "Fast 9", True, "GPU-2b")]) == []
 
 
 # -------------------------------------------------------------------------------------------- on this machine, made bad

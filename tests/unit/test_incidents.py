@@ -1,6 +1,7 @@
 """What failed, and how long it took until training went on, as one line."""
 
 import platform
+import time
 from typing import Any
 
 from phalanx.incidents import Told
@@ -45,6 +46,17 @@ def test_a_death_is_over_with_the_first_step_of_a_later_attempt() -> None:
     told.on_event({"kind": "x"})
     told.tick()
     assert [each.get("step", each.get("kind")) for each in console.seen] == [8, 8, 8, 9, 10, "x", None]
+
+
+def test_clocks_that_differ_make_no_time_of_their_own() -> None:
+    for wrong_s in (-1000.0, 1000.0):
+        written = list[dict[str, Any]]()
+        told = Told(Silent(), written.append)
+        told.incidents.begin({"attempt": 2, "what": "a", "done": "b", "began": time.time() - 5, "phases": {}})
+        told.incidents.on_event({"kind": Kind.RESUMED, "attempt": 2, "time": time.time() + wrong_s})
+        told.on_step({"step": 8, "attempt": 2, "time": time.time() + wrong_s})
+        [incident] = written
+        assert 5 <= incident["phases"]["restored"] <= incident["seconds"] < 60
 
 
 def test_what_is_never_overcome_is_told_at_the_end() -> None:

@@ -1,11 +1,13 @@
 """Whether another start of a launched run follows: pure, and never for ever."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import keeper
+from phalanx import jobs, keeper
+from phalanx.cluster import epochs
 from phalanx.keeper import AGAIN, END, STALLED, Launched, Over, follows
 from phalanx.records import ExitCode, RunPaths
 
@@ -45,6 +47,21 @@ def test_what_was_launched_is_read_back(tmp_path: Path) -> None:
     assert keeper.read_launched(paths) == LAUNCHED
     paths.launched.write_text('{"nodes": 1}')
     assert keeper.read_launched(paths) is None
+
+
+def test_what_is_shown_is_the_log_of_the_node_that_leads(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.launch.mkdir()
+    paths.node_log(0).parent.mkdir()
+    epochs.claim(paths, 1, {"leader": 0})
+    epochs.claim(paths, 2, {"leader": 1})
+    assert jobs.leading(paths) == 0  # of a run that was never launched there are no such logs
+    keeper.write_launched(paths, LAUNCHED)
+    assert jobs.leading(paths) == 0
+    paths.node_log(1).touch()
+    assert jobs.leading(paths) == 1
+    keeper.write_launched(paths, replace(LAUNCHED, nodes=1))  # later, on one node
+    assert jobs.leading(paths) == 0
 
 
 def test_each_node_is_told_what_to_run(tmp_path: Path) -> None:

@@ -263,6 +263,19 @@ def test_what_one_rank_does_not_read_is_told() -> None:
     assert unused(recipe.check(tree(parallel=asked), "here")) == []  # a recipe for many may run on one
 
 
+def test_what_nothing_reads_is_told() -> None:
+    asked = {"spike_factor": 3.0, "rollback_steps": 5, "wait_for_node_s": 9.0, "on_lost_node": [], "replicate": 4}
+    told = unused(recipe.check(tree(resilience=asked), "here"), several=False)
+    keys = ("spike_factor", "rollback_steps", "wait_for_node_s", "replicate")
+    assert [sentence.split()[0] for sentence in told] == [f"resilience.{key}" for key in keys]
+    assert told[1] == (
+        "resilience.rollback_steps has no effect with on_nan skip and on_spike off; set one of them to rollback, or "
+        "remove resilience.rollback_steps"
+    )
+    read = asked | {"on_spike": "rollback", "on_lost_node": ["wait"]}
+    assert unused(recipe.check(tree(resilience=read), "here"), several=True) == []
+
+
 def test_going_on_keeps_what_auto_was_resolved_to() -> None:
     wanted = recipe.check(tree(), "here")
     saved = recipe.update(

@@ -199,6 +199,16 @@ def test_a_drained_node_gives_its_seat_away_after_saving() -> None:
     assert done[-1] == Start(2, 1, (2, 1), 0)
 
 
+def test_a_node_whose_health_asks_for_it_leaves_only_where_a_spare_takes_its_place() -> None:
+    asks = Drained(1, 0, True, "a GPU is lost", gently=True)
+    assert walk(begun(), asks) == (begun(), [])  # two nodes, none of which waits: it may be a false alarm
+    assert walk(begun(spares=1, on_lost_node=("shrink",)), asks)[1] == []
+    state, done = walk(begun(spares=1), asks)
+    assert done[-1] == End(1, saving=True)
+    _, done = walk(state, Ended(2, 0, 1, 1, KILLED), Ended(2, 1, 1, 1, LOST_PEER))  # it could not save any more
+    assert [action for action in done if isinstance(action, Start)] == [Start(2, 1, (2, 1), 0)]
+
+
 def has(generation: int, rank: int, *steps: int, replica: bool = False) -> Held:
     return Held(generation, 0, rank, 2, rank, 2, steps, f"layout {rank}", replica)
 
@@ -392,7 +402,8 @@ def _event(data: st.DataObject, state: State, world: World, now: float, pending:
         world.safe += 1
         return Progress(now, world.safe)
     if kind == "drain" and world.living:
-        return Drained(now, data.draw(st.sampled_from(sorted(world.living))), data.draw(st.booleans()), "asked")
+        whose = data.draw(st.sampled_from(sorted(world.living)))
+        return Drained(now, whose, data.draw(st.booleans()), "asked", gently=data.draw(st.booleans()))
     if kind == "odd":  # late words of attempts and divisions long gone
         return data.draw(
             st.sampled_from(
