@@ -89,7 +89,7 @@ class Model:
         runs = list(self._runs(choice, copies, shares))
         slowest, slowest_s, mean_s = None, -1.0, 0.0
         for run in runs:
-            sequences = max(1, run.share) / micro_batches  # a copy without any computes one for nothing
+            sequences = max(1.0, run.share / micro_batches)  # a pass without any computes one for nothing
             stages = [self._stage(choice, run, number, layers, copies, sequences) for number in range(choice.pipeline)]
             longest = max(stage.total_s for stage in stages)
             fill = (sum(stage.total_s for stage in stages) - longest) / choice.virtual
@@ -331,7 +331,7 @@ class Model:
         replicated = self.replicated(choice, copies)
         found = [
             held(
-                self.work, kind, choice, copies, number, layers[number], run.share / micro_batches, micro_batches,
+                self.work, kind, choice, copies, number, layers[number], max(1.0, run.share / micro_batches), micro_batches,
                 run.owns, self.constants, run.copies * choice.tensor, replicated,
             )
             for run in runs

@@ -378,7 +378,7 @@ class _Search:
                 ends.append((stage, max(here, key=lambda kind: kind.memory_bytes), -1))
         for stage, kind, first in ends:
             share = largest if not choice.shares else min(choice.shares) if first < 0 else choice.shares[first]
-            sequences = share / micro_batches
+            sequences = max(1.0, share / micro_batches)
             at = (self.work, kind, choice, copies, stage, layers[stage], sequences, micro_batches, own, self.constants)
             found.append(memory.held(*at, replicated=replicated))
         return found

@@ -317,6 +317,16 @@ def test_unlike_devices_are_given_unlike_shares() -> None:
     assert fairly.step_s == pytest.approx(one.step_s * 11 / 16, rel=0.02)
 
 
+def test_a_copy_with_fewer_sequences_than_micro_batches_runs_as_many() -> None:
+    """All ranks run equally many, since their collectives pair up; an empty one costs as much as one of one."""
+    slow = replace(PLAIN, name="slow", flop_per_s={"bf16": 0.25e12})
+    mixed = Cluster((Group(1, 1, PLAIN), Group(1, 1, slow)), 8e30, 0.0)
+    both = Cluster((Group(2, 1, slow),), 8e30, 0.0)
+    found = step(SMALL, mixed, shares=(14, 2), micro_batch=1)
+    passes = step(replace(SMALL, global_batch=28), both, shares=(14, 14), micro_batch=1)
+    assert found.terms["compute"] + found.terms["imbalance"] == pytest.approx(passes.terms["compute"])
+
+
 def test_a_device_that_waits_for_a_slow_one_in_its_tensor_group_is_as_slow() -> None:
     slow = replace(PLAIN, name="slow", flop_per_s={"bf16": 0.25e12})
     mixed = Cluster((Group(1, 1, PLAIN), Group(1, 1, slow)), 8e30, 0.0)
