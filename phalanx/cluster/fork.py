@@ -126,7 +126,10 @@ def _drop_descriptors(keep: Collection[int]) -> None:
     os.dup2(null, 0)
     for number in [int(name) for name in os.listdir("/proc/self/fd")]:
         if number > 2 and number != null and number not in keep:
-            os.dup2(null, number, inheritable=False)
+            try:
+                os.dup2(null, number, inheritable=False)
+            except OSError:  # above the limit of open files, where nothing else can be opened
+                os.close(number)
     os.close(null)
 
 
