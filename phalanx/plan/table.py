@@ -240,7 +240,7 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
     rows.append(("what is kept", f"{words}; by formula"))
     for aim, most_s in record["recovery_for"]:
         words = (
-            f"a recovery of {seconds(most_s)}" if most_s else "no recovery is short enough: checkpoints cost too much"
+            f"a recovery of {seconds(most_s)}" if most_s else "no recovery is short enough: saving alone costs too much"
         )
         rows.append((f"for {100 * aim:g} %", words))
     table = _table("where the time goes")
