@@ -331,8 +331,8 @@ class Model:
         replicated = self.replicated(choice, copies)
         found = [
             held(
-                self.work, kind, choice, copies, number, layers[number], max(1.0, run.share / micro_batches), micro_batches,
-                run.owns, self.constants, run.copies * choice.tensor, replicated,
+                self.work, kind, choice, copies, number, layers[number], max(1.0, run.share / micro_batches),
+                micro_batches, run.owns, self.constants, run.copies * choice.tensor, replicated,
             )
             for run in runs
             for number, kind in enumerate(run.kinds)
