@@ -1,10 +1,11 @@
 """Fixtures of all tests."""
 
+import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -25,6 +26,19 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 TESTS = Path(__file__).resolve().parent
 LONG = ("test_docs.py", "cluster", "numerics", "dist", "gpu")  # what takes long, in this order
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What collecting makes lives to the end: nobody need look through it for what can be freed, and least of all again
+    and again while it grows (a collection of garbage takes a second once torch and transformers are there)."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

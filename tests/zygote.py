@@ -33,6 +33,7 @@ WARM = (
     "torch.testing",
     "transformers.models.gpt_neox.modeling_gpt_neox",  # which takes each rank seconds
     "transformers.models.llama.modeling_llama",
+    "numpy.ma",
     "pytest",
     "hypothesis",
     "tests.helpers",

@@ -8,7 +8,7 @@ decay share a bucket: the update is told by name which is which, and a bucket le
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx import balance
 from phalanx.errors import ConfigError
@@ -138,9 +138,10 @@ def lay_out(
 ) -> tuple[Bucket, ...]:
     """Buckets in order of use, cut so that each rank owns its part of `weights` of all of them.
 
-    Each travels in `parts` of the same length, or as many as have `least` elements. With equal weights all ranges of a
-    part have the same length, so that collectives for equal shards serve, too. `apart`: each parameter begins at a
-    multiple of GRANULE, and no two share one. Raises ConfigError for weights that make no shares.
+    Each travels in `parts` of the same length, or as many as have `least` elements; all in as many, but in no more than
+    one of them needs. With equal weights all ranges of a part have the same length, so that collectives for equal
+    shards serve, too. `apart`: each parameter begins at a multiple of GRANULE, and no two share one. Raises ConfigError
+    for weights that make no shares.
     """
     check(weights)
     groups: dict[tuple[str, str, bool], list[Parameter]] = {}
@@ -161,7 +162,8 @@ def lay_out(
             taken = [had + last - first for had, (first, last) in zip(taken, itertools.pairwise(cuts), strict=True)]
             cut.append(Part(cut[-1].stop if cut else 0, cuts))
         buckets.append(Bucket(unit, dtype, trained, members, tuple(cut)))
-    return tuple(buckets)
+    needed = 1 + max((at for bucket in buckets for at, part in enumerate(bucket.parts) if part.elements), default=0)
+    return tuple(replace(bucket, parts=bucket.parts[:needed]) for bucket in buckets)
 
 
 def _parts(members: Sequence[Member], ranks: int, parts: int, least: int) -> Iterator[tuple[int, int]]:

@@ -78,9 +78,9 @@ class Sharded:
         self._shapes = {parameter.name: parameter.shape for parameter in parameters}
         self._trained = [parameter.name for parameter in parameters if parameter.trained]
         # Where the host moves them, buckets travel in parts, so that an urgent one waits for a part at the most.
-        self._parts = sharding.parts if degree > 1 and mesh.on_host else 1
-        least = PART_BYTES // precision.shared.itemsize
-        self.buckets = layout.lay_out(parameters, weights, self._parts, least, sharding.apart)
+        parts, least = sharding.parts if degree > 1 and mesh.on_host else 1, PART_BYTES // precision.shared.itemsize
+        self.buckets = layout.lay_out(parameters, weights, parts, least, sharding.apart)
+        self._parts = max((len(bucket.parts) for bucket in self.buckets), default=1)
         self._modules = dict(units)
         self._released = sharding.zero == 3
         self.traffic = Traffic()  # the lane's: nobody but the lane is held up by it

@@ -1,6 +1,7 @@
 """Small modules under the sharded engine without a trainer, each beside its plain twin in the same process.
 
-Every rank knows the data of all ranks, so that it can walk the whole trajectory alone with torch.optim.AdamW, too.
+Every rank knows the data of all ranks, so that one can walk the whole trajectory alone with torch.optim.AdamW, too, and
+tell the others.
 """
 
 import copy
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from phalanx.comm.mesh import Mesh
@@ -157,6 +159,18 @@ class Twin:
             state["step"].fill_(number - 1)
         self.optimizer.step()
 
+    def share(self, mesh: Mesh, steps: int) -> None:
+        """Rank 0 has walked so many steps more than the others, who come to where it is. Collective."""
+        if mesh.world == 1:
+            return
+        norms = torch.tensor(self.norms[-steps:] if mesh.rank == 0 else [0.0] * steps, dtype=torch.float64)
+        moments = [moment for state in self.optimizer.state.values() for key, moment in state.items() if key != "step"]
+        for tensor in (norms, *(p.data for p in self.model.parameters()), *moments):
+            if tensor.numel():
+                dist.broadcast(tensor, group_src=0, group=mesh.control)
+        if mesh.rank != 0:
+            self.norms += norms.tolist()
+
     def kept(self, name: str, kind: str) -> torch.Tensor:
         """A state by the names of pieces, flat."""
         parameter = self.model.get_parameter(name)
@@ -206,13 +220,15 @@ class Driven:
         return outcome
 
     def walk(self, steps: int, of: Callable[[int, int], list[Batch]] = batches, twin: bool = True) -> None:
-        """Some steps, of which nobody waits for the end, and the twin's."""
+        """Some steps, of which nobody waits for the end, and the twin's, which is one rank's work."""
         outcomes = []
         for number in range(self.engine.step + 1, self.engine.step + 1 + steps):
             outcomes.append(self.step(number, of(number, self.mesh.rank)))
-            if twin:
+            if twin and self.mesh.rank == 0:
                 self.twin.step(number, [batch for rank in range(self.mesh.world) for batch in of(number, rank)])
         found = [outcome.get() for outcome in outcomes]
+        if twin:
+            self.twin.share(self.mesh, steps)
         self.norms += [norm for norm, _ in found]
         self.skipped += [skipped for _, skipped in found]
 

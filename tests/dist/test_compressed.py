@@ -206,7 +206,11 @@ def beside_its_twin(placement: Placement, hosts: str, cases: list[dict[str, Any]
             twin.write(driven.engine.buckets)
             for number in range(1, 9):
                 driven.step(number, batches(number, mesh.rank, 2))
-                twin.step(number, driven.engine.buckets, [batches(number, rank, 2) for rank in range(mesh.world)])
+                if mesh.rank == 0:  # the twin knows all ranks' data, and takes longer than the engine
+                    everyones = [batches(number, rank, 2) for rank in range(mesh.world)]
+                    twin.step(number, driven.engine.buckets, everyones)
+            for parameter in (*twin.model.parameters(), *twin.trained.values()):
+                dist.broadcast(parameter.data, group_src=0, group=mesh.control)
             with driven.engine.full_parameters() as whole:
                 apart = [(whole[name] - other).abs().max().item() for name, other in twin.model.named_parameters()]
             for piece in driven.engine.pieces():

@@ -133,11 +133,13 @@ def test_selective_keeps_less_and_computes_no_product_twice(tokens: Path, tmp_pa
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_blocks_walk_the_same_curve(tokens: Path, tmp_path: Path) -> None:
-    # All at once, since each compilation costs seconds: the sharding engine, recomputation, offload, dropout.
-    plain = walk(1, tmp_path / "plain", tokens, train__steps=6, train__dtype="fp32")
+    # All at once, since each compilation costs seconds: the sharding engine, recomputation, offload, dropout. Batches
+    # of evaluation are as large as those of training: those of another size would be compiled once more.
+    asked: dict[str, Any] = {"train__steps": 6, "train__dtype": "fp32", "train__eval_sequences": 8}
+    plain = walk(1, tmp_path / "plain", tokens, **asked)
     compiled = walk(
-        1, tmp_path / "compiled", tokens, train__steps=6, train__dtype="fp32", train__compile=True,
-        memory__activations="offload", memory__horizon=1, parallel__data="fsdp2",
+        1, tmp_path / "compiled", tokens, **asked, train__compile=True, memory__activations="offload",
+        memory__horizon=1, parallel__data="fsdp2",
     )  # fmt: skip
     apart = farthest(compiled.losses, plain.losses), distance(compiled.state, plain.state, "param")
     print("compiled: losses {:.1e}, parameters {:.1e} apart".format(*apart))

@@ -1,9 +1,11 @@
 """The sharded engine walks the curve of one process, however its state is cut and whenever its gradients travel.
 
-These are whole runs; all ways to shard are combined with each other in test_every_sharding.py.
+These are whole runs; all ways to shard are combined with each other in test_every_sharding.py, over 50 steps each.
 """
 
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,49 +20,55 @@ from tests.numerics.runs import Outcome, walk
 from tests.numerics.test_ranks import assert_same
 
 STEPS = {"train__steps": 50, "optim__decay_steps": 50}
+FEWER = {"train__steps": 20, "optim__decay_steps": 20}
+Walked = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")
-def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """One rank, float64, the whole batch at once."""
-    return walk(1, tmp_path_factory.mktemp("alone"), tokens, **STEPS)
+def one(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Walked:
+    """What one rank walks, in float64 and the whole batch at once; each curve once."""
+
+    @functools.cache
+    def walked(**changes: Any) -> Outcome:
+        return walk(1, tmp_path_factory.mktemp("one"), tokens, **changes)
+
+    return walked
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-def test_even_shards_in_float64(ranks: int, zero: int, alone: Outcome, tokens: Path, tmp_path: Path) -> None:
-    assert_same(walk(ranks, tmp_path, tokens, **STEPS, parallel__data="sharded", parallel__zero=zero), alone)
+def test_even_shards_in_float64(ranks: int, zero: int, one: Walked, tokens: Path, tmp_path: Path) -> None:
+    assert_same(walk(ranks, tmp_path, tokens, **STEPS, parallel__data="sharded", parallel__zero=zero), one(**STEPS))
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("state", [[4, 2, 1], [1, 0, 2], [0, 0, 1]])
-def test_uneven_shards(state: list[int], zero: int, alone: Outcome, tokens: Path, tmp_path: Path) -> None:
-    assert_same(walk(3, tmp_path, tokens, **STEPS, balance__state=state, parallel__zero=zero), alone)
+def test_uneven_shards(state: list[int], zero: int, one: Walked, tokens: Path, tmp_path: Path) -> None:
+    assert_same(walk(3, tmp_path, tokens, **STEPS, balance__state=state, parallel__zero=zero), one(**STEPS))
 
 
 @pytest.mark.parametrize("reduce", ["per_step", "per_micro_batch"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_micro_batches(zero: int, reduce: str, alone: Outcome, tokens: Path, tmp_path: Path) -> None:
+def test_micro_batches(zero: int, reduce: str, one: Walked, tokens: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"parallel__zero": zero, "parallel__reduce": reduce, "balance__state": [3, 1]}
-    assert_same(walk(2, tmp_path, tokens, **STEPS, **changes, train__micro_batch=1), alone)
+    assert_same(walk(2, tmp_path, tokens, **FEWER, **changes, train__micro_batch=1), one(**FEWER))
 
 
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.9, 100.0])
-def test_two_slots(zero: int, clip: float | None, tokens: Path, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"optim__clip_norm": clip, **STEPS}
-    one = walk(1, tmp_path / "one", tokens, **changes)
-    two = walk(2, tmp_path / "two", tokens, **changes, parallel__zero=zero, optim__slots=2, train__micro_batch=2)
-    assert_same(two, one)
+def test_two_slots(zero: int, clip: float | None, one: Walked, tokens: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"optim__clip_norm": clip, **FEWER}
+    two = walk(2, tmp_path, tokens, **changes, parallel__zero=zero, optim__slots=2, train__micro_batch=2)
+    assert_same(two, one(**changes))
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(("ranks", "state"), [(4, "auto"), (4, [3, 1]), (6, [2, 1])])
 def test_copies_of_the_state(
-    ranks: int, state: list[int] | str, zero: int, alone: Outcome, tokens: Path, tmp_path: Path
+    ranks: int, state: list[int] | str, zero: int, one: Walked, tokens: Path, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"parallel__zero": zero, "balance__state": state, "train__micro_batch": 1}
-    assert_same(walk(ranks, tmp_path, tokens, **STEPS, parallel__shard_degree=2, **changes), alone)
+    assert_same(walk(ranks, tmp_path, tokens, **FEWER, parallel__shard_degree=2, **changes), one(**FEWER))
 
 
 def with_a_slow_lane(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:

@@ -30,6 +30,25 @@ from tests.helpers import run_ranks
 from tests.numerics import runs
 
 MODEL = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab_size": 300}
+KNOWN: dict[str, tuple[int, int, int]] = {}
+
+
+@pytest.fixture(autouse=True)
+def walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tests ask of one model, cut in other ways: its sixteen passes with fake tensors are walked once."""
+
+    def known(config: recipe.Config, subject: Any) -> tuple[int, int, int]:
+        told = config.model_dump(mode="json")
+        asked = [
+            str(subject.spec),
+            told["train"]["dtype"],
+            *(told[name] for name in ("model", "task", "data", "memory")),
+        ]
+        if (key := json.dumps(asked)) not in KNOWN:
+            KNOWN[key] = walked_bytes(config, subject)
+        return KNOWN[key]
+
+    monkeypatch.setattr("phalanx.train.dry_run.walked_bytes", known)
 
 
 def checked(model: dict[str, Any], **sections: Any) -> recipe.Config:
