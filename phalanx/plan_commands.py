@@ -76,7 +76,7 @@ def plan_command(
         large.Keep | None,
         typer.Option(
             help="With --simulate: what outlives a failure; each step in memory, or there on two nodes. "
-            "Default: what the recipe's resilience keeps; checkpoints."
+            "Default: as the recipe's resilience says; without a recipe, checkpoints."
         ),
     ] = None,
     detect: Annotated[str, typer.Option(metavar="TIME", help="With --simulate: until a failure is noticed.")] = "1s",

@@ -107,9 +107,10 @@ def _of_types(cluster: Cluster) -> Iterator[Cluster]:
 # ------------------------------------------------------------------------------------------------------- other layouts
 
 
-def why_slower(other: Estimate, best: Estimate) -> str:
-    """In which part of a step a layout loses most against the best one."""
-    name = max(best.terms, key=lambda term: other.terms[term] - best.terms[term])
+def why_slower(other: Estimate, best: Estimate, faster: bool = False) -> str:
+    """In which part of a step a layout loses most against the best one; or wins, where it is `faster`."""
+    sign = -1 if faster else 1
+    name = max(best.terms, key=lambda term: sign * (other.terms[term] - best.terms[term]))
     return f"{WORDS[name]} takes {_seconds(other.terms[name])} instead of {_seconds(best.terms[name])}"
 
 
@@ -126,13 +127,14 @@ def explain(question: Question, cluster: Cluster, best: Plan, wish: str) -> dict
         lacking = found.short.missing_bytes
         return {"wish": wish, "fits": False, "missing_bytes": lacking, "kind": found.short.kind.name}
     theirs = found.best
+    slower = best.estimate.tokens_per_s / theirs.estimate.tokens_per_s - 1
     return {
         "wish": wish,
         "fits": True,
         "plan": theirs,
         "tokens_per_s": theirs.estimate.tokens_per_s,
-        "slower": best.estimate.tokens_per_s / theirs.estimate.tokens_per_s - 1,
-        "why": why_slower(theirs.estimate, best.estimate),
+        "slower": slower,
+        "why": why_slower(theirs.estimate, best.estimate, faster=slower < 0),
     }
 
 

@@ -153,7 +153,9 @@ def _runners_up(record: Mapping[str, Any]) -> Table:
         keys = other["keys"]
         what = f"{_degrees(keys)}, micro-batch {keys['train.micro_batch']}, {_kept(keys)}"
         where = f" on {other['cluster']}" if other["cluster"] != record["used"]["text"] else ""
-        table.add_row(what + where, f"+{100 * (other['step_s'] / best_s - 1):.1f} %", other["why"])
+        longer = other["step_s"] / best_s - 1
+        why = "as fast" if longer < LEAST_SHARE else other["why"]
+        table.add_row(what + where, f"+{100 * longer:.1f} %", why)
     return table
 
 
@@ -176,7 +178,8 @@ def explained(record: Mapping[str, Any]) -> list[RenderableType]:
     if abs(asked["slower"]) < LEAST_SHARE:
         return [Text(f"{asked['wish']} costs nothing: it is in the best layout, or as good", "green")]
     theirs, ours = asked["expected"], record["expected"]
-    much = f"takes {100 * asked['slower']:.1f} % longer for a token" if asked["slower"] > 0 else "is faster"
+    more, less = (f"takes {100 * abs(asked['slower']):.1f} % {word} for a token" for word in ("longer", "less"))
+    much = more if asked["slower"] > 0 else less
     table = _table(f"{asked['wish']} {much}: {asked['why']}")
     for name in ours["terms"]:
         mine, other = ours["terms"][name], theirs["terms"][name]

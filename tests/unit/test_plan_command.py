@@ -90,6 +90,12 @@ def test_the_table_reads_in_a_hundred_columns(tmp_path: Path) -> None:
     assert told["goal"]["money"] == pytest.approx(days * 24 * told["used"]["devices"] * 2)
 
 
+def test_a_wish_that_is_faster_says_what_it_saves(tmp_path: Path) -> None:
+    small = (ROOT / "recipes" / "demo.yaml", "--cluster", "2xCPU", "--out", tmp_path / "plan.json")
+    shown = " ".join(phalanx("plan", *small, "--explain", "resilience.memory=false").output.split())
+    assert re.search(r"resilience\.memory=false takes [\d.]+ % less for a token: keeping the step in memory", shown)
+
+
 def test_what_the_command_line_says_stays(tmp_path: Path) -> None:
     told = planned(tmp_path / "plan.json", LLAMA, "parallel.tensor=4", "memory.activations=full", "--cluster", NODES)
     assert told["keys"]["parallel.tensor"] == 4
