@@ -278,7 +278,7 @@ def _job(
             step_assumed=False,
             checkpoint_s=saving["checkpoint_s"],
             commit_s=commit_s,
-            keep=keep or large.kept_by(resilience, best.devices // per_node),
+            keep=keep or large.kept(best, resilience),
             copies_every=resilience.replicate if isinstance(resilience.replicate, int) else 1,
             group=best.choice.tensor * best.choice.pipeline,
         )

@@ -322,7 +322,7 @@ class Model:
     def replicated(self, choice: Choice, copies: int) -> bool:
         """Whether nodes hold what no other one does, so that another one is to have it too."""
         apart = choice.shard_degree and choice.shard_degree < copies
-        elsewhere = apart and not self._is_near(0, choice.shard_degree * choice.tensor)
+        elsewhere = apart and not self._is_near(0, (copies - choice.shard_degree) * choice.tensor)
         return self._nodes(choice.devices or self.cluster.devices) > 1 and not elsewhere
 
     def _memory(

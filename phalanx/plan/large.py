@@ -24,11 +24,14 @@ Keep = Literal["checkpoints", "memory", "copies"]
 TAKES_BACK: dict[Keep, float] = {"checkpoints": 1.0, "memory": HARDWARE_SHARE, "copies": 0.0}
 
 
-def kept_by(resilience: ResilienceSection, nodes: int) -> Keep:
-    """What outlives a failure of a run with such a section, where there is room for it."""
-    if resilience.memory is False:
+def kept(plan: Plan, resilience: ResilienceSection) -> Keep:
+    """What outlives a failure of a run of that plan with such a section, as far as there is room for it."""
+    estimate = plan.estimate
+    if resilience.memory is False or not all(each.keeps.own for each in estimate.memory):
         return "checkpoints"
-    return "memory" if resilience.replicate == "off" or nodes == 1 else "copies"
+    # Or others have it anyway.
+    copied = estimate.replicas is not None or (plan.cluster.nodes > 1 and 0 < plan.choice.shard_degree < plan.copies)
+    return "copies" if copied and resilience.replicate != "off" else "memory"
 
 
 def keys_for(keep: Keep, resilience: ResilienceSection) -> dict[str, Any]:

@@ -184,13 +184,18 @@ def check_state(config: Config, subject: Subject, device_name: str, *, world: in
 def _least_state_bytes(config: Config, subject: Subject, device: torch.device, world: int) -> int:
     """What a rank holds at least: where the state may be cut unevenly, its whole part may be elsewhere."""
     state, copies = config.balance.state, axes_of(config).data(world)
-    if config.parallel.data != "sharded" or copies == 1 or state == "even":
+    if not _may_be_uneven(config, world):
         return state_bytes(config, subject, device, world)
     if isinstance(state, list):
         return state_bytes(config, subject, device, world, rank=state.index(min(state)))
     together = sharding_of(config).degree or copies
     none_here = (0.0,) + (1.0,) * (together - 1) if together > 1 else None
     return state_bytes(config, subject, device, world, none_here, rank=0)
+
+
+def _may_be_uneven(config: Config, world: int) -> bool:
+    """Whether ranks may hold unlike parts of the state."""
+    return config.parallel.data == "sharded" and axes_of(config).data(world) > 1 and config.balance.state != "even"
 
 
 def state_bytes(
@@ -222,13 +227,17 @@ def besides_bytes(
     config: Config, subject: Subject, device: torch.device, *, world: int, local_world: int, free: int | None = None
 ) -> int:
     """Bytes that a rank on a CPU takes for the steps that are kept in shared memory, beside `state_bytes`, of which the
-    one that is computed with lives there: as the run would keep them with so many bytes `free`, or as it must (None),
-    where it was asked to."""
-    if device.type != "cpu":
+    one that is computed with lives there: as the run would keep them with so many bytes `free`, or as it must at least
+    (None), where it was asked to."""
+    if device.type != "cpu" or (free is None and _may_be_uneven(config, world)):  # its part may be elsewhere
         return 0
-    replays = config.optim.rule == "adamw" and config.parallel.data == "sharded"
-    options = keeps_of(config.resilience.memory, config.resilience.replicate, world > local_world, replays)
     precision, ranks, sharding = _held_how(config, device, world)
+    degree = ranks if sharding is None else sharding.degree or ranks
+    # Ranks of one number in their copies of the state hold the same: nodes with a whole copy each need none.
+    alike = [{rank // local_world for rank in range(first, ranks, degree)} for first in range(degree)]
+    several = world > local_world and any(len(nodes) == 1 for nodes in alike)
+    replays = config.optim.rule == "adamw" and config.parallel.data == "sharded"
+    options = keeps_of(config.resilience.memory, config.resilience.replicate, several, replays)
     rule, most = make_rule(config.optim), 0
     for held in all_held(subject, config):
         state, gradient, there = committed_bytes(held.model, precision, ranks, rule, sharding), 0, 0

@@ -1,6 +1,6 @@
 """The sharded engine walks the curve of one process, however its state is cut and whenever its gradients travel.
 
-These are whole runs; all ways to shard are combined with each other in test_every_sharding.py, over 50 steps each.
+These are whole runs; ways to shard are combined with each other in test_every_sharding.py.
 """
 
 import functools
@@ -20,7 +20,6 @@ from tests.numerics.runs import Outcome, walk
 from tests.numerics.test_ranks import assert_same
 
 STEPS = {"train__steps": 50, "optim__decay_steps": 50}
-FEWER = {"train__steps": 20, "optim__decay_steps": 20}
 Walked = Callable[..., Outcome]
 
 
@@ -51,13 +50,13 @@ def test_uneven_shards(state: list[int], zero: int, one: Walked, tokens: Path, t
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_micro_batches(zero: int, reduce: str, one: Walked, tokens: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"parallel__zero": zero, "parallel__reduce": reduce, "balance__state": [3, 1]}
-    assert_same(walk(2, tmp_path, tokens, **FEWER, **changes, train__micro_batch=1), one(**FEWER))
+    assert_same(walk(2, tmp_path, tokens, **STEPS, **changes, train__micro_batch=1), one(**STEPS))
 
 
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.9, 100.0])
 def test_two_slots(zero: int, clip: float | None, one: Walked, tokens: Path, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"optim__clip_norm": clip, **FEWER}
+    changes: dict[str, Any] = {"optim__clip_norm": clip, **STEPS}
     two = walk(2, tmp_path, tokens, **changes, parallel__zero=zero, optim__slots=2, train__micro_batch=2)
     assert_same(two, one(**changes))
 
@@ -68,7 +67,7 @@ def test_copies_of_the_state(
     ranks: int, state: list[int] | str, zero: int, one: Walked, tokens: Path, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"parallel__zero": zero, "balance__state": state, "train__micro_batch": 1}
-    assert_same(walk(ranks, tmp_path, tokens, **FEWER, parallel__shard_degree=2, **changes), one(**FEWER))
+    assert_same(walk(ranks, tmp_path, tokens, **STEPS, parallel__shard_degree=2, **changes), one(**STEPS))
 
 
 def with_a_slow_lane(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:

@@ -52,7 +52,7 @@ speeds_strategy = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(total=st.integers(0, 12), speeds=speeds_strategy, part_s=st.sampled_from([0.0, 0.2, 5.0]))
 @example(total=12, speeds=[Speed(1.0, most=1), Speed(1.0), Speed(1.0)], part_s=0.0)
 @example(total=12, speeds=[Speed(1.0, 3.0, 1), Speed(0.25, 0.0, 3)], part_s=0.0)
@@ -65,7 +65,7 @@ def test_no_division_is_faster(total: int, speeds: list[Speed], part_s: float) -
     assert found == pytest.approx(best, rel=1e-8), division
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     total=st.integers(0, 400),
     speeds=st.lists(

@@ -393,6 +393,7 @@ def test_a_cpus_replica_is_of_gradients_where_updates_can_be_made_again() -> Non
 def test_a_node_whose_state_others_have_anyway_sends_none() -> None:
     work = replace(KEPT, replicate="every_step")
     assert step(work, alone(4, per_node=2), micro_batch=4, shard_degree=2).replicas is None
+    assert step(work, alone(8, per_node=4), micro_batch=2, shard_degree=2).replicas is None  # two copies a node
     assert step(work, alone(4, per_node=2), micro_batch=4).replicas is not None
 
 
