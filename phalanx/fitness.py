@@ -21,6 +21,7 @@ LATER_S = 1.0  # after a death, until the node is looked at: the ranks that star
 INCIDENT_S = 60.0  # what a look at the node after a death may take; nobody waits for it
 LAST_S = 3.0  # but for so long, where the run has come to its end
 OF_DEVICES = ("gpu", "xid", "nvswitch", "ecc", "remapped", "recovery")  # how the names of checks of accelerators begin
+OF_HOST = ("host", "shared memory")  # cut off only by a node that is busy, as it is when its ranks start again
 SUSPICIOUS = 2  # times that a device has held something wrong, from which on it is said at each start
 
 
@@ -87,12 +88,14 @@ def ask_to_be_replaced(paths: RunPaths, findings: Sequence[Finding]) -> None:
     broken = [
         finding
         for finding in at_least(findings, Severity.RESET)
-        if finding.severity != Severity.RESET or finding.check.startswith(OF_DEVICES)
+        if (finding.severity != Severity.RESET or finding.check.startswith(OF_DEVICES)) and finding.check not in OF_HOST
     ]
-    if broken:
+    host = socket.gethostname()
+    before = node_requests.newest_of(node_requests.requests(paths), host, host)
+    if broken and (before is None or before.wanted == Wanted.RETURN):  # a user's own is not taken back
         reason = "; ".join(sentences(broken))
         with contextlib.suppress(PhalanxError):  # it cannot be written; the event has said it
-            node_requests.ask(paths, socket.gethostname(), Wanted.REPLACE, reason, node_requests.BY_HEALTH)
+            node_requests.ask(paths, host, Wanted.REPLACE, reason, node_requests.BY_HEALTH)
 
 
 def into_events(paths: RunPaths) -> Callable[[int, dict[str, Any]], None]:

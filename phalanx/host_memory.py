@@ -34,6 +34,16 @@ def group_room(groups: Path = GROUPS, own: Path = OWN) -> list[int]:
     return [max(0, most - used) for most, used in _limits(groups, own)]
 
 
+def group_kills(groups: Path = GROUPS, own: Path = OWN) -> int:
+    """How many processes of this one's control group the kernel has killed for want of memory; 0 where nothing says."""
+    for place, (limit, _, _) in _places(groups, own):
+        events = place / ("memory.events" if limit == "memory.max" else "memory.oom_control")
+        for words in map(str.split, _lines(events)):
+            if words[:1] == ["oom_kill"]:
+                return int(words[1])
+    return 0
+
+
 def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
     """(the limit, what is used of it), in bytes, of each control group that has one."""
     for place, (limit, usage, files) in _places(groups, own):

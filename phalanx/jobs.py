@@ -350,7 +350,7 @@ def cancel(paths: RunPaths, now: bool) -> str:
         return f"process {pid} was asked to stop: it finishes the step, saves and leaves"
     for lock in (paths.keeper, paths.lock):  # the keeper first: it would start the other again
         if (held := keeper.holder(lock)) is not None and held[1] == platform.node():
-            _signal(paths, held[0], signal.SIGKILL)
+            _signal(paths, held[0], signal.SIGKILL, needed=False)
     return f"process {pid} was killed; the newest checkpoint is what is left"
 
 
@@ -365,11 +365,13 @@ def _note_cancelled(paths: RunPaths) -> None:
         ) from None
 
 
-def _signal(paths: RunPaths, pid: int, number: signal.Signals) -> None:
-    """Raises RunError where that cannot be done."""
+def _signal(paths: RunPaths, pid: int, number: signal.Signals, needed: bool = True) -> None:
+    """Raises RunError where that cannot be done; one that has just ended is none unless it was `needed`."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
+        if not needed:
+            return
         raise RunError(
             f"process {pid} of the run {paths.shown} has just ended by itself; look with phalanx status"
         ) from None

@@ -168,6 +168,7 @@ class Member:
         elif self.where.node > 0:
             paths = mirror.working(paths.url.text, config.data.cache, paths.url.timeout_s, self.where.node)
             fetch_records(paths, tend)
+            self.limits = hardware.lowered(paths)  # where this node's ranks note theirs
         self.tidy(paths, tend)
         ranks = dict(zip(offer["seats"], (ranks for ranks, _ in offer["slots"]), strict=True))
         mine = ranks.get(self.where.node, min(len(self.devices), max(ranks.values())))

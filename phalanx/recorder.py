@@ -72,8 +72,8 @@ class Recorder:
 
     def safe(self) -> list[int]:
         """Steps that have become safe since the last call."""
+        self._hear()  # before it is forgotten what one that was killed has told
         self._revive()
-        self._hear()
         steps, self._steps = self._steps, []
         return steps
 

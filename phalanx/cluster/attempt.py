@@ -18,6 +18,7 @@ from phalanx.cluster.stopping import Signals
 from phalanx.cluster.watchdog import Blame, Watchdog
 from phalanx.cluster.worker import STACKS_SIGNAL, ask_flight_recorder, run_worker
 from phalanx.errors import PhalanxError, RunError
+from phalanx.host_memory import group_kills
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, StoreAddress
 
 IDLE_S = 0.1  # how often `on_idle` is called
@@ -51,11 +52,13 @@ class Attempt:
     deadline: float | None = None  # of the grace period
     next_idle: float = 0.0
     cause: End | None = None  # what ended it, if that was no signal from outside and no other node
-    kills: deque[tuple[float, int]] = field(default_factory=deque)  # when looked, and the kernel's for want of memory
+    # When looked, and the kernel's kills for want of memory, on this machine and in this control group.
+    kills: deque[tuple[float, int, int]] = field(default_factory=deque)
     part: Part = field(init=False)
 
     def __post_init__(self) -> None:
         self.part = self.job.part or Part(0, 0, self.job.world, "lo")
+        self._count_kills()
 
     def start(self) -> None:
         """Bind the socket where the ranks meet, fork them, close it here. Not on node 0, they meet at a relay's."""
@@ -148,7 +151,7 @@ class Attempt:
     def _count_kills(self) -> None:
         now = time.monotonic()
         if not self.kills or now >= self.kills[-1][0] + KILLS_S:
-            self.kills.append((now, out_of_memory_kills()))
+            self.kills.append((now, out_of_memory_kills(), group_kills()))
         while len(self.kills) > 1 and self.kills[1][0] < now - RECENT_S:
             self.kills.popleft()
 
@@ -270,7 +273,9 @@ class Attempt:
             return int(ExitCode.FAILED)  # a node was lost, or node 0 ended the attempt: that has been said
         end = first_cause(ends)
         starved = end.signal == signal.SIGKILL and end.host is None and out_of_memory_kills() > self.kills[0][1]
-        if starved and (less := self.job.after_kernel_kill(end.rank)) is not None:
+        # What other groups of this machine have lost is no sign that this rank took too much.
+        ours = starved and group_kills() > self.kills[0][2]
+        if ours and (less := self.job.after_kernel_kill(end.rank)) is not None:
             code = int(ExitCode.OUT_OF_MEMORY)
             cause = {"exit_code": code, "type": "OutOfMemory", "message": less, "reason": less, "step": None}
             changed = End(end.rank, end.pid, None, code, cause)

@@ -198,7 +198,8 @@ class FirstNode:
             seat.answer = message["answer"]
         elif "unfit" in message:
             unhealthy = message.get("code") == ExitCode.UNHEALTHY
-            if unhealthy and len(self.left_out) < self._spares and len(self._seats) > 1:
+            others = self._seats.keys() - self.left_out.keys() - {node}
+            if unhealthy and len(self.left_out) < self._spares and others:
                 self.left_out[node] = str(message["unfit"])
             else:
                 error = Unhealthy if unhealthy else ConfigError

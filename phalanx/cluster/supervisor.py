@@ -330,7 +330,7 @@ def _start_if_ready(state: State, now: float) -> Decision:
     if kept is None and (lost := _lost_state(state)) is not None:
         said.append(Note(Kind.WARNING, {"attempt": attempt, "message": lost}))
     again = 0 if kept is None else _walked_again(state, kept)
-    # All but what is gone on from is removed when the order arrives.
+    # What else nodes have, such as replicas that stay, is told anew when the attempt ends.
     used = () if kept is None else [each for _, each in kept.files.values()]
     nodes = tuple(replace(node, held=tuple(each for each in node.held if each in used)) for node in state.nodes)
     state = replace(state, phase=Phase.RUNNING, attempt=attempt, codes={}, causes=(), gone=(), again=None, nodes=nodes)

@@ -221,6 +221,7 @@ def main() -> None:
         job.after_kernel_kill = functools.partial(hardware.after_kernel_kill, RunPaths(FOLDER / "run"), 4)
         job.after_out_of_memory = hardware.lowered(RunPaths(FOLDER / "run"))
         attempt.out_of_memory_kills = lambda: len(list(FOLDER.glob("starved-*.json")))
+        attempt.group_kills = attempt.out_of_memory_kills
     before = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (1, 2, 10, 15)])
     code = run(job)
     after = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (1, 2, 10, 15)])

@@ -50,3 +50,15 @@ def test_processes_here_may_take_what_the_least_limit_says(monkeypatch: pytest.M
     group(tmp_path / "groups", "9000", 100, 0, host_memory.NAMES[0])
     monkeypatch.setattr(host_memory, "GROUPS", tmp_path / "groups")
     assert host_memory.limit() == 9000
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_whom_the_kernel_has_killed_in_this_group(tmp_path: Path, version: int) -> None:
+    place = tmp_path / "groups" / ("memory" if version == 1 else "") / "job"
+    place.mkdir(parents=True)
+    own = tmp_path / "own"
+    own.write_text("4:memory:/job\n" if version == 1 else "0::/job\n")
+    assert host_memory.group_kills(tmp_path / "groups", own) == 0  # nothing says
+    (place / ("memory.oom_control" if version == 1 else "memory.events")).write_text("under_oom 0\noom_kill 3\n")
+    (place.parent / "memory.events").write_text("oom_kill 7\n")  # of others, too
+    assert host_memory.group_kills(tmp_path / "groups", own) == 3
