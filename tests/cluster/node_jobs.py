@@ -45,6 +45,7 @@ def tells(placement: Placement) -> int:
             connection.sendall(bytes([placement.rank]) * 100_000)
             connection.shutdown(socket.SHUT_WR)
             assert connection.makefile("rb").read() == b"heard"
+        note(placement, "heard", placement.rank)
     else:
         told = []
         with socket.socket(fileno=placement.store.listen_fd) as listener:
@@ -55,6 +56,9 @@ def tells(placement: Placement) -> int:
                     told.append(text[0])
                     connection.sendall(b"heard")
         note(placement, "told", sorted(told))
+        until = time.monotonic() + 10  # the relay of a node ends with its last rank, whatever is still in it
+        while len(list(agent_jobs.FOLDER.glob("heard-*"))) < placement.world - 1 and time.monotonic() < until:
+            time.sleep(0.01)
     places = [placement.node, placement.local_rank, placement.local_world, os.environ.get("GLOO_SOCKET_IFNAME")]
     note(placement, "place", places)
     return 0

@@ -175,14 +175,16 @@ def test_nodes_that_are_not_fit_at_the_start_are_left_out_where_there_are_spares
     cluster: Cluster, unfit: list[int], seats: list[int] | None
 ) -> None:
     nodes = [cluster.start("tells", node, spares=1, unhealthy=node in unfit) for node in range(3)]
-    ended = [node.finish()[:2] for node in nodes]
+    finished = [node.finish() for node in nodes]
+    ended = [each[:2] for each in finished]
+    died = [event for each in finished for event in each[2] if event["kind"] == "worker_died"]
     assert {ended[node][0] for node in unfit} == {ExitCode.UNHEALTHY}
     if seats is None:
         code, said = ended[0]
         assert code == ExitCode.UNHEALTHY
         assert said.startswith("node ") and said.endswith("not fit to be trained on: it smokes")
     else:
-        assert [ended[node][0] for node in seats] == [0, 0]
+        assert [ended[node][0] for node in seats] == [0, 0], "\n".join(map(str, died))
         assert cluster.noted("told", 1, 0) == [1]
         assert [cluster.noted("place", 1, rank)[0] for rank in range(2)] == [0, 1]  # counted by seats
 
