@@ -6,7 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
-GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+from phalanx import control_groups
+from phalanx.control_groups import GROUPS, OWN
 
 
 def count(groups: Path = GROUPS, own: Path = OWN) -> int:
@@ -19,31 +20,14 @@ def count(groups: Path = GROUPS, own: Path = OWN) -> int:
 
 def quota(groups: Path = GROUPS, own: Path = OWN) -> float | None:
     """Processors' worth of time that the control groups of this process allow: the least of its own and all above, None
-    without any. `groups`: where they are mounted; `own` says which is this one's."""
+    without any. `groups` and `own` as for `control_groups.places`."""
     found = []
-    for line in _lines(own):
-        _, controllers, path = line.split(":", 2)
-        names = controllers.split(",")
-        if controllers and "cpu" not in names:
-            continue
-        top = groups if not controllers else groups / controllers if (groups / controllers).is_dir() else groups / "cpu"
-        place = top / path.lstrip("/")
-        while True:
-            with contextlib.suppress(OSError, ValueError):
-                if controllers:
-                    most, period = ((place / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-                else:
-                    most, period = (place / "cpu.max").read_text().split()
-                if most.strip() not in ("max", "-1"):
-                    found.append(int(most) / int(period))
-            if place == top or top not in place.parents:
-                break
-            place = place.parent
+    for place, version in control_groups.places("cpu", groups, own):
+        with contextlib.suppress(OSError, ValueError):
+            if version == 1:
+                most, period = ((place / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            else:
+                most, period = (place / "cpu.max").read_text().split()
+            if most.strip() not in ("max", "-1"):
+                found.append(int(most) / int(period))
     return min(found, default=None)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

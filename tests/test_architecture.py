@@ -24,7 +24,7 @@ PLAIN = {
     "config", "combinations", "recipe", "explain", "models.spec", "optim.overlap", "optim.timeline",
     "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
     "shared_memory", "state_file", "kept", "pairing", "pulse", "faults", "slurm_config", "resilience_config",
-    "fencing", "replicas", "host_memory", "links", "incidents", "kept_bytes", "processors",
+    "fencing", "replicas", "host_memory", "links", "incidents", "kept_bytes", "processors", "control_groups",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -42,8 +42,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kept": set(),
     "state_file": {"errors", "kept", "records"},
     "replicas": {"errors", "kept", "state_file"},
-    "host_memory": set(),
-    "processors": set(),
+    "control_groups": set(),
+    "host_memory": {"control_groups"},
+    "processors": {"control_groups"},
     "kept_bytes": {"shared_memory"},
     "fencing": {"errors", "records"},
     "links": {"errors", "records"},

@@ -16,7 +16,7 @@ def group(place: Path, limit: str, used: int, files: int, names: tuple[str, str,
 
 @pytest.mark.parametrize("version", [2, 1])
 def test_every_group_from_the_own_one_up_has_a_say(version: int, tmp_path: Path) -> None:
-    names = host_memory.NAMES[0 if version == 2 else 1]
+    names = host_memory.NAMES[version]
     top = tmp_path / "groups" / ("" if version == 2 else "memory")
     unlimited = "max" if version == 2 else str(2**63 - 4096)
     group(top / "job" / "step", unlimited, 300, 0, names)
@@ -31,7 +31,7 @@ def test_every_group_from_the_own_one_up_has_a_say(version: int, tmp_path: Path)
 
 
 def test_a_group_that_is_not_seen_from_here_is_that_of_the_container(tmp_path: Path) -> None:
-    names = host_memory.NAMES[0]
+    names = host_memory.NAMES[2]
     group(tmp_path / "groups", "1000", 1500, 0, names)
     (tmp_path / "own").write_text("0::/../../of/the/host\n")
     assert set(host_memory.group_room(tmp_path / "groups", tmp_path / "own")) == {0}
@@ -47,7 +47,7 @@ def test_here_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_processes_here_may_take_what_the_least_limit_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = host_memory.limit()
     assert host_memory.free() < whole < 1 << 62
-    group(tmp_path / "groups", "9000", 100, 0, host_memory.NAMES[0])
+    group(tmp_path / "groups", "9000", 100, 0, host_memory.NAMES[2])
     monkeypatch.setattr(host_memory, "GROUPS", tmp_path / "groups")
     assert host_memory.limit() == 9000
 
