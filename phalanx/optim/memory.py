@@ -10,6 +10,9 @@ from phalanx.optim.layout import Bucket
 from phalanx.optim.order import PREFETCH, Sharding
 from phalanx.optim.update import Rule
 
+# Of what is held, what is cut into shards of the state; where steps are kept, it lies in the memory of these.
+STATE = ("master weights", "optimizer state")
+
 
 def held_bytes(
     buckets: Sequence[Bucket],

@@ -25,7 +25,7 @@ from phalanx.models.spec import ModelSpec
 from phalanx.optim.choose import make_rule
 from phalanx.optim.engine import Precision
 from phalanx.optim.layout import Bucket, lay_out
-from phalanx.optim.memory import held_bytes, slot_bytes
+from phalanx.optim.memory import STATE, held_bytes, slot_bytes
 from phalanx.optim.order import Sharding
 from phalanx.optim.units import describe
 from phalanx.optim.update import Rule
@@ -41,7 +41,6 @@ from phalanx.train.trial import trial
 USABLE = 0.8
 HALF = 0.5  # of the free memory: the rest is for activations
 SIZES = (1, 3)  # samples of the small runs
-IN_SHARED = ("master weights", "optimizer state")  # what of the state lies in shared memory where steps are kept there
 
 Peaks = Mapping[int | None, Mapping[int, int]]  # layers (None: the model itself) -> samples -> bytes
 
@@ -234,7 +233,8 @@ def besides_bytes(
     precision, ranks, sharding = _held_how(config, device, world)
     degree = ranks if sharding is None else sharding.degree or ranks
     # Ranks of one number in their copies of the state hold the same: nodes with a whole copy each need none.
-    alike = [{rank // local_world for rank in range(first, ranks, degree)} for first in range(degree)]
+    nodes_of = [rank * config.parallel.tensor // local_world for rank in range(ranks)]
+    alike = [set(nodes_of[first::degree]) for first in range(degree)]
     several = world > local_world and any(len(nodes) == 1 for nodes in alike)
     replays = config.optim.rule == "adamw" and config.parallel.data == "sharded"
     options = keeps_of(config.resilience.memory, config.resilience.replicate, several, replays)
@@ -245,7 +245,7 @@ def besides_bytes(
             buckets, place = _laid_out(held.model, ranks, rule, sharding)
             state, gradient = slot_bytes(buckets, place, precision, rule)
             items = state_items(held.model, subject.spec, precision, ranks, rule, sharding)
-            there = sum(items[name] for name in IN_SHARED)
+            there = sum(items[name] for name in STATE)
         keeps = options[-1] if free is None else in_room(options, state, gradient, free)
         most = max(most, int(keeps.bytes(state, gradient)) - there * (keeps.own > 0))
     return most

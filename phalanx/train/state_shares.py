@@ -14,7 +14,7 @@ from phalanx.kept_bytes import NONE, Keeps, keeps_of
 from phalanx.models.model import Model
 from phalanx.optim.choose import make_rule
 from phalanx.optim.layout import lay_out
-from phalanx.optim.memory import held_bytes, slot_bytes
+from phalanx.optim.memory import STATE, held_bytes, slot_bytes
 from phalanx.optim.units import describe
 from phalanx.parallel.apply import own_units, precision_of
 from phalanx.records import Kind, Placement, RunPaths
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 FOR_STATE = 0.6  # of the free memory, with whole parameters and gradients: the rest is for activations
 AT_MOST = 0.9  # where it does not fit otherwise
 WHOLE = 1.0  # where it is known what was held before
-IN_SHARES = ("master weights", "optimizer state")
 KEY = "balance.state"
 SHORT = "equal parts do not fit beside parameters and activations everywhere"
 ENOUGH = "equal parts fit beside parameters and activations"
@@ -151,7 +150,7 @@ def _rooms(
     buckets = lay_out(describe(model, own_units(model), rule), (1.0,) * degree, apart=sharding.apart)
     precision = precision_of(config.train.dtype, mesh)
     items = held_bytes(buckets, 0, sharding, precision, rule, accumulates=True)
-    own = sum(items[name] for name in IN_SHARES)
+    own = sum(items[name] for name in STATE)
     kept = keeps.bytes(*slot_bytes(buckets, 0, precision, rule)) if keeps.own and on_host else own
     # Ranks may compute in unlike types: each says for itself what is left, and what of the whole state that is.
     (needed,) = mesh.max([float(degree * kept)])
