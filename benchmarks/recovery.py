@@ -64,6 +64,7 @@ DEAD_S, PART_OF_TORCHRUN, COST_RATIO, STALL_S, FENCED_S = 0.5, 1 / 8, 1.02, 0.05
 HEARTBEAT_S = 1.0  # the default of resilience.heartbeat_s
 STEPS_COMMITTED = {60.0: {KILL: 0.98, CRASH: 0.96, POWER: 0.94}, 15.0: {KILL: 0.94, CRASH: 0.85, POWER: 0.78}}
 LOADED = 3.0  # times as long, on a machine that does other work as well
+LOOK_S = 0.02  # between two looks at what is done
 BACK_S = 3.0  # after which a node that was lost is started again
 SETTLED_S = 3.0  # what one that is a member again gets to prepare its part
 THAWED_S = 3.0  # for which a node is frozen, beyond its recovery
@@ -72,16 +73,15 @@ THAWED_S = 3.0  # for which a node is frozen, beyond its recovery
 @dataclass(frozen=True)
 class Size:
     """`times` that each fault comes, so many steps `apart`; `pairs` of steps for the cost; `seconds` of faults by
-    chance; `calm_s` before and after them."""
+    chance."""
 
     times: int = 10
     apart: int = 6
     pairs: int = 60
     seconds: float = 600.0
-    calm_s: float = 30.0
 
 
-QUICK = Size(times=3, apart=4, pairs=15, seconds=45.0, calm_s=10.0)
+QUICK = Size(times=3, apart=4, pairs=15, seconds=45.0)
 
 
 def tell(text: str) -> None:
@@ -293,44 +293,42 @@ def times_of(mtbf_s: float, seconds: float, seed: int) -> list[float]:
     return list(itertools.takewhile(lambda each: each < seconds, at))
 
 
-def another(run: Run, done: Callable[[], int], turn: Callable[[], object] = lambda: None) -> None:
-    """Wait until one more step is done."""
-    now = done()
-
-    def is_done() -> bool:
-        turn()
-        return done() > now
-
-    run.wait(is_done)
-
-
-def calm(run: Run, seconds: float, done: Callable[[], int]) -> float:
-    """Steps a second while nothing happens."""
-    another(run, done)
-    begun, first = time.monotonic(), done()
-    time.sleep(seconds)
-    another(run, done)
-    return (done() - first) / (time.monotonic() - begun)
-
-
 def under_faults(
     run: Run, size: Size, trace: Sequence[float], done: Callable[[], int], turn: Callable[[bool], bool]
-) -> tuple[float, int]:
-    """The part of the steps of an undisturbed run that are committed in spite of faults, and how many there were.
-    `turn(due)` does what is to be done and says whether the fault that is due has happened."""
-    before = calm(run, size.calm_s, done)
-    begun, first, left, happened = time.monotonic(), done(), list(trace), 0
-    while (now := time.monotonic() - begun) < size.seconds:
+) -> tuple[list[tuple[float, int]], list[float]]:
+    """(when which step was done first, when faults happened), in seconds. `turn(due)` does what is to be done and says
+    whether the fault that is due has happened."""
+    begun, left, faults = time.monotonic(), list(trace), list[float]()
+    moments = [(0.0, done())]
+
+    def another() -> bool:
+        now = time.monotonic() - begun
         if turn(bool(left) and now >= left[0]):
             left.pop(0)
-            happened += 1
-        time.sleep(0.02)
-    steps, took = done() - first, time.monotonic() - begun
-    another(run, done, lambda: turn(False))
-    settled = time.monotonic() + 2 * BACK_S
-    run.wait(lambda: turn(False) or time.monotonic() > settled)
-    after = calm(run, size.calm_s, done)
-    return steps / took / ((before + after) / 2), happened
+            faults.append(now)
+        if (step := done()) > moments[-1][1]:
+            moments.append((time.monotonic() - begun, step))
+            return True
+        return now > size.seconds
+
+    while time.monotonic() - begun < size.seconds:
+        run.wait(another, look_s=LOOK_S)
+    return moments, faults
+
+
+def part_of(moments: Sequence[tuple[float, int]], faults: Sequence[float], until: float) -> float:
+    """The part of the steps that would have been done by `until` had nothing happened.
+
+    What a step takes undisturbed is the mean of all between whose end and that of the one before nothing happened, nor
+    since the one before that: those in the midst of the faults, so that a machine that is slower for a minute is so for
+    both.
+    """
+    steps, undisturbed_s, undisturbed = moments[-1][1] - moments[0][1], 0.0, 0
+    for (earlier, _), (before, at), (now, step) in zip(moments, moments[1:], moments[2:], strict=False):
+        if not any(earlier <= fault < now for fault in faults):
+            undisturbed_s, undisturbed = undisturbed_s + now - before, undisturbed + step - at
+    assert undisturbed, "faults came so fast that no two steps were left alone"
+    return steps * undisturbed_s / undisturbed / until
 
 
 def by_chance(where: str, system: str, kind: str, mtbf_s: float, folder: Path, given: argparse.Namespace) -> Row:
@@ -375,7 +373,8 @@ def by_chance(where: str, system: str, kind: str, mtbf_s: float, folder: Path, g
             return highest
 
         run.reach(5)
-        part, happened = under_faults(run, size, trace, furthest, turn)
+        moments, faults = under_faults(run, size, trace, furthest, turn)
+    part, happened = part_of(moments, faults, size.seconds), len(faults)
     target = STEPS_COMMITTED.get(mtbf_s, {}).get(kind) if system == OURS else None
     tell(f"{system} on {where}: {kind} every {mtbf_s:g} s: {part:.1%} of the steps, {happened} faults")
     return {"steps committed by": system, "on": where, "fault": kind, "every, s": mtbf_s, "seconds": size.seconds,

@@ -24,6 +24,16 @@ def test_faults_by_chance_are_the_same_for_all_and_come_as_often_as_they_should(
     assert recovery.times_of(15.0, 30.0, seed=3) == [each for each in trace if each < 30]
 
 
+def test_the_part_of_the_steps_is_that_of_a_run_left_alone_whose_steps_last_as_long() -> None:
+    steady = [(0.5 * number, 10 + number) for number in range(41)]
+    assert recovery.part_of(steady, [], 20.0) == pytest.approx(1.0)
+    # Two faults cost two seconds each: the one comes within a step, the other at once behind the first step after it.
+    late = [(at + (2.0 if at > 5.2 else 0.0) + (2.0 if at > 5.6 else 0.0), step) for at, step in steady if at <= 16.0]
+    assert recovery.part_of(late, [5.2, 7.6], 20.0) == pytest.approx(0.8)
+    with pytest.raises(AssertionError, match="left alone"):
+        recovery.part_of(steady, [moment + 0.1 for moment, _ in steady], 20.0)
+
+
 def row(kind: str, **more: Any) -> dict[str, Any]:
     told = {"after": kind, "on": "nodes", "dead, s": 2.0, "asked, s": recovery.asked(kind, 0.5), "steps lost": 0}
     return told | {"fenced, s": 0.4 if kind == recovery.FREEZE else None} | more
