@@ -134,8 +134,8 @@ def test_whom_the_kernel_kills_for_want_of_memory_asks_for_less(worker: str, tmp
     )
     # There are none smaller. What has come through steps before has lost memory to others: a failure like any other.
     assert died[2]["reason"] == (
-        "killed by the kernel for want of memory, with micro-batches of one sequence, and there are none smaller; shard "
-        "the model over more machines, run fewer ranks on this one, or set memory.activations=full"
+        "killed by the kernel for want of memory, with micro-batches of one sequence, and there are none smaller; "
+        "shard the model over more machines, run fewer ranks on this one, or set memory.activations=full"
         if at_once
         else "killed by SIGKILL; the kernel has killed something for want of memory meanwhile"
     )
