@@ -62,8 +62,8 @@ def _folder(run: str) -> RunPaths:
         return RunPaths(Path(run))
     working = mirror.working(run, DataSection.model_fields["cache"].default, storage.TIMEOUT_S)
     raise ConfigError(
-        f"{working.shown} is a URL, where no run looks for what is asked of its nodes; on the machine of node 0 name the "
-        f"folder that it works in, --run {working.root} (below its own data.cache, where the recipe sets one)"
+        f"{working.shown} is a URL, where no run looks for what is asked of its nodes; on the machine of node 0 name "
+        f"the folder that it works in, --run {working.root} (below its own data.cache, where the recipe sets one)"
     )
 
 
