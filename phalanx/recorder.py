@@ -40,10 +40,10 @@ class Recorder:
         self._unwritten: dict[int, bytes] = {}  # what was told and is not written yet, by number
         self._begin()
 
-    def _begin(self, again: bool = False) -> None:
+    def _begin(self, replaces: bool = False) -> None:
         events, self._events = os.pipe()
         self._told, told = os.pipe()
-        self._pid, self._pidfd = fork(lambda: _record(events, told, again, *self._follower), keep=[events, told])
+        self._pid, self._pidfd = fork(lambda: _record(events, told, replaces, *self._follower), keep=[events, told])
         os.close(events)
         os.close(told)
         os.set_blocking(self._events, False)
@@ -56,7 +56,7 @@ class Recorder:
         if self._is_dead() and time.monotonic() > self._begun_at + AGAIN_S:
             os.close(self._events)
             self._reap()
-            self._begin(again=True)
+            self._begin(replaces=True)
 
     def _is_dead(self, wait_s: float = 0.0) -> bool:
         poll = select.poll()
@@ -112,7 +112,7 @@ class Recorder:
         until = time.monotonic() + CLOSE_S
         self._end(until)
         if self._unwritten and time.monotonic() < until:
-            self._begin(again=True)
+            self._begin(replaces=True)
             self._end(until)
 
     def _end(self, until: float) -> None:
@@ -150,15 +150,15 @@ class Recorder:
 
 
 class _Shown:
-    """The console, and what has to be known of the records that go to it. `again`: in the stead of a process that was
+    """The console, and what has to be known of the records that go to it. It `replaces` that of a process that was
     killed, which may have written what is told once more."""
 
-    def __init__(self, console: Console, paths: RunPaths, told: int, again: bool) -> None:
+    def __init__(self, console: Console, paths: RunPaths, told: int, replaces: bool) -> None:
         self.console, self._paths, self._told = console, paths, told
         self.incidents = Incidents(self._end_incident)
         self._open: list[int] = []  # numbers of what was told of an incident that is not over
-        self._before = list(read_lines(paths.events)) if again else []
-        if again and (saved := ending.recorded(paths)):  # which nobody may have told of
+        self._before = list(read_lines(paths.events)) if replaces else []
+        if replaces and (saved := ending.recorded(paths)):  # which nobody may have told of
             self._tell(saved)
         self._requests: dict[str, float] = {}  # by node, when the last one that was told of was made
         self._look_at = 0.0
@@ -232,8 +232,8 @@ def _is_of(event: dict[str, Any], incident: dict[str, Any]) -> bool:
     return same and isinstance(when, float) and when >= incident["began"]
 
 
-def _record(events: int, told: int, again: bool, paths: RunPaths, steps: int, unit: str, hold: Hold) -> int:
-    shown = _Shown(Console(steps, paths.name, unit=unit), paths, told, again)
+def _record(events: int, told: int, replaces: bool, paths: RunPaths, steps: int, unit: str, hold: Hold) -> int:
+    shown = _Shown(Console(steps, paths.name, unit=unit), paths, told, replaces)
     follower = Follower(paths, shown)
     with hold() as again, open(events, "rb", buffering=0) as pipe:
         received = b""
