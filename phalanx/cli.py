@@ -56,6 +56,7 @@ RendezvousTimeout = Annotated[
     float | None, typer.Option(min=1.0, help="Seconds that nodes wait for a missing one. Default: 600.")
 ]
 PROMPT = "def "
+RUN_OPTIONS = ("--nproc", "--smp-config")  # of `phalanx run`, each with a value behind it
 RunFolder = Annotated[str, typer.Argument(help="A run folder, or its URL.")]
 
 
@@ -380,11 +381,23 @@ def _complain(text: str) -> None:
         typer.secho(f"error: {text}", err=True, fg=typer.colors.RED)
 
 
+def _parted(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Arguments of this command, and those behind the script of `phalanx run`, which are the script's own."""
+    if next((each for each in arguments if each != "--debug"), None) != "run":
+        return arguments, []
+    at = arguments.index("run") + 1
+    while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "--":
+        at += 2 if arguments[at] in RUN_OPTIONS else 1
+    at += arguments[at : at + 1] == ["--"]
+    return arguments[: at + 1], arguments[at + 1 :]
+
+
 def main() -> None:
     """The entry point: runs a command and turns its errors into a sentence and an exit code."""
     _open_closed_streams()
-    debug = "--debug" in sys.argv
-    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    ours, of_script = _parted(sys.argv[1:])
+    debug = "--debug" in ours
+    arguments = [argument for argument in ours if argument != "--debug"] + of_script
     try:
         app(args=arguments, prog_name="phalanx")
     except PhalanxError as error:

@@ -238,20 +238,23 @@ def remember(paths: RunPaths, rank: int, tried: int, device: str = "") -> int:
     return most
 
 
-def after_kernel_kill(paths: RunPaths, asked: int, rank: int) -> str | None:
-    """Note that the kernel has killed `rank` for want of memory, which asked for micro-batches of `asked` sequences: as
-    `remember`. Returns what to say of it; None where there are none smaller, or nothing can be noted."""
-    tried = min(asked, limits(paths).get(rank, asked))
-    if tried <= 1:
+def after_kernel_kill(paths: RunPaths, rank: int, tried: int, steps: int) -> str | None:
+    """Note that the kernel has killed `rank` for want of memory, which ran micro-batches of `tried` sequences (0: none
+    yet) and had done so many `steps` since its start: as `remember`. Returns what to say of it; None where that says
+    nothing of the size of micro-batches, or nothing can be noted."""
+    killed = "killed by the kernel for want of memory, with micro-batches of"
+    if tried == 1 and not steps:
+        return (
+            f"{killed} one sequence, and there are none smaller; shard the model over more machines, run fewer ranks "
+            "on this one, or set memory.activations=full"
+        )
+    if tried <= 1:  # with the same it has come through steps: others took the memory, or it had lost some
         return None
     try:
         most = remember(paths, rank, tried)
     except OSError:
         return None
-    return (
-        f"killed by the kernel for want of memory, with micro-batches of {tried} sequences at most; from the next "
-        f"start on it gets {most} at most"
-    )
+    return f"{killed} {tried} sequences at most; from the next start on it gets {most} at most"
 
 
 def forget_others(paths: RunPaths, models: Sequence[str]) -> None:

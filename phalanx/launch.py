@@ -245,9 +245,9 @@ def _in_memory(job: agent.Job, shared: SharedMemory, prepared: Prepared, paths: 
     return code
 
 
-def less_for(job: Any) -> Callable[[int], str | None]:
+def less_for(job: Any) -> Callable[[int, int, int], str | None]:
     """What has a rank of a trainer's Run ask for less that the kernel has killed for want of memory."""
-    return functools.partial(hardware.after_kernel_kill, job.paths, job.config.train.micro_batch)
+    return functools.partial(hardware.after_kernel_kill, job.paths)
 
 
 def patience(config: Config) -> Patience | None:

@@ -131,6 +131,7 @@ class Member:
     cut_off: bool = False
     records: RunPaths = field(init=False)  # of the run, as they are seen from here
     begun: bool = False  # whether what this machine had kept as another node was looked for
+    unfit: str | None = None  # why this node, the first one, does no more than bring all together
     known: bytes = b""  # by which its state files are told from others; asked for early, as later its folder may hang
     limits: Callable[[], bool] = field(init=False)
     watch: fitness.Watch = field(init=False)
@@ -296,8 +297,9 @@ class Member:
             )
         heard = (self.recorder.safe, self.recorder.asked)
         return take_lead(
-            peer, self.said, self.first_attempt, self.committed, self.prepare, self._tell, *heard, held=self.held
-        )
+            peer, self.said, self.first_attempt, self.committed, self.prepare, self._tell, *heard, held=self.held,
+            unfit=self.unfit,
+        )  # fmt: skip
 
     def _tell(self, kind: str, details: dict[str, Any]) -> None:
         """Record what the leader says; a death on this node is looked into."""

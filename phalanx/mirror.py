@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,18 +48,20 @@ def looked_at(url: str, timeout_s: float = storage.TIMEOUT_S) -> Iterator[RunPat
     with tempfile.TemporaryDirectory(prefix="phalanx-run-") as folder:
         paths = RunPaths(Path(folder) / place.name, place)
         paths.root.mkdir()
-        fetch(paths)
+        fetch(paths, also=[paths.nodes.name])
         yield paths
 
 
 # ----------------------------------------------------------------------------------------------------------- records
 
 
-def fetch(paths: RunPaths) -> None:
-    """Bring the records that a start reads into the working folder. One that only goes on where the URL's ends is kept:
-    the process that wrote it was killed before it could copy the rest."""
+def fetch(paths: RunPaths, also: Sequence[str] = ()) -> None:
+    """Bring the records that a start reads into the working folder, and what is in folders that are named `also`. One
+    that only goes on where the URL's ends is kept: the process that wrote it was killed before it could copy the
+    rest."""
     url = _url(paths)
-    found = [*_files(url), *(f"{paths.tokenizer.name}/{name}" for name in _files(url / paths.tokenizer.name))]
+    folders = (paths.tokenizer.name, *also)
+    found = [*_files(url), *(f"{folder}/{name}" for folder in folders for name in _files(url / folder))]
     found = [name for name in found if name != paths.report.name]  # it is large, and made anew
     arrived = {name: paths.root / f".incoming.{name.replace('/', '.')}" for name in found}
     for name, incoming in arrived.items():

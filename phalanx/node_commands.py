@@ -1,13 +1,16 @@
 """`phalanx nodes`: listing the nodes of a run or of Slurm, taking one out of use and back."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from phalanx import mirror, storage
 from phalanx.cluster import node_requests, node_states, slurm_nodes
 from phalanx.cluster.node_requests import Wanted
+from phalanx.config import DataSection
 from phalanx.errors import ConfigError, RunError
 from phalanx.records import RunPaths
 from phalanx.report import health as shown
@@ -16,7 +19,7 @@ from phalanx.report.terminal import open_terminal
 nodes_app = typer.Typer(help="List nodes, take one out of use, or take it back.", invoke_without_command=True)
 
 RunOption = Annotated[
-    Path | None, typer.Option("--run", metavar="RUN", help="The run folder that is meant. Default: Slurm's nodes.")
+    str | None, typer.Option("--run", metavar="RUN", help="The run folder that is meant. Default: Slurm's nodes.")
 ]
 Node = Annotated[str, typer.Argument(metavar="NODE", help="A host name; with --run also a node's number in the run.")]
 Reason = Annotated[str | None, typer.Option(help="Why, for the people who read it.")]
@@ -33,7 +36,7 @@ def nodes_command(
         if run is not None or as_json:
             raise ConfigError(f"write the options behind the command: phalanx nodes {context.invoked_subcommand} NODE")
         return
-    rows = _of_slurm() if run is None else node_states.rows(RunPaths(run))
+    rows = _of_slurm() if run is None else _of_run(run)
     if as_json:
         open_terminal().out(json.dumps(rows, indent=1), highlight=False)
     else:
@@ -46,6 +49,22 @@ def _of_slurm() -> list[dict[str, str]]:
     except ConfigError as error:
         raise ConfigError(f"{error}; without Slurm, name a run: phalanx nodes --run RUN") from None
     return [{"node": node.name, "state": node.state, "health": "", "why": node.reason} for node in found]
+
+
+def _of_run(run: str) -> list[dict[str, str]]:
+    with mirror.looked_at(run) if storage.is_url(run) else contextlib.nullcontext(RunPaths(Path(run))) as paths:
+        return node_states.rows(paths)
+
+
+def _folder(run: str) -> RunPaths:
+    """Where requests of a run are read. Raises ConfigError for a URL, where nobody looks."""
+    if not storage.is_url(run):
+        return RunPaths(Path(run))
+    working = mirror.working(run, DataSection.model_fields["cache"].default, storage.TIMEOUT_S)
+    raise ConfigError(
+        f"{working.shown} is a URL, where no run looks for what is asked of its nodes; on the machine of node 0 name "
+        f"the folder that it works in, --run {working.root} (below its own data.cache, where the recipe sets one)"
+    )
 
 
 @nodes_app.command("drain")
@@ -66,10 +85,10 @@ def give_back(node: Node, run: RunOption = None, reason: Reason = None) -> None:
     _asked(node, Wanted.RETURN, run, reason)
 
 
-def _asked(node: str, wanted: Wanted, run: Path | None, reason: str | None) -> None:
+def _asked(node: str, wanted: Wanted, run: str | None, reason: str | None) -> None:
     node_requests.check_name(node)
     if run is not None:
-        paths = RunPaths(run)
+        paths = _folder(run)
         node_requests.ask(paths, node, wanted, reason or "no reason given")
         there = [row for row in node_states.rows(paths) if row["state"] != node_states.ELSEWHERE]
         said = ""

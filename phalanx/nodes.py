@@ -32,7 +32,7 @@ from phalanx.cluster.stopping import StopAsked, stoppable
 from phalanx.cluster.wire import Message
 from phalanx.config import Config
 from phalanx.devices import Device, devices_of_ranks, warmed
-from phalanx.errors import ConfigError, PhalanxError, RunError
+from phalanx.errors import ConfigError, PhalanxError, RunError, Unhealthy
 from phalanx.faults import Fault
 from phalanx.kept import held_of
 from phalanx.records import ExitCode, RunPaths
@@ -265,7 +265,10 @@ def _lead(
                 first.finish(done, "the run is complete already")
                 run.code = done
                 return done
-            noticed = fitness.checked(wanted, paths, devices)
+            try:
+                noticed = fitness.checked(wanted, paths, devices)
+            except Unhealthy as error:
+                noticed, run.unfit = None, first.stand_aside(str(error), alone=paths.url is not None)
             hellos = first.hellos()
             rows_of = [each["devices"] for each in hellos[: meeting.nodes]]  # spares have no part yet
             by_node = [[Device(*row) for row in rows] for rows in rows_of]
@@ -296,7 +299,8 @@ def _lead(
             run.held |= {node: held_of(each.get("held", [])) for node, each in first.answered().items()}
             hosts = [each["host"] for each in hellos]
             there = {"hosts": hosts[: meeting.nodes], "spares": hosts[meeting.nodes :]}
-            lost = [{"node": node, "host": hosts[node], "reason": why} for node, why in first.left_out.items()]
+            left_out = [(node, why) for node, why in first.left_out.items() if node]  # this one leaves later
+            lost = [{"node": node, "host": hosts[node], "reason": why} for node, why in left_out]
             run.begin(launch.facts(prepared, everywhere, world) | there, prepared, noticed, lost)
             epoch = 1 if run.claim is None else epochs.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
             enter_first(first, peer, run.claim, wanted.resilience.heartbeat_s, epoch)

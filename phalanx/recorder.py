@@ -2,7 +2,7 @@
 and not the agent, whose silence would be taken for its end.
 
 It is forked from the agent, is told of events through a pipe, follows the run's files, and tells of each step that is
-safe and of what is asked of nodes (`phalanx nodes`). No torch here.
+safe, of what is asked of nodes (`phalanx nodes`), and of each event that is written. No torch here.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from phalanx import ending
 from phalanx.cluster.fork import fork, kill_group
 from phalanx.cluster.node_requests import Request, Wanted, requests
 from phalanx.incidents import Incidents
-from phalanx.records import Kind, RunPaths
+from phalanx.records import Kind, RunPaths, read_lines
 from phalanx.report.console import Console, Follower
 
 POLL_S = 0.1
@@ -30,48 +30,57 @@ Hold = Callable[[], contextlib.AbstractContextManager[Again | None]]
 
 class Recorder:
     """`hold` is entered for as long as it lives: locks and files that belong to whoever leads. A process that something
-    has killed is replaced by another one."""
+    has killed is replaced by another one, which is told again of what was not written yet."""
 
     def __init__(self, paths: RunPaths, steps: int, unit: str, hold: Hold = contextlib.nullcontext) -> None:
         self._follower = (paths, steps, unit, hold)
         self._steps: list[int] = []
         self._asked: list[Request] = []
+        self._count = 0
+        self._unwritten: dict[int, bytes] = {}  # what was told and is not written yet, by number
         self._begin()
 
-    def _begin(self) -> None:
+    def _begin(self, replaces: bool = False) -> None:
         events, self._events = os.pipe()
         self._told, told = os.pipe()
-        self._pid, self._pidfd = fork(lambda: _record(events, told, *self._follower), keep=[events, told])
+        self._pid, self._pidfd = fork(lambda: _record(events, told, replaces, *self._follower), keep=[events, told])
         os.close(events)
         os.close(told)
         os.set_blocking(self._events, False)
         os.set_blocking(self._told, False)
-        self._out = bytearray()
+        self._out = bytearray(b"".join(self._unwritten.values()))
         self._in = bytearray()
         self._begun_at = time.monotonic()
 
     def _revive(self) -> None:
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        if poll.poll(0) and time.monotonic() > self._begun_at + AGAIN_S:
+        if self._is_dead() and time.monotonic() > self._begun_at + AGAIN_S:
             os.close(self._events)
             self._reap()
-            self._begin()
+            self._begin(replaces=True)
+
+    def _is_dead(self, wait_s: float = 0.0) -> bool:
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(wait_s * 1000))
 
     def fileno(self) -> int:
         return self._told
 
     def note(self, kind: str, details: dict[str, Any]) -> None:
         """Have an event written and shown; details hold `attempt`. An incident is, once a new step is done."""
-        self._out += json.dumps({"kind": str(kind), **details}).encode() + b"\n"
+        self._count += 1
+        event = {"number": self._count, "kind": str(kind), "time": time.time(), **details}
+        self._unwritten[self._count] = line = json.dumps(event).encode() + b"\n"
+        self._out += line
         self._send()
 
     def show(self, kind: str, details: dict[str, Any]) -> None:
         """Have an event shown that is written already."""
-        self.note(kind, {**details, "written": True})
+        self.note(kind, {**details, "shown_only": True})
 
     def safe(self) -> list[int]:
         """Steps that have become safe since the last call."""
+        self._send()
         self._hear()  # before it is forgotten what one that was killed has told
         self._revive()
         steps, self._steps = self._steps, []
@@ -79,34 +88,43 @@ class Recorder:
 
     def asked(self) -> list[Request]:
         """What was asked of nodes since the last call, in order."""
+        self._send()
         self._hear()
         asked, self._asked = self._asked, []
         return asked
 
     def _hear(self) -> None:
-        self._send()
         with contextlib.suppress(BlockingIOError):
-            self._in += os.read(self._told, 1 << 16)
+            while part := os.read(self._told, 1 << 16):
+                self._in += part
         *lines, rest = bytes(self._in).split(b"\n")
         self._in = bytearray(rest)
         for told in map(json.loads, lines):
             if isinstance(told, int):
                 self._steps.append(told)
+            elif "written" in told:
+                self._unwritten.pop(told["written"], None)
             else:
                 self._asked.append(Request(**{**told, "wanted": Wanted(told["wanted"])}))
 
     def close(self) -> None:
-        """Wait until all is written and shown, for a while."""
+        """Wait until all is written and shown, for a while; a process that something has killed is replaced once."""
         until = time.monotonic() + CLOSE_S
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
+        self._end(until)
+        if self._unwritten and time.monotonic() < until:
+            self._begin(replaces=True)
+            self._end(until)
+
+    def _end(self, until: float) -> None:
         writable = select.poll()
         writable.register(self._events, select.POLLOUT)
-        while self._out and time.monotonic() < until and not poll.poll(0):
+        while self._out and time.monotonic() < until and not self._is_dead():
             writable.poll(100)
             self._send()
         os.close(self._events)
-        poll.poll(max(0.0, until - time.monotonic()) * 1000)
+        while not self._is_dead(0.1) and time.monotonic() < until:
+            self._hear()
+        self._hear()
         self._reap()
 
     def abandon(self) -> None:
@@ -132,11 +150,16 @@ class Recorder:
 
 
 class _Shown:
-    """The console, and what has to be known of the records that go to it."""
+    """The console, and what has to be known of the records that go to it. It `replaces` that of a process that was
+    killed, which may have written what is told once more."""
 
-    def __init__(self, console: Console, paths: RunPaths, told: int) -> None:
+    def __init__(self, console: Console, paths: RunPaths, told: int, replaces: bool) -> None:
         self.console, self._paths, self._told = console, paths, told
-        self.incidents = Incidents(lambda details: ending.note(paths, console, Kind.INCIDENT, details))
+        self.incidents = Incidents(self._end_incident)
+        self._open: list[int] = []  # numbers of what was told of an incident that is not over
+        self._before = list(read_lines(paths.events)) if replaces else []
+        if replaces and (saved := ending.recorded(paths)):  # which nobody may have told of
+            self._tell(saved)
         self._requests: dict[str, float] = {}  # by node, when the last one that was told of was made
         self._look_at = 0.0
 
@@ -169,17 +192,48 @@ class _Shown:
     def tick(self) -> None:
         self.console.tick()
 
-    def note(self, kind: str, details: dict[str, Any]) -> None:
+    def note(self, number: int, kind: str, details: dict[str, Any]) -> None:
         if kind == Kind.INCIDENT:
-            self.incidents.begin(details)
-        elif details.get("written"):
+            self._begin_incident(number, details)
+            return
+        if details.pop("shown_only", False):
             self.console.on_event({"kind": kind, **details})
-        else:
+        elif not any(event.get("kind") == kind and event.get("time") == details["time"] for event in self._before):
             ending.note(self._paths, self.console, kind, details)
+        self._tell({"written": number})
+
+    def _begin_incident(self, number: int, details: dict[str, Any]) -> None:
+        self._open.append(number)
+        del details["time"]  # that of its end is written
+        if any(_is_of(event, details) for event in self._before):
+            self._tell_written()
+            return
+        self.incidents.begin(details)
+        if self._before:  # it may be over by now
+            for event in read_lines(self._paths.events):
+                self.incidents.on_event(event)
+            for record in read_lines(self._paths.metrics):
+                self.incidents.on_step(record)
+
+    def _end_incident(self, details: dict[str, Any]) -> None:
+        ending.note(self._paths, self.console, Kind.INCIDENT, details)
+        self._tell_written()
+
+    def _tell_written(self) -> None:
+        for number in self._open:
+            self._tell({"written": number})
+        self._open.clear()
 
 
-def _record(events: int, told: int, paths: RunPaths, steps: int, unit: str, hold: Hold) -> int:
-    shown = _Shown(Console(steps, paths.name, unit=unit), paths, told)
+def _is_of(event: dict[str, Any], incident: dict[str, Any]) -> bool:
+    """Whether an event tells of an incident that `begin` tells of."""
+    when, later = event.get("time"), isinstance(event.get("attempt"), int) and event["attempt"] >= incident["attempt"]
+    same = event.get("kind") == Kind.INCIDENT and later and incident["what"] in str(event.get("what"))
+    return same and isinstance(when, float) and when >= incident["began"]
+
+
+def _record(events: int, told: int, replaces: bool, paths: RunPaths, steps: int, unit: str, hold: Hold) -> int:
+    shown = _Shown(Console(steps, paths.name, unit=unit), paths, told, replaces)
     follower = Follower(paths, shown)
     with hold() as again, open(events, "rb", buffering=0) as pipe:
         received = b""
@@ -191,7 +245,7 @@ def _record(events: int, told: int, paths: RunPaths, steps: int, unit: str, hold
                 *lines, received = (received + part).split(b"\n")
                 for line in lines:
                     event = json.loads(line)
-                    shown.note(event.pop("kind"), event)
+                    shown.note(event.pop("number"), event.pop("kind"), event)
             shown.look(again)
             follower.poll()
         follower.poll()

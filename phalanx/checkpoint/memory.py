@@ -15,21 +15,20 @@ from typing import Any, Literal
 import torch
 
 from phalanx import accelerator, host_memory, state_file
-from phalanx.checkpoint.kept_state import open_kept, tensor_of
+from phalanx.checkpoint.index import index_of, views
+from phalanx.checkpoint.kept_state import open_kept
 from phalanx.checkpoint.replay import Gradients, gradient_bytes, kernels
-from phalanx.checkpoint.snapshot import DTYPE_NAMES
 from phalanx.checkpoint.working import Working, forget_from
 from phalanx.comm.mesh import Mesh
 from phalanx.errors import ConfigError
 from phalanx.kept import Kept
-from phalanx.optim.coded import Coded
 from phalanx.optim.engine import Outcome, Piece, Slot
 from phalanx.optim.lane import Lane
 from phalanx.optim.update import Change
 from phalanx.records import Kind
 from phalanx.replicas import Replicas
 from phalanx.shared_memory import OF_HOST, size, too_large
-from phalanx.state_file import ALIGNED, StateFile, Who, up
+from phalanx.state_file import StateFile, Who
 
 KEY, REPLICATE = "resilience.memory", "resilience.replicate"
 COPIED_BYTES = 64 << 20  # of a file that is copied, at a time
@@ -78,7 +77,7 @@ class Memory:
         self.current, self.tokens = 0, 0
         self._at = 0  # the step in the current slot
         self._pinned: int | None = None  # the slot with a step that all nodes have
-        self._base = 0  # a step that other nodes get whatever its number is, as it was what this attempt began with
+        self._base = 0  # a step that other nodes get whatever its number is, as they lack what this attempt began with
         self._folder, self._mesh, self._generation, self._run = folder, mesh, generation, run
         self._say, self._kept, self._wanted = say, kept, wanted
         self.replicas, self._replicate = replicas, replicate
@@ -86,6 +85,7 @@ class Memory:
         self._rule = rule if in_place and self._every is None else None
         self._gradients: Gradients | None = None
         self._replicates = False  # whether this rank's state is
+        self._waits = False  # replicas begin once what lies here of attempts before has made room
         self._wards: set[int] = set()  # ranks whose replicas this node holds
         self._first_here = mesh.rank == 0 if first_here is None else first_here
         self._lane = Lane(mesh.device) if background else None
@@ -114,7 +114,7 @@ class Memory:
     def open(self, like: Slot, pieces: Callable[[Slot], Iterable[Piece]]) -> bool:
         """As the engine's interface has it; the slots are those of a file that was kept if on every rank it looks just
         as it would be made. Raises ConfigError where there is no room for what was asked for."""
-        index, slot_bytes, part = self._index(like, self.whole(pieces(like)))
+        index, slot_bytes, part = index_of(like, self.whole(pieces(like)), self._mesh)
         parts = [int(each) for each in self._mesh.gather(float(part))]
         who = self._who(parts)
         index["who"] = [who.part, who.parts, *index["who"]]
@@ -134,13 +134,16 @@ class Memory:
         self._begin_replicas()
         if self.attached:
             self.current = 0 if self._coming else self.file.facts.steps[self._at]
-        self.slots = [_views(self.file, slot, index) for slot in range(self._count)]
+        self.slots = [views(self.file, slot, index) for slot in range(self._count)]
         if self._every is not None:  # it is agreed on what its other slots hold
             self.arrive()
         self._pin()
+        self._see_late()
+        return True
+
+    def _see_late(self) -> None:
         (late,) = self._mesh.max([float(self._lane is not None or self._replicates)])
         self.late = bool(late)
-        return True
 
     def arrive(self) -> None:
         """As the engine's interface has it."""
@@ -207,9 +210,10 @@ class Memory:
         """A file, if it has as many slots as are needed; else what it holds is read by coordinates."""
         return file if file.facts.slots == self._count else None
 
-    def _begin_replicas(self) -> None:
-        """See which ranks have replicas made of their state, from now on, and have the partners make room. Collective
-        where there are other nodes."""
+    def _begin_replicas(self, last: bool = False) -> None:
+        """See which ranks have replicas made of their state, from now on, and have the partners make room; where what
+        lies in memory of attempts before takes that, it is waited until nobody reads it any more: then this is the
+        `last` time. Collective where there are other nodes."""
         replicas, mesh = self.replicas, self._mesh
         if replicas is None:
             return
@@ -219,7 +223,8 @@ class Memory:
         newest = self._at if self.attached else None  # later ones are walked again, maybe cut otherwise
         short = replicas.begin(self.file.facts.path, asked, bare, rule, newest) if needed else None
         lacking, made = mesh.sum([float(short is not None), float(needed and short is None and not bare)])
-        if lacking and asked:
+        self._waits = lacking > 0 and not last and self._is_anywhere(self._of_before())
+        if lacking and asked and not self._waits:
             raise ConfigError(
                 f"{REPLICATE} is {self._replicate}, but "
                 + (short or "another node has no room for replicas (its rank's log has the numbers)")
@@ -228,6 +233,8 @@ class Memory:
         self._replicates = needed and not lacking
         if lacking and needed and short is None:
             replicas.leave()
+        if self._waits:
+            return
         self._gradients = self._handed_over(replicas) if self._replicates and replicas.replays else None
         (again,) = mesh.sum([float(self._gradients is not None)])
         kept = mesh.gather(float(self._replicates))
@@ -257,7 +264,7 @@ class Memory:
 
     def _pin(self) -> None:
         """Find, in files that were kept, the step that all nodes have besides that which is gone on from; where there
-        is none, all get this one. Collective."""
+        is none, or all should have this one, all get the next. Collective."""
         if self._every is None or not self.attached:
             return
         steps = self.file.facts.steps
@@ -266,12 +273,12 @@ class Memory:
         (least,), (most,) = self._mesh.min([float(step)]), self._mesh.max([float(step)])
         if least == most > 0 and step < self._at:
             self._pinned = steps[step]
-        elif least != most or step != self._at:
-            self._base = self._at
+        if least != most or (step != self._at and (self._pinned is None or self._is_due(self._at))):
+            self._base = self._at + 1
 
     def _is_due(self, step: int) -> bool:
-        """Whether other nodes get that step."""
-        return self._every is None or step % self._every == 0 or step == self._base
+        """Whether other nodes get that step, or have had it."""
+        return self._every is None or step == self._base or (step % self._every == 0 and step != self._base - 1)
 
     def _is_sent(self, step: int, begins: bool = False) -> bool:
         """Whether the partner gets what this rank has of a step: where others hold the same state anyway, what was
@@ -279,7 +286,7 @@ class Memory:
         next step, whose weights and gradients share the link, and then that one is sent as a whole in its place."""
         if not self._replicates or self.replicas is None:
             return False
-        if begins and self._every is None and not self._bare[self._mesh.rank]:
+        if begins and not self._bare[self._mesh.rank]:
             return step in self.replicas.there
         return self._bare[self._mesh.rank] or self._is_due(step)
 
@@ -303,29 +310,25 @@ class Memory:
             return "it as it is, since only AdamW's updates are made again, of states that live in shared memory"
         return "it as it is, since the nodes' processors or versions of torch differ, or there is no memory for more"
 
-    def _index(self, like: Slot, pieces: Iterable[Piece]) -> tuple[dict[str, Any], int, int]:
-        """What lies where in a slot, and its bytes; all that must be alike for a slot to be used as it is. Besides, a
-        number that ranks with the same pieces have in common, and no others."""
-        tensors: list[list[Any]] = []
-        places: dict[int, int] = {}
-        end = 0
-        for key, state in like.items():
-            for kind, tensor in state.items():
-                tensors.append([key, kind, DTYPE_NAMES[tensor.dtype], list(tensor.shape), end])
-                places[id(tensor)] = end
-                end += up(tensor.numel() * tensor.dtype.itemsize, ALIGNED)
-        mesh = self._mesh
-        rows = [_row(piece, places) for piece in pieces]
-        # What no piece speaks of may be like nothing else.
-        spoken = {row["at"] for row in rows} | {row["codes"] for row in rows if "codes" in row}
-        whole = spoken == set(places.values()) and bool(rows)
-        known = state_file.digest([tensors, rows, None if whole else mesh.rank])
-        who = [mesh.world, mesh.axes.tensor, mesh.axes.pipeline]
-        # As many bits as a float64 holds.
-        return {"who": who, "tensors": tensors, "pieces": rows}, end, int.from_bytes(known[:6], "little")
-
     def _make(self, index: dict[str, Any], slot_bytes: int, who: Who) -> bool:
         """Make this rank's file. False, on all ranks, where it would not fit on one of them."""
+        short, takes = self._take(index, slot_bytes, who)
+        if short is not None and self._make_room():
+            short, takes = self._take(index, slot_bytes, who)
+        self._short = short or ""
+        if short is not None and self._wanted is True:
+            raise ConfigError(
+                f"{KEY} is true, but the state of the ranks does not fit into shared memory: {short}; set "
+                f"{KEY}=auto or false, or give this machine or container a larger /dev/shm"
+            )
+        if self._kept is None or short is not None:
+            reason = takes if short is None else f"after a failure the run goes back to a checkpoint, since {short}"
+            self._say(Kind.RESOLVED, {"key": KEY, "value": short is None, "reason": reason})
+        return short is None
+
+    def _take(self, index: dict[str, Any], slot_bytes: int, who: Who) -> tuple[str | None, str]:
+        """Take the memory of this rank's file. Why there is too little, on all ranks where it is so on one; and what
+        this node's take."""
         mesh, found = self._mesh, os.statvfs(self._folder)
         # Asked before any rank of this node takes some of it.
         shared, host = found.f_bavail * found.f_frsize, host_memory.free()
@@ -340,24 +343,30 @@ class Memory:
                 short = (
                     f"{self._folder} does not take {size(need)} ({error.strerror}), of which {size(shared)} are free"
                 )
+        third = "" if self._every is None else " and the last that is on a second node"
+        steps = f"the two newest steps of this node's ranks{third}"
+        takes = f"{steps} take {size(need)} of {size(shared)} in shared memory"
         (made,) = mesh.min([float(self._file is not None)])
-        if not made:
-            if self._file is not None:
-                self._file.facts.path.unlink(missing_ok=True)
-                self._file = None
-            self._short = short = short or "another node has no room for it"
-            if self._wanted is True:
-                raise ConfigError(
-                    f"{KEY} is true, but the state of the ranks does not fit into shared memory: {short}; set "
-                    f"{KEY}=auto or false, or give this machine or container a larger /dev/shm"
-                )
-        if self._kept is None or not made:
-            third = "" if self._every is None else " and the last that is on a second node"
-            steps = f"the two newest steps of this node's ranks{third}"
-            why = f"{steps} take {size(need)} of {size(shared)} in shared memory"
-            reason = why if made else f"after a failure the run goes back to a checkpoint, since {short}"
-            self._say(Kind.RESOLVED, {"key": KEY, "value": bool(made), "reason": reason})
-        return bool(made)
+        if made:
+            return None, takes
+        if self._file is not None:
+            self._file.facts.path.unlink(missing_ok=True)
+            self._file = None
+        return short or "another node has no room for it", takes
+
+    def _make_room(self) -> bool:
+        """Remove replicas of what ranks begin with, which were to be gone on with and will not be: it is read where
+        else it lies. Collective; whether there were any."""
+        read = {file.path for file in self._kept.files} if self._kept is not None else set()
+        replicas = [path for path in state_file.files_in(self._folder / state_file.REPLICAS) if str(path) not in read]
+        for path in replicas if self._first_here else ():
+            path.unlink(missing_ok=True)
+        return self._is_anywhere(replicas)
+
+    def _is_anywhere(self, paths: Collection[Path]) -> bool:
+        """Whether there are such files on any node. Collective."""
+        (some,) = self._mesh.max([float(len(paths))])
+        return some > 0
 
     def working(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
         return self._working.take(elements, dtype)
@@ -425,7 +434,7 @@ class Memory:
         """The state is that of `step`; of the starting weights nothing is kept, since they can be made again."""
         self._at = step
         if not self.attached:
-            self._pinned, self._base = None, step
+            self._pinned, self._base = None, step + 1 if step else 0
         for slot in range(len(self.slots)):
             if slot not in (self.current, self._pinned):
                 self.file.void(slot)
@@ -445,18 +454,29 @@ class Memory:
         self._mesh.min([1.0])
 
     def forget_others(self) -> None:
-        """All ranks have loaded what they go on from: remove what else lies in the folder. Collective."""
+        """All ranks have loaded what they go on from: remove what else lies in the folder. Collective. Raises
+        ConfigError where there is no room yet for replicas that were asked for."""
         self._mesh.min([1.0])
-        if self._file is None or not self._first_here:
+        if self._file is None:
             return
-        forget_from(self._folder, self._mesh.world)
-        mine = self._file.facts.generation
-        replicas = self._folder / state_file.REPLICAS
-        for path in (*state_file.files_in(self._folder), *state_file.files_in(replicas)):
-            facts = state_file.facts_of(path)
-            of_others = path.parent == replicas and facts is not None and facts.rank not in self._wards
-            if facts is None or facts.generation != mine or of_others:
+        if self._first_here:
+            forget_from(self._folder, self._mesh.world)
+            there = state_file.there(self._folder / state_file.REPLICAS, self._run)
+            passed = [facts.path for facts in there if facts.rank not in self._wards]
+            for path in (*self._of_before(), *passed):
                 path.unlink(missing_ok=True)
+        if self._waits:
+            self._mesh.min([1.0])  # there is room on all nodes now
+            self._begin_replicas(last=True)
+            self._see_late()
+            if self.replicas is not None and self._at > 0 and self._is_sent(self._at, begins=True):
+                self.replicas.committed(self._at)
+
+    def _of_before(self) -> list[Path]:
+        """State files in the folder that attempts before have made, and that are not gone on with."""
+        paths = [*state_file.files_in(self._folder), *state_file.files_in(self._folder / state_file.REPLICAS)]
+        facts = ((path, state_file.facts_of(path)) for path in paths)
+        return [path for path, each in facts if each is None or each.generation != self.file.facts.generation]
 
     def close(self) -> None:
         if self._lane is not None:
@@ -464,24 +484,3 @@ class Memory:
         if self.replicas is not None:
             self.replicas.close()
         # What says that this process lives stays: buffers of its engine may still be there.
-
-
-def _row(piece: Piece, places: Mapping[int, int]) -> dict[str, Any]:
-    """A piece in the index, by where in a slot its tensors lie."""
-    row: dict[str, Any] = {"name": piece.name, "kind": piece.kind, "start": piece.start, "stop": piece.stop}
-    if piece.window is not None:
-        row["window"] = list(piece.window)
-    row["dtype"] = DTYPE_NAMES[piece.dtype]
-    if isinstance(piece.held, Coded):
-        codes, scales = piece.held.codes, piece.held.scales
-        row |= {"codes": places[id(codes)], "shape": list(codes.shape), "signed": piece.held.signed}
-        return row | {"at": places[id(scales)]}
-    return row | {"at": places[id(piece.held)]}
-
-
-def _views(file: StateFile, slot: int, index: Mapping[str, Any]) -> Slot:
-    """The tensors of a slot."""
-    views: Slot = {}
-    for key, kind, dtype, shape, at in index["tensors"]:
-        views.setdefault(key, {})[kind] = tensor_of(file, slot, at, dtype, shape)
-    return views

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx import pulse
 from phalanx.cluster.causes import End, first_cause, is_aftermath
 from phalanx.cluster.fork import fork, kill_group, out_of_memory_kills
 from phalanx.cluster.job import Job, Part
@@ -275,7 +276,7 @@ class Attempt:
         starved = end.signal == signal.SIGKILL and end.host is None and out_of_memory_kills() > self.kills[0][1]
         # What other groups of this machine have lost is no sign that this rank took too much.
         ours = starved and group_kills() > self.kills[0][2]
-        if ours and (less := self.job.after_kernel_kill(end.rank)) is not None:
+        if ours and (less := self._after_kernel_kill(end.rank)) is not None:
             code = int(ExitCode.OUT_OF_MEMORY)
             cause = {"exit_code": code, "type": "OutOfMemory", "message": less, "reason": less, "step": None}
             changed = End(end.rank, end.pid, None, code, cause)
@@ -288,6 +289,15 @@ class Attempt:
         if end.signal in self.forwarded:
             return int(ExitCode.STOPPED)  # it had not got as far as to handle the signal, nor to do a step
         return int(ExitCode.FAILED if end.exit_code is None else end.exit_code)
+
+    def _after_kernel_kill(self, rank: int) -> str | None:
+        """What the job says of a rank that the kernel has killed for want of memory, by what its pulse said last."""
+        try:
+            content = b"" if self.job.shared is None else pulse.file_of(self.job.shared, rank).read_bytes()
+        except OSError:
+            content = b""
+        beat = pulse.read(content, rank, self.number, time.monotonic_ns())
+        return None if beat is None else self.job.after_kernel_kill(rank, beat.largest, beat.steps)
 
     def _kill_the_unwilling(self) -> int:
         """Kill the workers that have not stopped in time; their logs get the stacks they were killed in."""

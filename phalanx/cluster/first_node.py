@@ -94,6 +94,24 @@ class FirstNode:
             )
         return not missing
 
+    def stand_aside(self, why: str, alone: bool) -> str:
+        """This node is not fit: once all have entered it leaves, and a spare takes its place. Returns `why`. Raises
+        Unhealthy where none can: there is none left, or this node `alone` can write the run's records."""
+        fit = self._seats.keys() - self.left_out.keys()
+        if alone:
+            raise Unhealthy(
+                f"{why}; this is node 0, which alone writes to the run's URL, so no spare takes its place: start its "
+                "command on another machine"
+            )
+        if len(self.left_out) >= self._spares or not fit:
+            raise Unhealthy(
+                f"{why}; this is node 0, for which all wait, and there is no spare to take its place: start its "
+                "command on another machine, or all with --spares 1 and one node more (and replace in resilience.on_lost_node)"
+            )
+        self.left_out[0] = why
+        self.notice(Kind.WARNING, {"message": f"{why}; node 0 brings all together, and a spare takes its place"})
+        return why
+
     def offer(self, offer: Callable[[int], Message]) -> None:
         """Tell every node, now and when it comes back, what `offer(node)` says; from now on each has to come back as it
         is."""

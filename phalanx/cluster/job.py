@@ -68,7 +68,7 @@ def _no() -> bool:
     return False
 
 
-def _not_less(rank: int) -> None:
+def _not_less(rank: int, tried: int, steps: int) -> None:
     return None
 
 
@@ -89,8 +89,9 @@ class Job:
     same step at the same place are not started again. `kept` says what an attempt goes on from that is in shared
     memory; it is asked when no rank lives. `after_out_of_memory` says whether, after a rank ran out of
     memory, another attempt asks for less than the one before: then it is made, whatever the count.
-    `after_kernel_kill` is told of a rank that the kernel has killed for want of memory, and returns what to say of it
-    where it has had that rank ask for less; None where it cannot.
+    `after_kernel_kill` is told of a rank that the kernel has killed for want of memory, of the sequences of its largest
+    micro-batch and of the steps that it had done in its attempt; it returns what to say where that is why it ran out of
+    memory, and has it ask for less if that can be. None: it is a death like any other.
 
     `devices` has one name per rank (none given: all on the CPU). `paths` says where logs and causes of death go (None:
     standard error, and no causes). `on_event(kind, details)` gets the events; details always hold `attempt`. `on_idle`
@@ -112,7 +113,7 @@ class Job:
     grace_s: float = 60.0
     progress: Callable[[], int] = _none
     after_out_of_memory: Callable[[], bool] = _no
-    after_kernel_kill: Callable[[int], str | None] = _not_less
+    after_kernel_kill: Callable[[int, int, int], str | None] = _not_less
     part: Part | None = None
     others: Others | None = None
     shared: Path | None = None

@@ -405,14 +405,19 @@ def take_lead(
     safe: Callable[[], list[int]] = list,
     asked: Callable[[], list[Request]] = list,
     held: Mapping[int, tuple[Held, ...]] | None = None,
+    unfit: str | None = None,
 ) -> Leader:
     """Lead from now on: a job that begins with `attempt` from the step `committed`, or from a newer one that nodes have
-    `held` in their memories since a job before; or what its leader has left."""
+    `held` in their memories since a job before; or what its leader has left. `unfit`: why this node, the first one,
+    only hands the lead to another one and leaves."""
     circle, offered = peer.circle, peer.offer
     assert offered is not None, "who was offered nothing has not been let in"
     if circle.before is None:
         state = beginning_state(offered, circle.roster, attempt, committed, held or {})
-        return Leader(peer, state, hello, prepare, notice, safe, asked)
+        leader = Leader(peer, state, hello, prepare, notice, safe, asked)
+        if unfit is not None:
+            leader.event(Unfit(time.monotonic(), circle.me.node, unfit, int(ExitCode.UNHEALTHY)))
+        return leader
     peer.offer = taken_up(offered, peer.start, circle.votes)
     state = succeeding_state(peer.offer, peer.start, circle.before, circle.votes, attempt)
     leader = Leader(peer, state, hello, prepare, notice, safe, asked)

@@ -1,8 +1,9 @@
 """Silent corruption: whether ranks that must hold the same parameters do, to the bit; who does not; and its repair.
 
-Compared are the parameters as the ranks compute with them, of those that hold the same part of the model. Of a sum of
-all bits as whole numbers no order of adding matters, and any one bit that flips changes it. What only one rank holds
-(its shard of the optimizer's state; parameters that are released between uses) has no twin to be compared with.
+Compared are the parameters as the ranks compute with them, of those that hold the same part of the model; where these
+are released between uses, the shards that they are gathered from, of ranks that hold the same ones. Of a sum of all
+bits as whole numbers no order of adding matters, and any one bit that flips changes it. What only one rank holds has no
+twin to be compared with.
 """
 
 import time
@@ -24,6 +25,7 @@ from phalanx.optim.engine import Engine
 from phalanx.optim.sharded import Sharded
 from phalanx.optim.single import Single
 from phalanx.records import Kind, RunPaths, append_line
+from phalanx.state_file import digest
 from phalanx.train.anomalies import Wrong
 from phalanx.train.sinks import Records
 
@@ -99,6 +101,29 @@ def compare(engine: Engine, mesh: Mesh) -> Verdict | None:
     return verdict(_everyones(mine, mesh).tolist(), names)
 
 
+def shards_of(engine: Engine, mesh: Mesh) -> list[int]:
+    """For each rank of `mesh` a number that ranks which keep the same pieces have in common, and no others.
+    Collective."""
+    rows = [[piece.name, piece.kind, piece.start, piece.stop, piece.window] for piece in engine.pieces()]
+    return [int(known) for known in mesh.gather(float(int.from_bytes(digest(rows)[:6], "little")))]
+
+
+def compare_shards(engine: Engine, mesh: Mesh, shards: Sequence[int]) -> Verdict | None:
+    """Compare what ranks of `mesh` keep of the parameters with those that keep the same, by `shards_of`. Collective;
+    the verdict is that of the ranks with the same as this one. None: they agree."""
+    pieces = [piece for piece in engine.pieces() if piece.kind == "param"]
+    names = [piece.name for piece in pieces]
+    mine = torch.tensor([int(checksum(piece.tensor)) for piece in pieces], dtype=torch.int64)
+    (most,) = mesh.max([float(len(pieces))])
+    rows = _everyones(torch.nn.functional.pad(mine, (0, int(most) - len(mine))), mesh).tolist()
+    twins = [rank for rank, known in enumerate(shards) if known == shards[mesh.rank]]
+    found = verdict([rows[rank][: len(names)] for rank in twins], names)
+    if found is None:
+        return None
+    healthy = {name: twins[rank] for name, rank in found.healthy.items()}
+    return Verdict(tuple(twins[rank] for rank in found.ranks), found.parameters, healthy)
+
+
 def _everyones(mine: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """The row of each rank."""
     table = torch.zeros(mesh.world, mine.numel(), dtype=torch.int64)
@@ -146,6 +171,9 @@ class Checks:
         self._good, self._before = step, frozenset[int]()
         self._bad, self._backs = 0, 0  # the last step that was gone back behind, and how often without getting past it
         self.every = every
+        self._shards: list[int] | None = None  # by which twins are known, where parameters are not kept whole
+        if every and not is_kept_whole(engine):
+            self._shards = shards_of(engine, mesh.data)
         if every and (why := self._useless()) is not None:
             self.every = 0
             records.event(Kind.WARNING, {"message": f"resilience.checksum_every compares nothing here: {why}"})
@@ -153,21 +181,32 @@ class Checks:
     def _useless(self) -> str | None:
         if self._mesh.data.world == 1:
             return "no two ranks hold the same parameters"
-        if not is_kept_whole(self._engine):
-            return "each rank holds its own shard of the parameters between steps (parallel.zero 3 and fsdp2)"
+        if self._shards is not None and len(set(self._shards)) == len(self._shards):
+            return (
+                "each rank holds its own shard of the parameters between steps (parallel.zero 3 and fsdp2), which no "
+                "other one has; with parallel.shard_degree below the number of ranks some do, with parallel.zero 1 or "
+                "2 all hold the same"
+            )
         return None
+
+    def _compare(self) -> Verdict | None:
+        if self._shards is None:
+            return compare(self._engine, self._mesh.data)
+        return compare_shards(self._engine, self._mesh.data, self._shards)
 
     def look(self, step: int) -> Wrong | None:
         """Compare now, behind `step`; repair what can be repaired. What is to be gone back behind else. Collective.
         Raises Corrupted where that has not helped."""
-        found = compare(self._engine, self._mesh.data)
+        found = self._compare()
         if not any(self._mesh.gather(float(found is not None))):  # in any part of the model
             self._good, self._before = step, frozenset()
             self._backs = 0 if step > self._bad else self._backs
             return None
         ranks = frozenset(found.ranks if found is not None else ())
-        # Whoever deviates again has kept what is wrong where nothing can be compared.
-        hopeless = found is not None and (not found.healthy or bool(ranks & self._before))
+        # Whoever deviates again has kept what is wrong where nothing can be compared; of a shard that is wrong that
+        # which the rule keeps of it may be so, too.
+        again = bool(ranks & self._before) or self._shards is not None
+        hopeless = found is not None and (not found.healthy or again)
         if found is not None and not hopeless:
             hopeless = not repair(self._engine, self._mesh.data, found)
         repaired = not any(self._mesh.gather(float(hopeless)))

@@ -92,7 +92,8 @@ def know(
     if wanted and known is None:
         begun = time.perf_counter()
         records.event(Kind.MEASURING, {"ranks": mesh.world, "reason": answer["why"]})
-        known = measured(config, subject, placement, mesh, weights=weights)
+        limit = hardware.limits(paths).get(mesh.rank, UNBOUND)
+        known = measured(config, subject, placement, mesh, weights=weights, limit=limit)
         if mesh.rank == 0:
             _keep(paths, known, records)
         records.event(Kind.MEASURED, event_of(known, time.perf_counter() - begun))
@@ -251,16 +252,21 @@ def measured(
     mesh: Mesh,
     patience_s: float = PATIENCE_S,
     weights: Weights = None,
+    limit: int = UNBOUND,
 ) -> Hardware:
     """Measure the devices of all ranks, and the link between them. Collective; the same on all ranks. `weights`: how
-    much of the state each rank holds, if not all the same.
+    much of the state each rank holds, if not all the same; no more than `limit` sequences are tried on this one.
 
     A device on which not even two blocks and one sequence fit has no times.
     """
     mesh.sum([0.0])  # all begin together
     with alone(mesh) as single:
         state = state_bytes(config, subject, mesh.device, mesh.world, weights, mesh.rank)
-        times, most = _own(config, subject, single, state, placement.local_world, patience_s, _others_measure(mesh))
+        single.traffic.pulse = pulse = mesh.traffic.pulse  # what is tried may be too much, and is not tried again then
+        others = _others_measure(mesh)
+        times, most = _own(config, subject, single, state, placement.local_world, patience_s, others, limit)
+        if pulse is not None:
+            pulse.runs(0)
     mine = Device(
         rank=mesh.rank,
         node=placement.node,
@@ -314,15 +320,17 @@ def _own(
     local_world: int,
     patience_s: float,
     others_measure: Callable[[], bool],
+    limit: int = UNBOUND,
 ) -> tuple[tuple[tuple[int, float], ...], int]:
     """(samples, seconds of the whole model), and the most samples that fit. `mesh` is of this rank alone. When it is
-    done, its device is kept as busy as in training for as long as `others_measure`. `state`: bytes that it holds."""
+    done, its device is kept as busy as in training for as long as `others_measure`. `state`: bytes that it holds;
+    `limit`: samples that are tried at most."""
     assert config.train.micro_batch != "auto"
     # Of memory, not of what is asked for today: train.micro_batch may be another at the next start.
     most = config.train.global_batch
     free = accelerator.memory_free(mesh.device, local_world)
     # One size alone would not tell what a sample more takes.
-    sizes, walks = _sizes(min(max(config.train.micro_batch, *SIZES), most)), dict[int | None, _Walk]()
+    sizes, walks = _sizes(min(max(config.train.micro_batch, *SIZES), most, limit)), dict[int | None, _Walk]()
     depths, begun = depths_of(subject, config), time.perf_counter()
     try:
         for number, layers in enumerate(depths, 1):

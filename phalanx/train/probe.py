@@ -41,6 +41,7 @@ from phalanx.train.trial import trial
 USABLE = 0.8
 HALF = 0.5  # of the free memory: the rest is for activations
 SIZES = (1, 3)  # samples of the small runs
+UNBOUNDED = 1 << 62  # bytes, where all is kept that a recipe wants
 
 Peaks = Mapping[int | None, Mapping[int, int]]  # layers (None: the model itself) -> samples -> bytes
 
@@ -252,15 +253,19 @@ def besides_bytes(
 
 
 def least_zero(config: Config, subject: Subject, devices: Sequence[str], *, world: int, local_world: int) -> int:
-    """The least `parallel.zero` with which the model takes no more than HALF of what each device has free, or 3."""
-    for zero in (1, 2):
-        tried = update(config, {"parallel.zero": zero})
-        needed = (
-            state_bytes(tried, subject, device, world) / accelerator.memory_free(device, local_world)
-            for device in map(torch.device, devices)
-        )
-        if max(needed) <= HALF:
-            return zero
+    """The least `parallel.zero` with which the model takes no more than HALF of what each device has free, or 3: where
+    there is one, the least with which that holds of the steps that are kept there, too."""
+    for kept in (True, False):
+        for zero in (1, 2, 3):
+            tried = update(config, {"parallel.zero": zero})
+            needed = 0.0
+            for device in map(torch.device, devices):
+                takes = state_bytes(tried, subject, device, world)
+                if kept:
+                    takes += besides_bytes(tried, subject, device, world=world, local_world=local_world, free=UNBOUNDED)
+                needed = max(needed, takes / accelerator.memory_free(device, local_world))
+            if needed <= HALF:
+                return zero
     return 3
 
 

@@ -247,6 +247,7 @@ class Loop:
         begun = time.perf_counter()
         self.clock.start()
         self.moments.at("data", step)
+        self.moments.pulse.runs(parts.sharing.largest(self.mesh.data.rank))
         with phase("data"):
             drawn = parts.train.batches(step - 1, parts.sharing.division, self.skips.before(step))
             batches = [parts.task.collate(samples).to(self.mesh.device) for samples in drawn]

@@ -54,6 +54,8 @@ class Trial:
     def peak_bytes(self, samples: int) -> int:
         """Bytes that a whole step with one micro-batch of so many samples adds at its height to what was held before
         the first: a host gives memory back late."""
+        if self.mesh.traffic.pulse is not None:
+            self.mesh.traffic.pulse.runs(samples)
         batch, device = self.batch(samples), self.mesh.device
         accelerator.reset_peak_memory(device)
         self._begin(batch.weight)

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import os
+import resource
 import shutil
 import signal
 import time
@@ -39,12 +40,18 @@ PATIENCE_S = 200.0
 # gets `signal` (0 and None: at once, and not at all); `thaw_s`: a stopped one goes on after so many seconds. Instead of
 # the signal it may be `asked` for: a node, and what is wanted of it; or the `keeper` of a node gets it; or `all` nodes.
 # One that is `emptied` has lost its memory since the life before; what one has kept is that of the node whose number it
-# `had` before.
+# `had` before. It may open so many `files` (None: as many as this process).
 Life = dict[str, Any]
 
 
-def life(begin: int = 0, end: int | None = None, number: int = signal.SIGKILL, thaw_s: float | None = None) -> Life:
-    return {"begin": begin, "end": end, "signal": int(number), "thaw_s": thaw_s, "asked": None}
+def life(
+    begin: int = 0,
+    end: int | None = None,
+    number: int = signal.SIGKILL,
+    thaw_s: float | None = None,
+    files: int | None = None,
+) -> Life:
+    return {"begin": begin, "end": end, "signal": int(number), "thaw_s": thaw_s, "asked": None, "files": files}
 
 
 def train(
@@ -81,6 +88,8 @@ def _node(placement: Placement, folder: str, run: str, commands: list[list[str]]
 def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPaths, out: Path) -> list[Any]:
     def child() -> int:
         os.chdir(folder)
+        if told.get("files") is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (told["files"], told["files"]))
         return command_line(arguments, out)
 
     if told.get("emptied"):

@@ -123,6 +123,7 @@ class Node:
         )
         self.claim = functools.partial(epochs.claim, self.paths) if options.get("files", True) else None
         self.leads: Leader | None = None
+        self.unfit: str | None = None
 
     def make(self, offer: Message, tend: Callable[[], None]) -> Job:
         if int(offer["division"]) == self.options.get("unfit_for"):
@@ -138,7 +139,7 @@ class Node:
 
     def lead(self, peer: Peer) -> Leader:
         note, attempt = self.work["on_event"], self.options.get("attempt", 1)
-        self.leads = take_lead(peer, self.hello, attempt, 0, self.prepare, note)
+        self.leads = take_lead(peer, self.hello, attempt, 0, self.prepare, note, unfit=self.unfit)
         return self.leads
 
     def first(self, held: contextlib.ExitStack) -> Peer:
@@ -146,6 +147,8 @@ class Node:
         first = held.enter_context(nodes.hosted(self.meeting, self.hello, self.meeting.spares))
         first.notice = self.work["on_event"]
         nodes.gather(first, self.meeting, first.tend)
+        if self.options.pop("unhealthy", False):
+            self.unfit = first.stand_aside("node 0 is not fit to be trained on: it smokes", alone=False)
         rows = [hello["devices"] for hello in first.hellos()[: self.options["nodes"]]]
         offer = self.prepare(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
         nodes.offer(first, lambda node: offer, first.tend)

@@ -47,6 +47,17 @@ def test_a_spare_takes_the_place_of_any_node_and_every_bit_stays(place: Path, lo
     assert "training went on with step" in leader
 
 
+def test_a_node_0_that_is_not_fit_only_brings_the_others_together(place: Path) -> None:
+    ended = train(place, "unfit", [[life(files=200)], [life()], [life()]], 2)
+    assert [each[-1][0] for each in ended] == [ExitCode.UNHEALTHY, 0, 0], ended
+    assert "this process may open 200 files" in ended[0][-1][1]
+    assert state(place / "unfit") == state(place / "calm")
+    assert curve(place / "unfit") == curve(place / "calm")
+    (told,) = events(place / "unfit", Kind.NODE_LOST)
+    assert told["node"] == 0
+    assert not events(place / "unfit", Kind.RESTARTED)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_run_shrinks_and_takes_the_node_back_when_it_returns(place: Path, lost: int) -> None:
     run = f"shrunk-{lost}"

@@ -170,7 +170,9 @@ def test_a_node_that_does_not_fit_a_new_division_leaves_and_the_others_go_on(clu
     assert any("node 0 (" in each and "which led, leaves the others" in each for each in said) is (unfit == 0)
 
 
-@pytest.mark.parametrize(("unfit", "seats"), [([1], [0, 2]), ([2], [0, 1]), ([1, 2], None)])
+@pytest.mark.parametrize(
+    ("unfit", "seats"), [([1], [0, 2]), ([2], [0, 1]), ([1, 2], None), ([0], [1, 2]), ([0, 1], None)]
+)
 def test_nodes_that_are_not_fit_at_the_start_are_left_out_where_there_are_spares(
     cluster: Cluster, unfit: list[int], seats: list[int] | None
 ) -> None:
@@ -187,6 +189,16 @@ def test_nodes_that_are_not_fit_at_the_start_are_left_out_where_there_are_spares
         assert [ended[node][0] for node in seats] == [0, 0], "\n".join(map(str, died))
         assert cluster.noted("told", 1, 0) == [1]
         assert [cluster.noted("place", 1, rank)[0] for rank in range(2)] == [0, 1]  # counted by seats
+
+
+def test_a_node_0_that_is_not_fit_says_why_nobody_takes_its_place(cluster: Cluster) -> None:
+    nodes = [cluster.start("tells", node, unhealthy=node == 0) for node in range(2)]
+    said = (
+        "node 0 is not fit to be trained on: it smokes; this is node 0, for which all wait, and there is no spare to "
+        "take its place: start its command on another machine, or all with --spares 1 and one node more (and replace in "
+        "resilience.on_lost_node)"
+    )
+    assert [node.finish()[:2] for node in nodes] == [(ExitCode.UNHEALTHY, said)] * 2
 
 
 def test_two_of_four_without_files_are_no_majority(cluster: Cluster) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from phalanx import mirror
 from phalanx.cluster import node_requests, node_states, slurm_nodes
 from phalanx.cluster.findings import Severity
 from phalanx.cluster.node_requests import Wanted
@@ -167,6 +168,23 @@ def test_names_that_are_no_nodes_and_folders_that_are_no_runs(tmp_path: Path) ->
             node_requests.check_name(name)
     assert "holds no run" in refused(tmp_path, "nodes", "drain", "n1", "--run", ".")
     assert "holds no run" in refused(tmp_path, "nodes", "--run", ".")
+
+
+def test_a_run_at_a_url_is_asked_where_it_works(tmp_path: Path) -> None:
+    at, url = tmp_path / "bucket" / "run", (tmp_path / "bucket" / "run").as_uri()
+    (at / "nodes").mkdir(parents=True)
+    write_event(at / "events.jsonl", Kind.RUN_STARTED, 1, hosts=["n1", "n2"])
+    (at / "config.yaml").write_text("{}")
+    node_requests.ask(RunPaths(at), "n2", Wanted.DRAIN, "hot")
+    commands = [["nodes", "--run", url, "--json"], ["nodes", "drain", "n1", "--run", url]]
+    listed, asked = run_ranks("tests.dist.command:call", 1, folder=str(tmp_path), commands=commands)[0]
+    assert [(row["node"], row["why"][-5:]) for row in json.loads(listed[1])] == [("0 n1", ""), ("1 n2", ": hot")]
+    said = sentence(asked[0], asked[2], ExitCode.CONFIG)
+    working = mirror.working(url, "~/.cache/phalanx", 1.0).root
+    assert said.endswith(
+        f"{url} is a URL, where no run looks for what is asked of its nodes; on the machine of node 0 name the folder "
+        f"that it works in, --run {working} (below its own data.cache, where the recipe sets one)"
+    )
 
 
 def test_nodes_without_slurm(tmp_path: Path) -> None:

@@ -339,9 +339,8 @@ def made(mesh: Mesh, kind: str, memory: Memory) -> Made:
     if kind == "single":
         engine = Single(model.to("meta"), model.units(), precision=Precision(torch.float64, torch.float64), **common)
     else:
-        engine = Sharded(
-            model, model.units(), precision=FLOAT64, sharding=Sharding(zero=3 if kind == "zero 3" else 1), **common
-        )
+        sharding = Sharding(zero=3 if kind == "zero 3" else 1, weights=(0.75, 0.25) if kind == "uneven" else None)
+        engine = Sharded(model, model.units(), precision=FLOAT64, sharding=sharding, **common)
     with torch.no_grad():
         engine.initialise(fill_from(values))
     return Made(engine, memory)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import hardware
+from phalanx import hardware, pulse
 from phalanx.axes import Axes
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines, read_steps
 from tests.dist.command import phalanx, write_place
@@ -123,6 +123,47 @@ def test_what_one_rank_ran_out_of_memory_with_limits_its_copy_of_the_model(token
     assert run_ranks(known, 4, run=str(tmp_path), data=str(tokens)) == [[4, 2]] * 4
     assert [event["most"] for event in events(paths, Kind.MEMORY_LIMITED)] == [{"3": 2}]
     assert hardware.limits(paths) == {3: 2}
+
+
+def tries(placement: Placement, run: str, data: str) -> list[list[int]]:
+    """What is tried on this rank when it is measured, each time with what its pulse says of that; and what that says in
+    the end."""
+    from phalanx.comm.mesh import join
+    from phalanx.train.measure import know
+    from phalanx.train.sinks import Records
+    from phalanx.train.subject import subject_of
+    from phalanx.train.trial import Trial
+    from tests.numerics.runs import job, on_one_thread
+
+    found: list[list[int]] = []
+    inner = Trial.peak_bytes
+
+    def said() -> int:
+        beat = pulse.read(pulse.file_of(run, placement.rank).read_bytes(), placement.rank, placement.attempt, 0)
+        assert beat is not None
+        return beat.largest
+
+    def noted(self: Trial, samples: int) -> int:
+        peak = inner(self, samples)
+        found.append([samples, said()])
+        return peak
+
+    Trial.peak_bytes = noted  # type: ignore[method-assign]
+    described = job(run, data, {"balance.work": "auto", "train.micro_batch": 3}, placement.world)
+    with join(on_one_thread(placement), 30) as mesh:
+        mesh.traffic.pulse = pulse.opened(run, placement.rank, placement.attempt)
+        records = Records(described.paths, 1, [], active=mesh.rank == 0)
+        subject = subject_of(described.config, described.spec)
+        know(described.config, subject, placement, mesh, described.paths, records)
+        records.close()
+    return [*found, [said()]]
+
+
+def test_what_memory_ran_out_with_is_not_measured_again(tokens: Path, tmp_path: Path) -> None:
+    hardware.remember(RunPaths(tmp_path), 1, 2)
+    free, limited = run_ranks(tries, 2, run=str(tmp_path), data=str(tokens))
+    assert free == [[1, 1], [3, 3]] * 2 + [[0]]
+    assert limited == [[1, 1]] * 2 + [[0]]
 
 
 OWN = """

@@ -2,10 +2,15 @@
 
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
-from phalanx.records import Kind, Placement, RunPaths, read_lines
+import pytest
+
+from phalanx import recorder as recording
 from phalanx.recorder import Recorder
+from phalanx.records import Kind, Placement, RunPaths, append_line, read_lines
 from tests.helpers import run_ranks, wait_until
 
 
@@ -24,8 +29,70 @@ def killed_in_between(placement: Placement, folder: str) -> list[str]:
 
 
 def messages(paths: RunPaths) -> list[str]:
-    return [str(event["message"]) for event in read_lines(paths.events)]
+    return [str(event["message"]) for event in read_lines(paths.events) if event["kind"] == Kind.WARNING]
 
 
 def test_one_that_is_killed_is_replaced(tmp_path: Path) -> None:
     assert run_ranks(killed_in_between, 1, folder=str(tmp_path)) == [["one", "two"]]
+
+
+def killed_before_it_wrote(placement: Placement, folder: str, revived: bool) -> list[list[Any]]:
+    """What is written of messages that were told to a process that is killed before it reads them; `revived`: before
+    the end."""
+    paths = RunPaths(Path(folder))
+    recorder = Recorder(paths, 10, "tokens")
+    recorder.note(Kind.WARNING, {"attempt": 1, "message": "one"})
+    wait_until(lambda: messages(paths) == ["one"] and recorder.safe() == [] and not recorder._unwritten, timeout_s=60)
+    first = recorder._pid
+    os.kill(first, signal.SIGSTOP)
+    failed = {"attempt": 2, "what": "rank 1 died", "done": "all again", "began": time.time()}
+    recorder.note(Kind.INCIDENT, failed)
+    for number in range(2000):  # more than a pipe takes
+        recorder.note(Kind.WARNING, {"attempt": 1, "message": f"{number} {'x' * 50}"})
+    append_line(paths.metrics, {"step": 7, "attempt": 2, "time": time.time()})
+    append_line(paths.events, {"kind": Kind.CHECKPOINT_SAVED, "time": time.time(), "attempt": 2, "step": 5})
+    os.kill(first, signal.SIGKILL)
+    saved: list[int] = []
+    if revived:
+        wait_until(lambda: bool(saved.extend(recorder.safe()) or saved), timeout_s=60)
+    recorder.close()
+    incidents = [[event["what"], event["step"]] for event in read_lines(paths.events) if event["kind"] == Kind.INCIDENT]
+    return [[message.split()[0] for message in messages(paths)], incidents, saved]
+
+
+@pytest.mark.parametrize("revived", [False, True])
+def test_what_one_that_is_killed_has_not_written_is_written_by_the_next(revived: bool, tmp_path: Path) -> None:
+    [[written, incidents, saved]] = run_ranks(killed_before_it_wrote, 1, folder=str(tmp_path), revived=revived)
+    assert written == ["one", *map(str, range(2000))]
+    assert incidents == [["rank 1 died", 7]]
+    assert saved == ([5] if revived else [])
+
+
+def killed_before_it_said_so(placement: Placement, folder: str) -> list[str]:
+    """What is written of messages where a process is killed behind the first of them, and its incident."""
+    paths, died = RunPaths(Path(folder)), Path(folder) / "died"
+    tell = recording._Shown._tell
+
+    def dies_once(self: Any, what: Any) -> None:
+        if not died.exists() and any(event["kind"] == Kind.INCIDENT for event in read_lines(paths.events)):
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if died.exists() or what != {"written": 2}:
+            tell(self, what)
+
+    recording._Shown._tell = dies_once  # type: ignore[method-assign]
+    recorder = Recorder(paths, 10, "tokens")
+    recorder.note(Kind.WARNING, {"attempt": 1, "message": "one"})
+    recorder.note(Kind.WARNING, {"attempt": 1, "message": "two"})  # nobody hears that it is written
+    recorder.note(Kind.INCIDENT, {"attempt": 2, "what": "rank 1 died", "done": "all again", "began": time.time()})
+    wait_until(lambda: messages(paths) == ["one", "two"], timeout_s=60)
+    append_line(paths.metrics, {"step": 7, "attempt": 2, "time": time.time()})
+    wait_until(died.exists, timeout_s=60)
+    recorder.note(Kind.WARNING, {"attempt": 1, "message": "three"})
+    recorder.close()
+    return [str(event.get("message") or event["what"]) for event in read_lines(paths.events)]
+
+
+def test_what_one_that_is_killed_has_written_is_not_written_again(tmp_path: Path) -> None:
+    written = run_ranks(killed_before_it_said_so, 1, folder=str(tmp_path))
+    assert written == [["one", "two", "rank 1 died", "three"]]

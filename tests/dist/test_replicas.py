@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,29 +255,36 @@ def test_what_is_forgotten_is_forgotten_on_the_other_node_too(tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------------ some steps only
 
 
+def held(node: Node, number: int | None = None) -> list[Held]:
+    """What a node has (None: this one), while ranks live."""
+    place = node.folder if number is None else node.folder.with_name(f"node-{number}")
+    own = [state_file.held(facts) for facts in state_file.there(place, RUN)]
+    of_others = state_file.there(place / state_file.REPLICAS, RUN)
+    return own + [state_file.held(facts, replica=True) for facts in of_others]
+
+
+def kept_of(node: Node, nodes: list[int]) -> Kept:
+    """What is gone on from where these nodes are left."""
+    choice = choose({number: held(node, number) for number in nodes})
+    assert choice is not None
+    files = []
+    for rank, (number, each) in sorted(choice.files.items()):
+        name, here = state_file.file_of(each), number == node.number
+        path = str(node.folder / name) if here else name
+        files.append(KeptFile(rank, path, each.layout, None if here else node.address(number)))
+    return Kept(choice.step, tuple(files))
+
+
 def some_steps(placement: Placement, folder: str) -> dict[str, Any]:
     """The other node gets every third step. A rank dies behind step 8, and node 1 is lost behind step 10."""
     node, events = Node(Path(folder), placement.rank).open(), list[Any]()
     found: dict[str, Any] = {}
 
-    def held(number: int) -> list[Held]:
-        place = Path(folder) / f"node-{number}"
-        own = [state_file.held(facts) for facts in state_file.there(place, RUN)]
-        of_others = state_file.there(place / state_file.REPLICAS, RUN)
-        return own + [state_file.held(facts, replica=True) for facts in of_others]
-
     def holds() -> list[Any]:
-        return [[each.rank, list(each.steps), each.replica] for each in held(placement.rank)]
+        return [[each.rank, list(each.steps), each.replica] for each in held(node)]
 
     def kept(nodes: list[int]) -> Kept:
-        choice = choose({number: held(number) for number in nodes})
-        assert choice is not None
-        files = []
-        for rank, (number, each) in sorted(choice.files.items()):
-            name, here = state_file.file_of(each), number == placement.rank
-            path = str(node.folder / name) if here else name
-            files.append(KeptFile(rank, path, each.layout, None if here else node.address(number)))
-        return Kept(choice.step, tuple(files))
+        return kept_of(node, nodes)
 
     def begun(mesh: Mesh, generation: int, kept: Kept | None = None) -> Any:
         options: dict[str, Any] = {"rule": RULES["by gradients"], "replicate": 3, "generation": generation}
@@ -334,11 +342,13 @@ def test_every_third_step_is_on_the_other_node_and_all_can_go_back_to_it(tmp_pat
     for rank, found in enumerate(run_ranks(some_steps, 2, folder=str(tmp_path))):
         other = 1 - rank
         assert found["behind 8"] == [[rank, [6, 7, 8], False], [other, [3, 6], True]]
-        # Who goes on at once still has what a lost node would take all back to.
+        # Who goes on at once still has what a lost node would take all back to, and sends nothing.
         assert found["again at 8"] == [True, [[rank, [6, 8], False], [other, [3, 6], True]]]
         assert found["behind 10"] == [[rank, [8, 9, 10], False], [other, [6, 9], True]]
-        there = [6, 9] if rank == 0 else [9]  # the spare's replica is new
+        # The spare's replica is new: it gets the step behind that, and what is waited for has the link for itself.
+        there = [6, 9] if rank == 0 else []
         assert found["back at"] == [9, True, [[rank, [9], False], [other, there, True]]]
+        there = [9, 10] if rank == 0 else [10]
         assert found["same"] == [True, True]
         assert found["in the end"] == [[rank, [9, 10], False], [other, there, True]]
         assert [event["value"] for event in found["said"]] == [3]
@@ -390,6 +400,52 @@ def test_where_there_is_no_room_the_run_does_without_or_is_refused(tmp_path: Pat
         assert [name for name, _ in found] == ["ConfigError"] * 2
         assert f"resilience.replicate is {asked}, but" in found[0][1]
         assert "bytes for a replica (File too large)" in found[0][1]
+
+
+def divided_anew(placement: Placement, folder: str) -> list[Any]:
+    """Two steps; then ranks hold other parts of the state than before, where there is room for two files alone."""
+    place, events = Path(folder) / f"node-{placement.rank}", list[Any]()
+
+    def room(path: Any) -> Any:
+        """As /dev/shm would be, of which these files are all; so many as `room` says fit, once that is there."""
+        files = [*state_file.files_in(place), *state_file.files_in(place / state_file.REPLICAS)]
+        told, taken = place / "room", [file.stat().st_size for file in files]
+        free = int(float(told.read_text()) * max(taken)) - sum(taken) if told.exists() else 1 << 30
+        return SimpleNamespace(f_bavail=max(0, free), f_frsize=1)
+
+    os.statvfs = room  # type: ignore[assignment]
+    node = Node(Path(folder), placement.rank).open()
+    options: dict[str, Any] = {"wanted": True, "replicate": "every_step"}
+    with join(placement, 30) as mesh:
+        first = made(mesh, "zero 1", memory_of(mesh, node, events, **options))
+        for number in (1, 2):
+            step(first, number, mesh)
+        settle(first, mesh)
+        kept = kept_of(node, [0, 1])
+        mesh.sum([0.0])
+        (place / "room").write_text("2.5")
+        mesh.sum([0.0])
+        second = made(mesh, "uneven", memory_of(mesh, node, events, kept, generation=2, **options))
+        shapes = {name: tuple(parameter.shape) for name, parameter in first.inner.model.named_parameters()}
+        source = KeptState(kept, shapes, second.memory.replicas)
+        second.inner.load(source.read)
+        second.inner.begin_after(kept.step)
+        second.memory.forget_others()
+        step(second, 3, mesh)
+        settle(second, mesh)
+        found: list[Any] = [second.memory.attached, second.memory.late]
+        found += [[[each.generation, each.rank, list(each.steps), each.replica] for each in held(node)]]
+        found += [[event["value"] for event in events if event["key"] == "resilience.replicate"]]
+        mesh.sum([0.0])
+        first.inner.close()
+        second.inner.close()
+        return found
+
+
+def test_what_is_only_kept_to_be_gone_on_with_takes_no_room_from_another_division(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(divided_anew, 2, folder=str(tmp_path))):
+        there = [[2, rank, [2, 3], False], [2, 1 - rank, [3], True]]
+        assert found == [False, True, there, ["every_step", "every_step"]]
 
 
 def lies(placement: Placement, folder: str) -> list[Any]:

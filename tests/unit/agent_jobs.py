@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from phalanx import hardware
+from phalanx import hardware, pulse
 from phalanx.cluster import attempt
 from phalanx.cluster.agent import Job, run
 from phalanx.errors import CheckpointError, ConfigError
@@ -97,12 +97,21 @@ def out_of_memory(placement: Placement) -> int:
     raise OutOfMemoryError("tried to allocate 20 GiB")
 
 
-def starves(placement: Placement) -> int:
-    """Is killed as by a kernel that counts it, a moment after the agent has begun to look."""
+def starves(placement: Placement, steps: int = 0) -> int:
+    """Is killed as by a kernel that counts it, a moment after the agent has begun to look. It was asked for larger
+    micro-batches than it runs, which have 4 sequences unless it may have less."""
+    mine = pulse.opened(placement.shared, placement.rank, placement.attempt)
+    for step in range(1, steps + 2):
+        mine.at("data", step)
+    mine.runs(min(4, hardware.limits(RunPaths(FOLDER / "run")).get(placement.rank, 64)))
     time.sleep(0.3)
     note(placement, "starved", 1)
     os.kill(os.getpid(), signal.SIGKILL)
     return 0
+
+
+def starves_behind_a_step(placement: Placement) -> int:
+    return starves(placement, steps=1)
 
 
 def cause_cannot_be_written(placement: Placement) -> int:
@@ -217,8 +226,9 @@ def main() -> None:
         progress=lambda: max((int(path.name) for path in FOLDER.glob("steps/*")), default=0),
         **options,
     )
-    if job.worker is starves:
-        job.after_kernel_kill = functools.partial(hardware.after_kernel_kill, RunPaths(FOLDER / "run"), 4)
+    if job.worker in (starves, starves_behind_a_step):
+        job.shared = FOLDER
+        job.after_kernel_kill = functools.partial(hardware.after_kernel_kill, RunPaths(FOLDER / "run"))
         job.after_out_of_memory = hardware.lowered(RunPaths(FOLDER / "run"))
         attempt.out_of_memory_kills = lambda: len(list(FOLDER.glob("starved-*.json")))
         attempt.group_kills = attempt.out_of_memory_kills

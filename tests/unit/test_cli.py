@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
-from phalanx import __version__, recipe
+from phalanx import __version__, cli, recipe
 from phalanx.config import Config, leaves
 from phalanx.models.spec import PRESETS
 from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps
@@ -297,6 +298,37 @@ def test_debug_anywhere_shows_where_an_error_comes_from(place: int, here: Path) 
     assert "Traceback (most recent call last)" in done.stderr
     assert "recipe.py" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: there is no recipe gone.yaml")
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "shows"),
+    [
+        (["run", "--nproc", "1"], ["--debug", "--nproc", "7"], False),
+        (["run", "--nproc=1", "--"], ["--debug"], False),
+        (["run", "--debug", "--nproc", "1"], ["--smp-config"], True),
+        (["--debug", "run"], ["--", "--debug"], True),
+    ],
+)
+def test_what_is_behind_a_script_is_its_own(before: list[str], behind: list[str], shows: bool) -> None:
+    ours, of_script = cli._parted([*before, "script.py", *behind])
+    assert (ours, of_script) == ([*before, "script.py"], behind)
+    assert ("--debug" in ours) is shows
+
+
+def test_every_option_of_run_that_has_a_value_is_known() -> None:
+    command = typer.main.get_command(cli.app).commands["run"]  # type: ignore[attr-defined]
+    options = [name for each in command.params if each.param_type_name == "option" for name in each.opts]
+    assert sorted(options) == sorted(cli.RUN_OPTIONS)
+
+
+def test_a_script_gets_a_flag_that_is_called_as_one_of_ours(here: Path) -> None:
+    (here / "script.py").write_text("import sys\nprint('given', sys.argv[1:])\n")
+    done = phalanx("run", "--nproc", "1", "script.py", "--debug", "-v", folder=here)
+    assert done.returncode == 0, done.stderr
+    assert "given ['--debug', '-v']" in done.stdout
+    done = phalanx("run", "--debug", "gone.py", "--debug", folder=here)
+    assert "Traceback (most recent call last)" in done.stderr
+    assert "Traceback" not in phalanx("run", "gone.py", "--debug", folder=here).stderr
 
 
 def test_output_survives_a_terminal_without_unicode(here: Path) -> None:

@@ -22,7 +22,7 @@ from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Batch
 from phalanx.train.dry_run import LiveBytes, dry_run, height_of, walked_bytes
 from phalanx.train.placed import at_height
-from phalanx.train.probe import least_zero
+from phalanx.train.probe import HALF, besides_bytes, least_zero, state_bytes
 from phalanx.train.resolve import _fitting
 from phalanx.train.subject import subject_of
 from tests.dist import command
@@ -229,9 +229,28 @@ def test_it_says_which_zero_is_taken_and_where(monkeypatch: pytest.MonkeyPatch) 
     assert "engine sharded with parallel.zero 1," in reckoned
     assert auto.startswith(f"parallel.zero is auto: the run takes 1 where each rank has {words.size(needs['1'])} free")
     config, _ = recipe.resolve(config, device="cpu", world=4)
-    for free, taken in ((1.01 * needs["1"], 1), (0.99 * needs["1"], 2), (0.99 * needs["2"], 3)):
-        monkeypatch.setattr("phalanx.accelerator.memory_free", lambda *_, free=free: free)
-        assert least_zero(config, subject_of(config, recipe_spec(config)), ["cpu"], world=4, local_world=4) == taken
+    subject = subject_of(config, recipe_spec(config))
+    of_cpus: dict[str, Any] = {"world": 4, "local_world": 4}
+    # Steps are kept beside that where ranks compute in the same memory, as those of CPUs do.
+    kept = [
+        besides_bytes(
+            recipe.update(config, {"parallel.zero": zero}), subject, torch.device("cpu"), free=1 << 62, **of_cpus
+        )
+        / HALF
+        for zero in (1, 2, 3)
+    ]
+    assert min(kept) > 0
+    for keeps in (False, "auto"):
+        config = recipe.update(config, {"resilience.memory": keeps})
+        needed = [needs[str(zero)] + kept[zero - 1] * (keeps == "auto") for zero in (1, 2)]
+        for free, taken in ((1.01 * needed[0], 1), (0.99 * needed[0], 2), (0.99 * needed[1], 3)):
+            monkeypatch.setattr("phalanx.accelerator.memory_free", lambda *_, free=free: free)
+            assert least_zero(config, subject, ["cpu"], **of_cpus) == taken
+    # Where the steps fit with none, they are no reason to send more.
+    least = state_bytes(recipe.update(config, {"parallel.zero": 3}), subject, torch.device("cpu"), 4) / HALF + kept[2]
+    if needs["1"] < 0.99 * least:
+        monkeypatch.setattr("phalanx.accelerator.memory_free", lambda *_: 0.99 * least)
+        assert least_zero(config, subject, ["cpu"], **of_cpus) == 1
     fixed = sizes.notes(dry_run(checked(MODEL, parallel={"zero": 3}), 4)["assumed"])
     assert "engine sharded with parallel.zero 3," in fixed[0]
     assert not any("is auto: the run takes 1" in note for note in fixed)

@@ -258,10 +258,12 @@ def test_nobody_is_named_by_what_says_nothing_of_now(why: str, monkeypatch: pyte
 def test_a_pulse_is_read_as_it_was_written(tmp_path: Path) -> None:
     mine = pulse.opened(str(tmp_path), 3, 2)
     mine.at("forward", 9, 4)
+    mine.runs(6)
     with mine.waiting("lane"):
         found = pulse.read(pulse.file_of(tmp_path, 3).read_bytes(), 3, 2, time.monotonic_ns())
     assert found is not None
     assert (found.step, found.phase, found.micro_batch, found.waits_for) == (9, "forward", 4, "lane")
+    assert found.largest == 6
     assert 0 <= found.still_s < 30
     assert stat.S_IMODE(pulse.file_of(tmp_path, 3).stat().st_mode) == 0o600
 
