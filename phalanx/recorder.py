@@ -30,13 +30,19 @@ Hold = Callable[[], contextlib.AbstractContextManager[Again | None]]
 
 class Recorder:
     """`hold` is entered for as long as it lives: locks and files that belong to whoever leads. A process that something
-    has killed is replaced by another one."""
+    has killed is replaced by another one. The first begins at once or, `later`, when `safe` is called: whoever has just
+    come to lead tells the other nodes what to do before that."""
 
-    def __init__(self, paths: RunPaths, steps: int, unit: str, hold: Hold = contextlib.nullcontext) -> None:
+    def __init__(
+        self, paths: RunPaths, steps: int, unit: str, hold: Hold = contextlib.nullcontext, later: bool = False
+    ) -> None:
         self._follower = (paths, steps, unit, hold)
         self._steps: list[int] = []
         self._asked: list[Request] = []
-        self._begin()
+        self._out = bytearray()
+        self._begun = False
+        if not later:
+            self._begin()
 
     def _begin(self) -> None:
         events, self._events = os.pipe()
@@ -46,9 +52,9 @@ class Recorder:
         os.close(told)
         os.set_blocking(self._events, False)
         os.set_blocking(self._told, False)
-        self._out = bytearray()
         self._in = bytearray()
-        self._begun_at = time.monotonic()
+        self._begun, self._begun_at = True, time.monotonic()
+        self._send()
 
     def _revive(self) -> None:
         poll = select.poll()
@@ -56,6 +62,7 @@ class Recorder:
         if poll.poll(0) and time.monotonic() > self._begun_at + AGAIN_S:
             os.close(self._events)
             self._reap()
+            self._out = bytearray()  # it may have got a part of that
             self._begin()
 
     def fileno(self) -> int:
@@ -72,6 +79,8 @@ class Recorder:
 
     def safe(self) -> list[int]:
         """Steps that have become safe since the last call."""
+        if not self._begun:
+            self._begin()
         self._hear()  # before it is forgotten what one that was killed has told
         self._revive()
         steps, self._steps = self._steps, []
@@ -97,6 +106,8 @@ class Recorder:
 
     def close(self) -> None:
         """Wait until all is written and shown, for a while."""
+        if not self._begun:
+            self._begin()
         until = time.monotonic() + CLOSE_S
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
@@ -111,8 +122,9 @@ class Recorder:
 
     def abandon(self) -> None:
         """End it now: this agent may not write any more."""
-        os.close(self._events)
-        self._reap()
+        if self._begun:
+            os.close(self._events)
+            self._reap()
 
     def _reap(self) -> None:
         kill_group(self._pid)
@@ -122,7 +134,7 @@ class Recorder:
 
     def _send(self) -> None:
         try:
-            while self._out:
+            while self._out and self._begun:
                 sent = os.write(self._events, self._out[: 1 << 16])
                 del self._out[:sent]
         except BlockingIOError:
