@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FrameType
@@ -37,6 +37,7 @@ LOOK_S = 3.0  # between two looks whether the run was cancelled
 SEEN_S = 5.0  # what a network file system gets to show what `phalanx launch` has written
 WORD_S = 10.0  # what node 0 gets to say how the run ended, before it is looked after
 SAID_S = 1.0  # what srun gets to hand on what a node has said, before its step is ended
+ASK_S, AGAIN_S = 300.0, 5.0  # how long Slurm is asked to end a job whose script is gone, and how often
 QUIET_S = 600.0  # a run whose records have not grown for so long has nobody left who trains
 AGAIN, END = "again", "end"
 
@@ -291,8 +292,24 @@ def _leave(paths: RunPaths, step: Step, code: int, follow: str) -> None:
         return
     if code not in (ExitCode.DONE, ExitCode.STOPPED) and not _is_quiet(paths):
         return  # others train on
-    with contextlib.suppress(PhalanxError):  # in a container there are no commands of Slurm's
-        (slurm.requeue if follow == AGAIN else slurm.cancel)(step.job)
+    _end_job(paths, step, slurm.requeue if follow == AGAIN else slurm.cancel)
+
+
+def _end_job(paths: RunPaths, step: Step, end: Callable[[str], None]) -> None:
+    """Have Slurm end the job; where it does not, as when its controller starts anew, it is asked again for a while."""
+    until = time.monotonic() + ASK_S
+    while True:
+        try:
+            end(step.job)
+            return
+        except ConfigError:  # in a container there are no commands of Slurm's
+            return
+        except PhalanxError as error:
+            with contextlib.suppress(OSError), open(paths.node_log(step.node), "a", encoding="utf-8") as log:
+                log.write(f"--- job {step.job} was not ended: {error}\n")
+        if time.monotonic() > until:
+            return
+        time.sleep(AGAIN_S)
 
 
 def _is_there(caller: tuple[str, int] | None) -> bool:

@@ -5,7 +5,7 @@ Ranks that hold the same pieces of a model, as in hybrid sharding, are one *part
 do.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -59,6 +59,14 @@ class Choice:
     generation: int
     way: int
     files: Mapping[int, tuple[int, Held]]
+
+
+def elsewhere(parts: Sequence[int], nodes: Sequence[int]) -> list[bool]:
+    """Of each rank whether ranks of another node have its part anyway; both by rank, its part and its node."""
+    nodes_of: dict[int, set[int]] = {}
+    for part, node in zip(parts, nodes, strict=True):
+        nodes_of.setdefault(part, set()).add(node)
+    return [len(nodes_of[part]) > 1 for part in parts]
 
 
 def choose(held: Mapping[int, Iterable[Held]]) -> Choice | None:

@@ -284,12 +284,13 @@ class Member:
 
     def lead(self, peer: Peer) -> Leader:
         """Lead from now on."""
-        assert peer.offer is not None
+        offer = peer.offer
+        assert offer is not None
         if self.recorder is None:
-            self.first_attempt = int(peer.offer["attempt"])
-            self.planned = faults.from_plain(peer.offer["faults"])
+            self.first_attempt = int(offer["attempt"])
+            self.planned = faults.from_plain(offer["faults"])
             hold = functools.partial(self._found, peer.secret, peer.circle.me.address, peer.circle.me.port)
-            self.recorder = Recorder(self.paths, int(peer.offer["steps"]), str(peer.offer["unit"]), hold)
+            self.recorder = Recorder(self.paths, int(offer["steps"]), str(offer["unit"]), hold, later=True)
         if self.paths.url is not None and peer.circle.before is not None:
             peer.over = (
                 int(ExitCode.FAILED),

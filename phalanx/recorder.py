@@ -30,15 +30,21 @@ Hold = Callable[[], contextlib.AbstractContextManager[Again | None]]
 
 class Recorder:
     """`hold` is entered for as long as it lives: locks and files that belong to whoever leads. A process that something
-    has killed is replaced by another one, which is told again of what was not written yet."""
+    has killed is replaced by another one, which is told again of what was not written yet. The first begins at once or,
+    `later`, when `safe` is called: whoever has just come to lead tells the other nodes what to do before that."""
 
-    def __init__(self, paths: RunPaths, steps: int, unit: str, hold: Hold = contextlib.nullcontext) -> None:
+    def __init__(
+        self, paths: RunPaths, steps: int, unit: str, hold: Hold = contextlib.nullcontext, later: bool = False
+    ) -> None:
         self._follower = (paths, steps, unit, hold)
         self._steps: list[int] = []
         self._asked: list[Request] = []
         self._count = 0
         self._unwritten: dict[int, bytes] = {}  # what was told and is not written yet, by number
-        self._begin()
+        self._begun = False
+        self._out = bytearray()
+        if not later:
+            self._begin()
 
     def _begin(self, replaces: bool = False) -> None:
         events, self._events = os.pipe()
@@ -50,7 +56,8 @@ class Recorder:
         os.set_blocking(self._told, False)
         self._out = bytearray(b"".join(self._unwritten.values()))
         self._in = bytearray()
-        self._begun_at = time.monotonic()
+        self._begun, self._begun_at = True, time.monotonic()
+        self._send()
 
     def _revive(self) -> None:
         if self._is_dead() and time.monotonic() > self._begun_at + AGAIN_S:
@@ -80,6 +87,8 @@ class Recorder:
 
     def safe(self) -> list[int]:
         """Steps that have become safe since the last call."""
+        if not self._begun:
+            self._begin()
         self._send()
         self._hear()  # before it is forgotten what one that was killed has told
         self._revive()
@@ -109,6 +118,8 @@ class Recorder:
 
     def close(self) -> None:
         """Wait until all is written and shown, for a while; a process that something has killed is replaced once."""
+        if not self._begun:
+            self._begin()
         until = time.monotonic() + CLOSE_S
         self._end(until)
         if self._unwritten and time.monotonic() < until:
@@ -129,8 +140,9 @@ class Recorder:
 
     def abandon(self) -> None:
         """End it now: this agent may not write any more."""
-        os.close(self._events)
-        self._reap()
+        if self._begun:
+            os.close(self._events)
+            self._reap()
 
     def _reap(self) -> None:
         kill_group(self._pid)
@@ -140,7 +152,7 @@ class Recorder:
 
     def _send(self) -> None:
         try:
-            while self._out:
+            while self._out and self._begun:
                 sent = os.write(self._events, self._out[: 1 << 16])
                 del self._out[:sent]
         except BlockingIOError:

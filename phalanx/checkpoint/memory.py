@@ -21,7 +21,7 @@ from phalanx.checkpoint.replay import Gradients, gradient_bytes, kernels
 from phalanx.checkpoint.working import Working, forget_from
 from phalanx.comm.mesh import Mesh
 from phalanx.errors import ConfigError
-from phalanx.kept import Kept
+from phalanx.kept import Kept, elsewhere
 from phalanx.optim.engine import Outcome, Piece, Slot
 from phalanx.optim.lane import Lane
 from phalanx.optim.update import Change
@@ -161,9 +161,8 @@ class Memory:
         """See which ranks are on which nodes, and whose pieces several nodes have anyway. Collective."""
         if self.replicas is None:
             return
-        world = range(self._mesh.world)
         self._nodes = [int(each) for each in self._mesh.gather(float(self.replicas.node))]
-        self._bare = [len({self._nodes[other] for other in world if parts[other] == parts[rank]}) > 1 for rank in world]
+        self._bare = elsewhere(parts, self._nodes)
         if self.replicas.partner is None or all(self._bare):
             self._every = None
 

@@ -2,8 +2,9 @@
 
 Every agent exchanges signs of life and messages with the leader and two deputies, and these with all. Who is silent for
 `heartbeat_s`, or whose connection ends, is lost. The leader then makes a roster without it; where the leader itself is
-lost, the lowest of the others asks for the votes of the rest. Either needs a majority of the last roster, or the file
+lost, the lowest of the others takes the votes of the rest. Either needs a majority of the last roster, or the file
 of the epoch where it is just half (`epochs.py`); whoever gets neither is `fenced`: it must end its ranks and leave.
+Who votes has lost whoever led before, and says later what its ranks have come to, so the file is made while they end.
 Nothing here waits.
 """
 
@@ -11,7 +12,7 @@ import math
 import select
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.cluster.beats import GIVEN_UP, Beat, Beats
@@ -19,7 +20,7 @@ from phalanx.cluster.door import Door
 from phalanx.cluster.epochs import MINE, TAKEN
 from phalanx.cluster.errand import Errand
 from phalanx.cluster.herald import Voice
-from phalanx.cluster.roster import Member, Roster, roster_of, roster_to_message, standing, watched_by
+from phalanx.cluster.roster import Member, Roster, Standing, roster_of, roster_to_message, standing, watched_by
 from phalanx.cluster.wire import Channel, Message, Proof, calling
 from phalanx.errors import PhalanxError
 
@@ -78,13 +79,16 @@ class Circle:
         self._claim, self._ballot, self._about = claim, ballot, about
         self._links: dict[int, Link] = {}
         self._inbox: list[tuple[int, Message]] = []
+        self._insisted: list[Message] = []
         now = time.monotonic()
         self._heard_at = dict.fromkeys(roster.nodes, now + MEET_S)
         self._numbers: dict[str, int] = {}  # the last beat of each token
         self._turn = now
         self._joining: dict[int, Member] = {}
         self._claiming: tuple[Errand, Roster] | None = None
-        self._voted: int | None = None
+        self._claimed: tuple[Roster, bool] | None = None  # what may come next, and whether its file is this agent's
+        self._voted: tuple[int, bool] | None = None  # for whom, and whether what the ranks have come to was said
+        self._voters: set[int] = set()  # for this agent; ranks may still run there
         self._leaderless_since: float | None = None
 
     @property
@@ -127,6 +131,11 @@ class Circle:
             else:
                 link.waiting.append(message)
 
+    def insist(self, message: Message) -> None:
+        """Tell the leader something, and whoever leads after it, `again`: it may be lost and not have done it."""
+        self._insisted.append(message | {"again": True})
+        self.tell(self.roster.leader, message)
+
     def tell_all(self, message: Message, but: int | None = None) -> None:
         for node in self.roster.nodes:
             if node != but:
@@ -157,9 +166,7 @@ class Circle:
             elif link.channel is not None:
                 link.channel.close("this node has left")
         self._links = {}
-        if self._claiming is not None:
-            self._claiming[0].cancel()
-            self._claiming = None
+        self._stop_claiming()
         for channel, _ in self.callers:
             channel.close("this node has left")
         self.door.close("this node has left")
@@ -312,7 +319,7 @@ class Circle:
             self._follow(node, roster_of(message["roster"]))
         elif "follow" in message:
             if message["follow"] == self.roster.epoch:
-                self.votes[node] = message
+                self._take_vote(node, message["ballot"])
         else:
             self.finished |= node == self.roster.leader and ("finish" in message or "dropped" in message)
             self._inbox.append((node, message))
@@ -333,44 +340,68 @@ class Circle:
     def _decide(self, now: float) -> None:
         if self._claiming is not None:
             self._see_claim()
-        elif self.leading:
+        if self._claiming is not None or self.fenced is not None:
+            return
+        if self.leading:
             # Nodes that are cut off together are not lost in the same turn: who may be one of them is waited for.
             if (self._joining or self.lost) and not any(self.suspected(node) for node in self.living()):
-                self._reform(self.living())
+                self._claim_next(self.living())
+            if self._claimed is not None:
+                self._go_on(self._claimed[0])
         elif self.roster.leader in self.lost:
             self._elect(now)
 
     def _elect(self, now: float) -> None:
-        """The leader is lost: ask for votes, or give this node's."""
+        """The leader is lost: take votes, or give this node's, at once and again when its ranks have ended."""
         self._leaderless_since = since = self._leaderless_since or now
-        ballot, candidate = self._ballot(), self.living()[0]
-        if ballot is None:
-            return
+        candidate = self.living()[0]
         if candidate != self.me.node:
-            if self._voted != candidate:
-                self._voted = candidate
-                self.tell(candidate, {"follow": self.roster.epoch, **ballot})
+            self._vote_for(candidate)
             return
-        self.votes[candidate] = ballot
-        voters = [node for node in self.living() if node in self.votes]
-        if voters == self.living() or now > since + VOTES_S:
-            self._reform(voters)
+        self._take_vote(candidate, self.votes.get(candidate) or self._ballot())
+        voters, late = [node for node in self.living() if node in self._voters], now > since + VOTES_S
+        if voters == self.living() or late:
+            self._claim_next(voters)
+        ended = [node for node in voters if node in self.votes]
+        if self._claimed is not None and candidate in ended and (ended == self.living() or late):
+            members = tuple(member for member in self.roster.members if member.node in ended)
+            self._go_on(replace(self._claimed[0], members=members))
 
-    def _reform(self, kept: list[int]) -> None:
-        """Make the next roster of `kept` and of those who have joined, where that may be."""
+    def _vote_for(self, candidate: int) -> None:
+        if self._voted == (candidate, True):
+            return
+        ballot = self._ballot()
+        said = candidate, ballot is not None
+        if self._voted != said:
+            self._voted = said
+            self.tell(candidate, {"follow": self.roster.epoch, "ballot": ballot})
+
+    def _take_vote(self, node: int, ballot: Message | None) -> None:
+        """Take a vote for this agent, and what the voter's ranks have come to, once they have ended."""
+        self._voters.add(node)
+        if ballot is not None:
+            self.votes[node] = ballot
+
+    def _claim_next(self, kept: list[int]) -> None:
+        """Claim the next epoch for `kept` and for those who have joined, where that may be; once."""
+        if self._claimed is not None or self._claiming is not None:
+            return
         here, of = standing(len(kept), len(self.roster.nodes)), len(self.roster.nodes)
         if here == "minority" or (here == "tie" and self._claim is None):
             self._fence(_too_few(len(kept), of))
             return
         members = {member.node: member for member in self.roster.members if member.node in kept}
         joining = {node: member for node, member in self._joining.items() if node not in members}
-        following = self.roster.with_members([*members.values(), *joining.values()], self.me.node)
+        self._ask_for(self.roster.with_members([*members.values(), *joining.values()], self.me.node))
+
+    def _ask_for(self, following: Roster) -> None:
+        """Create the file of an epoch, where there are such files."""
         if self._claim is None:
-            self._adopt(following)
-        else:
-            text = {"leader": self.me.node, "host": self.me.host, "address": [self.me.address, self.me.port]}
-            text |= self._about(following)
-            self._claiming = Errand(self._claim, following.epoch, text, timeout_s=CLAIM_S), following
+            self._claimed = following, False
+            return
+        text = {"leader": self.me.node, "host": self.me.host, "address": [self.me.address, self.me.port]}
+        text |= self._about(following)
+        self._claiming = Errand(self._claim, following.epoch, text, timeout_s=CLAIM_S), following
 
     def _see_claim(self) -> None:
         assert self._claiming is not None
@@ -382,11 +413,26 @@ class Circle:
         if result is None:
             return
         self._claiming = None
-        left = [node for node in following.nodes if node in self.roster.nodes and node not in self.lost]
-        here = standing(len(left), len(self.roster.nodes))
-        if result == (TAKEN,):
+        if result != (TAKEN,):
+            self._claimed = following, result == (MINE,)
+        elif not self.leading and self._left(following) == "majority":
+            # By one who died before anybody had heard of it, or whom all these, who have voted, have lost since: as
+            # that one would of the epoch before, they take leave of this one.
+            self._ask_for(replace(following, epoch=following.epoch + 1))
+        else:
             self._fence("another part of the nodes has taken the run over")
-        elif here == "minority" or (here == "tie" and result != (MINE,)):
+
+    def _left(self, following: Roster) -> Standing:
+        """What those of a roster are who belong to this one and are not lost."""
+        left = [node for node in following.nodes if node in self.roster.nodes and node not in self.lost]
+        return standing(len(left), len(self.roster.nodes))
+
+    def _go_on(self, following: Roster) -> None:
+        """Take a roster whose epoch was claimed, where enough of it are left by now."""
+        assert self._claimed is not None
+        here = self._left(following)
+        if here == "minority" or (here == "tie" and not self._claimed[1]):
+            left = [node for node in following.nodes if node in self.roster.nodes and node not in self.lost]
             self._fence(_too_few(len(left), len(self.roster.nodes)))
         else:
             self._adopt(following)
@@ -407,7 +453,9 @@ class Circle:
         known = [node for node in roster.nodes if roster.member(node) == before.member(node)]
         self._heard_at = {node: now if node in known else now + MEET_S for node in roster.nodes}
         self._joining = {node: member for node, member in self._joining.items() if member not in roster.members}
-        self._voted = self._leaderless_since = None
+        self._voted = self._leaderless_since = self._claimed = None
+        self._voters = set()
+        self._stop_claiming()
         self.adopted.append(roster)
         if self.leading:
             for node in roster.nodes:
@@ -415,6 +463,8 @@ class Circle:
                     self.tell(node, {"roster": roster_to_message(roster)})
         else:
             self.votes = {}
+        for message in self._insisted if before.leader != roster.leader else ():
+            self.tell(roster.leader, message)
 
     def _fence(self, why: str) -> None:
         self.fenced = self.fenced or why
@@ -423,6 +473,9 @@ class Circle:
             if link.channel is not None:
                 link.channel.close(why)
         self._links = {}
+        self._stop_claiming()
+
+    def _stop_claiming(self) -> None:
         if self._claiming is not None:
             self._claiming[0].cancel()
             self._claiming = None

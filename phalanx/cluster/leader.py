@@ -170,7 +170,8 @@ class Leader:
             self._pulses.hear(node, message["pulses"])
         elif "stop" in message:
             self.notice(Kind.SIGNALLED, {"attempt": max(self.state.attempt, 1), "signal": str(message["stop"])})
-            self.circle.tell_all({"signal": str(message["stop"])}, but=node)
+            # Who was asked passes it on to its own ranks, but those of an attempt that has begun since know of nothing.
+            self.circle.tell_all({"signal": str(message["stop"])}, but=None if message.get("again") else node)
             self._interrupts += message["stop"] == "SIGINT"
             if self._interrupts >= 2:  # whoever sits there has no patience any more
                 self._tell_to_end(self.state.attempt, known=True)

@@ -223,7 +223,7 @@ class Peer:
 
     def tell_stop(self, name: str) -> None:
         """Tell the leader that this node was asked to stop."""
-        self.circle.tell(self.circle.roster.leader, {"stop": name})
+        self.circle.insist({"stop": name})
 
     # -------------------------------------------------------------------------------------------------------- messages
 
@@ -464,8 +464,8 @@ def run(peer: Peer, grace_s: float, signals: Signals) -> int:
             deadline = min(deadline, time.monotonic() + patience_s)
         if peer.over is not None:
             return peer.over[0]
-        if peer.circle.fenced is not None or time.monotonic() > deadline:
-            return int(ExitCode.STOPPED if signals.asked else ExitCode.FAILED)
+        if peer.circle.fenced is not None or time.monotonic() > deadline:  # whom the others do without knows no better
+            return int(ExitCode.STOPPED if peer.circle.fenced is None else ExitCode.FAILED)
         peer.prepare()
         if (order := peer.starting()) is not None:
             number, seat = order

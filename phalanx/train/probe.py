@@ -17,6 +17,7 @@ from phalanx.axes import axes_of
 from phalanx.comm.mesh import join
 from phalanx.config import Config
 from phalanx.errors import ConfigError
+from phalanx.kept import elsewhere
 from phalanx.kept_bytes import in_room, keeps_of
 from phalanx.models.layers import chunk_bytes
 from phalanx.models.llama import Llama
@@ -234,9 +235,9 @@ def besides_bytes(
     precision, ranks, sharding = _held_how(config, device, world)
     degree = ranks if sharding is None else sharding.degree or ranks
     # Ranks of one number in their copies of the state hold the same: nodes with a whole copy each need none.
-    nodes_of = [rank * config.parallel.tensor // local_world for rank in range(ranks)]
-    alike = [set(nodes_of[first::degree]) for first in range(degree)]
-    several = world > local_world and any(len(nodes) == 1 for nodes in alike)
+    parts = [rank % degree for rank in range(ranks)]
+    nodes = [rank * config.parallel.tensor // local_world for rank in range(ranks)]
+    several = world > local_world and not all(elsewhere(parts, nodes))
     replays = config.optim.rule == "adamw" and config.parallel.data == "sharded"
     options = keeps_of(config.resilience.memory, config.resilience.replicate, several, replays)
     rule, most = make_rule(config.optim), 0

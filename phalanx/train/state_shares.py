@@ -10,6 +10,7 @@ from phalanx import accelerator, balance
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import ConfigError
+from phalanx.kept import elsewhere
 from phalanx.kept_bytes import NONE, Keeps, keeps_of
 from phalanx.models.model import Model
 from phalanx.optim.choose import make_rule
@@ -46,9 +47,9 @@ def keeping_of(config: "Config", placement: Placement, mesh: Mesh) -> Keeping:
     """What ranks that were started so keep; all of them say the same options."""
     if placement.shared is None:
         return Keeping()
-    node, degree = mesh.topology.node_of, sharding_of(config).degree or mesh.world
-    alike = [{node[rank] for rank in range(first, mesh.world, degree)} for first in range(degree)]
-    several = placement.nodes > 1 and any(len(nodes) == 1 for nodes in alike)
+    degree = sharding_of(config).degree or mesh.world
+    parts = [rank % degree for rank in range(mesh.world)]
+    several = placement.nodes > 1 and not all(elsewhere(parts, mesh.topology.node_of))
     options = keeps_of(config.resilience.memory, config.resilience.replicate, several, config.optim.rule == "adamw")
     left = sum(path.stat().st_size for path in Path(placement.shared).rglob("*") if path.is_file())
     # Where it cannot be kept at all, that is said by who keeps it, with numbers.

@@ -393,6 +393,19 @@ def test_a_stop_signal_on_any_node_stops_all(cluster: Cluster, asked: int) -> No
     assert [cluster.noted("received", 1, rank) for rank in range(3)] == ["SIGTERM"] * 3
 
 
+@pytest.mark.parametrize("asked", [1, 2])
+def test_a_stop_that_only_a_lost_leader_was_told_of_is_not_forgotten(cluster: Cluster, asked: int) -> None:
+    """By a node with ranks, which stop, and by the spare, which gets some when they are asked to stop."""
+    nodes = [cluster.start("stops_when_asked", node, nodes=2, spares=1, max_restarts=3) for node in range(3)]
+    for rank in range(2):
+        cluster.noted("ready", 1, rank)
+    nodes[0].process.send_signal(signal.SIGSTOP)
+    nodes[asked].process.terminate()
+    assert [nodes[node].finish()[0] for node in (1, 2)] == [ExitCode.STOPPED] * 2
+    nodes[0].process.send_signal(signal.SIGCONT)
+    assert nodes[0].finish()[0] == ExitCode.FAILED
+
+
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_deaf_rank_does_not_hold_a_second_interrupt_up(cluster: Cluster, asked: int) -> None:
     """Rank 0 stops in peace, rank 1 on the other node never does."""

@@ -3,13 +3,17 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import jobs, keeper
 from phalanx.cluster import epochs
+from phalanx.cluster.slurm_step import Step
+from phalanx.errors import RunError
 from phalanx.keeper import AGAIN, END, STALLED, Launched, Over, follows
 from phalanx.records import ExitCode, RunPaths
+from tests.helpers import free_port
 
 LAUNCHED = Launched(True, 2, 0, None, True, 100, 0.0, "here")
 TRIED = (ExitCode.FAILED, ExitCode.STOPPED)
@@ -87,6 +91,26 @@ def test_the_word_of_a_lower_node_and_of_success_stays(tmp_path: Path) -> None:
     ):
         keeper._conclude(paths, LAUNCHED, node, "7-1", int(code))
         assert paths.over("7-1").read_text() == expected
+
+
+def test_slurm_is_asked_again_to_end_a_job_whose_script_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, step, asked = RunPaths(tmp_path), Step("7", "0", 1, 2, 1, ("127.0.0.1", free_port())), list[str]()
+    paths.launch.mkdir()
+    paths.node_log(1).parent.mkdir()
+
+    def requeue(job: str) -> None:
+        asked.append(job)
+        if len(asked) == 1:
+            raise RunError("Slurm's scontrol has failed: Unable to contact slurm controller")
+
+    for name, value in (("WORD_S", 0.0), ("AGAIN_S", 0.0)):
+        monkeypatch.setattr(keeper, name, value)
+    monkeypatch.setattr(keeper.slurm, "requeue", requeue)
+    keeper._leave(paths, step, int(ExitCode.STOPPED), AGAIN)
+    assert asked == ["7", "7"]
+    assert "--- job 7 was not ended: Slurm's scontrol has failed: Unable to contact" in paths.node_log(1).read_text()
 
 
 def test_a_lock_names_its_holder_while_it_is_held(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.kept import BARE, Held, choice_of, choice_to_message, choose, held_of, held_to_message, missing
+from phalanx.kept import BARE, Held, choice_of, choice_to_message, choose, elsewhere, held_of, held_to_message, missing
 
 
 def own(rank: int, *steps: int, world: int = 2, generation: int = 1, way: int = 0) -> Held:
@@ -14,6 +14,13 @@ def own(rank: int, *steps: int, world: int = 2, generation: int = 1, way: int = 
 
 def replica(rank: int, *steps: int, world: int = 2) -> Held:
     return Held(1, 0, rank, world, rank, world, steps, f"layout {rank}", replica=True)
+
+
+def test_a_part_is_elsewhere_where_two_nodes_have_it() -> None:
+    # Two copies of the state over four ranks, on nodes of two, of three and one, and of one alone.
+    assert elsewhere([0, 1, 0, 1], [0, 0, 1, 1]) == [True] * 4
+    assert elsewhere([0, 1, 0, 1], [0, 0, 0, 1]) == [False, True, False, True]
+    assert elsewhere([0, 1, 2, 3], [0, 0, 1, 1]) == elsewhere([0, 1, 0, 1], [0] * 4) == [False] * 4
 
 
 def test_a_rank_is_held_by_its_node_or_by_a_replica() -> None:
