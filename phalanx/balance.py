@@ -8,8 +8,9 @@ the piece. `divide` builds on it to say how many sequences of a step each rank t
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.errors import ConfigError
 
@@ -37,35 +38,69 @@ class Speed:
 
 @dataclass(frozen=True)
 class Division:
-    """A step's work: how many of its sequences each rank takes, and into how many micro-batches every rank cuts them.
+    """A step's work: how many of its sequences each rank takes, and into how many micro-batches it cuts them.
 
-    `parts` is the same on all ranks, since their collectives pair up. A rank with fewer sequences runs some
-    micro-batches of weight 0.
+    In lockstep all cut them into as many, `parts`, since their collectives pair up; a rank with fewer sequences runs
+    some of weight 0. Else each runs its `own` number, which is () where all are alike; `parts` is the greatest. A rank
+    without a sequence runs one of weight 0, for the collectives of the step.
     """
 
     shares: tuple[int, ...]
     parts: int
+    own: tuple[int, ...] = ()
+
+    def parts_of(self, rank: int) -> int:
+        """Micro-batches that the rank runs."""
+        return self.own[rank] if self.own else self.parts
 
     def largest(self, rank: int) -> int:
         """Sequences of the rank's largest micro-batch."""
-        return max(1, -(-self.shares[rank] // self.parts))
+        return max(1, -(-self.shares[rank] // self.parts_of(rank)))
 
     def fits(self, most: Sequence[int]) -> bool:
         """Whether it is one for as many ranks as `most` has, and none gets more than its `most` at a time."""
         return len(self.shares) == len(most) and all(self.largest(rank) <= few for rank, few in enumerate(most))
 
+    def tree(self) -> dict[str, Any]:
+        """As records, events and checkpoints have it: `parts` is a list where ranks run numbers of their own."""
+        return {"shares": list(self.shares), "parts": list(self.own) or self.parts}
+
+
+def division_of(tree: Any) -> Division | None:
+    """The division that a record, an event or a checkpoint's header holds, if it does."""
+    shares = tree.get("shares") if isinstance(tree, Mapping) else None
+    if not isinstance(shares, list) or not shares or any(type(share) is not int or share < 0 for share in shares):
+        return None
+    parts = tree.get("parts")
+    own = [parts] * len(shares) if type(parts) is int else parts
+    if not isinstance(own, list) or len(own) != len(shares) or any(type(each) is not int or each < 1 for each in own):
+        return None
+    return _cut(shares, own)
+
+
+def in_lockstep(zero: int, reduce: str) -> bool:
+    """Whether all ranks run as many micro-batches, since something travels in each: parameters that are gathered anew
+    (zero 3), or gradients that are reduced behind each. Else parameters travel before a step's first forward pass,
+    gradients behind its last backward pass, and how many there are between is each rank's own affair."""
+    return zero == 3 or reduce == "per_micro_batch"
+
 
 @dataclass(frozen=True)
 class Line:
-    """What a rank (or any other taker) needs for n pieces: `base + max(n, least) * each`; it takes `most` at most."""
+    """What a rank (or any other taker) needs for n pieces: `base + max(n, least) * each`; it takes `most` at most.
+
+    It has room for `few` at a time, and needs `again` more whenever it begins anew.
+    """
 
     base: float
     each: float
     most: int
     least: int = 0
+    few: int = UNBOUND
+    again: float = 0.0
 
     def cost(self, pieces: int) -> float:
-        return self.base + max(pieces, self.least) * self.each
+        return self.base + max(pieces, self.least) * self.each + max(0, pieces - 1) // self.few * self.again
 
 
 def split(total: int, lines: Sequence[Line]) -> tuple[int, ...]:
@@ -95,7 +130,17 @@ def split(total: int, lines: Sequence[Line]) -> tuple[int, ...]:
 
 def _below(total: int, lines: Sequence[Line]) -> list[int]:
     """What can be had for a cost at which `total` is nearly reached, and not passed."""
-    rows = [(line.cost(0), line.base, line.each, line.least, line.most) for line in lines]
+    rows = [
+        (line.cost(0), line.base, line.each, line.least, line.most, line.few, line.few * line.each + line.again)
+        for line in lines
+    ]
+
+    def had_for(cost: float) -> Iterator[int]:
+        for none, base, each, least, most, few, turn in rows:
+            turns = int((cost - base) / turn)
+            pieces = turns * few + min(few, int((cost - base - turns * turn) / each))
+            yield 0 if cost < none else min(most, max(least, pieces))
+
     low, high, below, above = 0.0, max(line.cost(min(total, line.most)) for line in lines), 0, total
     taken = [0] * len(lines)
     # What can be had rises with the cost, nearly as a line: aim between two costs by what they buy, then halve.
@@ -104,10 +149,7 @@ def _below(total: int, lines: Sequence[Line]) -> list[int]:
             break
         aim = (total - len(lines) / 4 - below) / (above - below) if turn % 3 < 2 and above > below else 0.5
         cost = low + (high - low) * min(max(aim, 0.01), 0.99)
-        had = [
-            0 if cost < none else min(most, n if (n := int((cost - base) / each)) > least else least)
-            for none, base, each, least, most in rows
-        ]
+        had = list(had_for(cost))
         if (count := sum(had)) <= total:
             low, below, taken = cost, count, had
         else:
@@ -116,13 +158,16 @@ def _below(total: int, lines: Sequence[Line]) -> list[int]:
     return [max(0, pieces - 1) for pieces in taken]
 
 
-def divide(total: int, speeds: Sequence[Speed], part_s: float = 0.0) -> Division:
+def divide(total: int, speeds: Sequence[Speed], part_s: float = 0.0, lockstep: bool = True) -> Division:
     """The division of a step of `total` sequences whose slowest rank is the fastest possible within all memories.
 
-    `part_s`: what a micro-batch costs all ranks besides, for its collectives. Of numbers of micro-batches that are
-    equally fast the least is taken. Raises ConfigError where a rank's memory holds no sequence at all.
+    `part_s`: what a micro-batch costs all ranks besides, for its collectives, in lockstep. Of numbers of micro-batches
+    that are equally fast the least is taken. Raises ConfigError where a rank's memory holds no sequence at all.
     """
     _check(total, speeds)
+    if not lockstep:  # what a rank needs does not depend on the others
+        lines = [Line(speed.fixed_s, speed.sequence_s, total, 1, speed.most, speed.fixed_s) for speed in speeds]
+        return in_parts(split(total, lines), [speed.most for speed in speeds], lockstep=False)
     rows = [(part_s + speed.fixed_s, speed.sequence_s, speed.most) for speed in speeds]
 
     def best_of(parts: int) -> tuple[float, Division]:
@@ -196,17 +241,23 @@ def _room(rows: Sequence[Row], parts: int, seconds: float) -> tuple[float, int, 
 
 def slowest_s(division: Division, speeds: Sequence[Speed], part_s: float = 0.0) -> float:
     """Seconds that a step takes: those of the slowest rank."""
-    busy = (speed.seconds(share, division.parts) for share, speed in zip(division.shares, speeds, strict=True))
-    return division.parts * part_s + max(busy)
+    rows = enumerate(zip(division.shares, speeds, strict=True))
+    return division.parts * part_s + max(speed.seconds(share, division.parts_of(rank)) for rank, (share, speed) in rows)
 
 
-def in_parts(shares: Sequence[int], most: Sequence[int]) -> Division:
+def in_parts(shares: Sequence[int], most: Sequence[int], lockstep: bool = True) -> Division:
     """These shares in as few micro-batches as no rank's `most` is passed with. Raises ConfigError as `divide` does."""
     _check(sum(shares), [Speed(1.0, most=each) for each in most])
-    return Division(tuple(shares), max(1, *(-(-share // each) for share, each in zip(shares, most, strict=True))))
+    own = [max(1, -(-share // few)) for share, few in zip(shares, most, strict=True)]
+    return Division(tuple(shares), max(own)) if lockstep else _cut(shares, own)
 
 
-def scaled(total: int, division: Division, most: Sequence[int]) -> Division:
+def _cut(shares: Sequence[int], own: Sequence[int]) -> Division:
+    """These shares in so many micro-batches each."""
+    return Division(tuple(shares), max(own), () if len(set(own)) == 1 else tuple(own))
+
+
+def scaled(total: int, division: Division, most: Sequence[int], lockstep: bool = True) -> Division:
     """`total` sequences in the proportions of another division, by largest remainder (of equals the first gains)."""
     whole = sum(division.shares)
     if total == whole and division.fits(most):
@@ -215,7 +266,7 @@ def scaled(total: int, division: Division, most: Sequence[int]) -> Division:
     by_remainder = sorted(range(len(shares)), key=lambda rank: -(division.shares[rank] * total % whole))
     for rank in by_remainder[: total - sum(shares)]:
         shares[rank] += 1
-    return in_parts(shares, most)
+    return in_parts(shares, most, lockstep)
 
 
 def _check(total: int, speeds: Sequence[Speed]) -> None:

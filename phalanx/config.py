@@ -239,6 +239,16 @@ class ParallelSection(Section):
         "auto", "blocks of each stage, in order; auto: as even as the head lets them be, fewer where devices are slower"
     )
 
+    @property
+    def settled(self) -> tuple[int, Literal["per_step", "per_micro_batch"]]:
+        """`zero` and `reduce`, where nobody has looked at memories with as little sharded as possible; of fsdp2 what it
+        amounts to."""
+        zero = 3 if self.data == "fsdp2" else 1 if self.zero == "auto" else self.zero
+        if self.reduce != "auto":
+            return zero, self.reduce
+        # Micro-batches of a pipeline overlap, so that there is no end of one to reduce at.
+        return zero, "per_step" if zero == 1 or self.pipeline > 1 else "per_micro_batch"
+
 
 class BalanceSection(Section):
     """Which rank does how much."""

@@ -140,7 +140,7 @@ class StepRecord:
     memory_bytes: int  # peak on the worst rank
     skipped: bool = False  # the update was not applied
     shares: list[int] | None = None  # sequences of each rank; None of one rank, and of most steps of very many
-    parts: int | None = None  # micro-batches of each rank; None as `shares`
+    parts: int | list[int] | None = None  # micro-batches of each rank, a list where they differ; None as `shares`
     busy_s: list[float] | None = None  # what each rank worked without waiting; None as `shares`, or where not known
     loss_scale: float | None = None  # what the loss was multiplied by; None where nothing computes in float16
     update_s: float | None = None  # time that rank 0 spent on updates; None on accelerators, which hide it

@@ -113,7 +113,7 @@ class Pace:
     def divided(self, before: Division, rank: int, noise: float) -> "Pace":
         """Behind another division than that of `before`."""
         variance = max(noise * noise / LEFT_AFTER_CHANGE, BENT**2)
-        parts, pieces = before.parts, max(before.shares[rank], before.parts)
+        parts, pieces = _work(before, rank)
         return self._scaled(parts, pieces, 1.0, variance, SHAPE_AFTER_DIVISION, min(self.seen, LEFT_AFTER_CHANGE))
 
     def _scaled(self, parts: int, pieces: int, factor: float, variance: float, shape: float, seen: int) -> "Pace":
@@ -200,6 +200,7 @@ class History:
     speeds: tuple[Speed, ...]
     division: Division
     part_s: float = 0.0
+    lockstep: bool = True  # all ranks run as many micro-batches
     paces: tuple[Pace, ...] = ()
     noise: float = NOISE
     noise_seen: float = NOISE_AT_FIRST  # measurements that it comes from
@@ -218,10 +219,16 @@ class History:
         ]
 
 
-def begin(speeds: Sequence[Speed], division: Division, part_s: float = 0.0) -> History:
-    """The history of an attempt that has not taken a step."""
+def begin(speeds: Sequence[Speed], division: Division, part_s: float = 0.0, lockstep: bool = True) -> History:
+    """The history of an attempt that has not taken a step; `part_s` and `lockstep` as for `balance.divide`."""
     paces = tuple(Pace(speed.fixed_s, speed.sequence_s) for speed in speeds)
-    return History(tuple(speeds), division, part_s, paces)
+    return History(tuple(speeds), division, part_s, lockstep, paces)
+
+
+def _work(division: Division, rank: int) -> tuple[int, int]:
+    """Micro-batches and sequences that a rank computes; one without a sequence costs as much as one of one."""
+    parts = division.parts_of(rank)
+    return parts, max(division.shares[rank], parts)
 
 
 def observe(history: History, division: Division, busy_s: Sequence[float]) -> History:
@@ -229,17 +236,17 @@ def observe(history: History, division: Division, busy_s: Sequence[float]) -> Hi
     assert len(busy_s) == len(history.speeds), (busy_s, history.speeds)
     if not history.warm:
         return replace(history, warm=True)
-    ranks, parts = len(busy_s), division.parts
+    ranks = len(busy_s)
     rows = [
-        (number, pace, max(share, parts), busy)
-        for number, (pace, share, busy) in enumerate(zip(history.paces, division.shares, busy_s, strict=True))
+        (number, pace, *_work(division, number), busy)
+        for number, (pace, busy) in enumerate(zip(history.paces, busy_s, strict=True))
         if 0 < busy < math.inf  # a clock that gave nothing says nothing
     ]
-    noise, noise_seen = _noise(history, parts, rows)
+    noise, noise_seen = _noise(history, rows)
     needed = math.ceil(math.log(BY_ACCIDENT / ranks) / math.log(history.accidents))
     limits = Limits(noise, min(max(needed, 2), 3))
     paces, accidents = list(history.paces), history.accidents * history.accidents_seen * ranks
-    for number, pace, pieces, busy in rows:
+    for number, pace, parts, pieces, busy in rows:
         paces[number], more = pace.after(parts, pieces, busy, limits)
         accidents += more
     steps = history.accidents_seen + len(rows) / ranks
@@ -253,14 +260,14 @@ def observe(history: History, division: Division, busy_s: Sequence[float]) -> Hi
     )
 
 
-def _noise(history: History, parts: int, rows: Sequence[tuple[int, Pace, int, float]]) -> tuple[float, float]:
+def _noise(history: History, rows: Sequence[tuple[int, Pace, int, int, float]]) -> tuple[float, float]:
     """The noise with a step's measurements taken in, and how many it comes from."""
     # What is farther off than three deviations counts as that far: so the noise grows to what it is, and a device that
     # changes adds little to it. The first steps show what it is about.
     early = history.noise_seen < min(2 * len(history.paces) + NOISE_AT_FIRST, NOISE_MEMORY)
     at_most = OUTLIER_AT_MOST if early else 3 * history.noise
     squares, count = 0.0, 0
-    for _, pace, pieces, busy in rows:
+    for _, pace, parts, pieces, busy in rows:
         away, variance = pace.off(parts, pieces, busy) if pace.seen else (0.0, math.inf)
         if variance <= 4 * history.noise**2:
             # The line that it is compared with is noisy, too.
@@ -302,7 +309,7 @@ def _decided(history: History) -> tuple[History, Decision | None]:
     fluid = sum((history.part_s + s.fixed_s) / s.sequence_s for s in speeds)
     if (total + fluid) / sum(1 / s.sequence_s for s in speeds) > sure_s * (1 - GAIN):
         return history, None
-    division = divide(total, speeds, history.part_s)
+    division = divide(total, speeds, history.part_s, history.lockstep)
     after_s = slowest_s(division, speeds, history.part_s)
     # With another division it takes more than it seems, since its ranks may look faster than they are, too.
     if _slowest_s(history, division, speeds, DOUBT) > sure_s * (1 - GAIN):
@@ -328,8 +335,8 @@ def _slowest_s(history: History, division: Division, speeds: Sequence[Speed], do
         doubt *= DOUBT_OF_CHANGE
     noise = doubt * (1 + math.sqrt(2 * math.log(len(speeds)))) * history.noise
     busy = (
-        speed.seconds(share, division.parts) * (1 + noise / math.sqrt(pace.seen - 1))
-        for speed, share, pace in zip(speeds, division.shares, history.paces, strict=True)
+        speed.seconds(share, division.parts_of(rank)) * (1 + noise / math.sqrt(pace.seen - 1))
+        for rank, (speed, share, pace) in enumerate(zip(speeds, division.shares, history.paces, strict=True))
     )
     return division.parts * history.part_s + max(busy)
 
@@ -342,10 +349,9 @@ def _why(history: History) -> str:
             f"as measured while training, a sequence takes {_seconds(each[slowest])} on rank {slowest} and "
             f"{_seconds(each[fastest])} on rank {fastest}"
         )
-    parts, shares = history.division.parts, history.division.shares
     changes = [
-        now.expected_s(parts, max(share, parts)) / then.expected_s(parts, max(share, parts))
-        for now, then, share in zip(history.paces, history.used, shares, strict=True)
+        now.expected_s(*_work(history.division, rank)) / then.expected_s(*_work(history.division, rank))
+        for rank, (now, then) in enumerate(zip(history.paces, history.used, strict=True))
     ]
     by_size = sorted(range(len(changes)), key=lambda rank: -abs(math.log(changes[rank])))
     most = abs(math.log(changes[by_size[0]]))

@@ -94,15 +94,14 @@ class ShardedModel:
         self._check_usable()
         self._check_parameters()
         counted, rate = _counted(weight), self._rate(lr)
-        sharding = self.engine.sharding
         step = Step(self, list(batches), counted)
         self._inside = self._failed = True  # until it has ended well
         try:
             with self.blaming():
                 self.engine.begin_step(self.steps + 1, counted, rate, self._clip_norm)
                 asked = _Asked(step.count, rate, self.mesh)
-                if sharding.zero == 3 or sharding.reduce == "per_micro_batch":
-                    step.count = asked.most()  # each of them is a collective
+                if self.engine.sharding.lockstep:
+                    step.count = asked.most()
                 yield step
                 step.end()
                 asked.check(self.steps + 1)

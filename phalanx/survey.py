@@ -194,10 +194,10 @@ def _show(known: Hardware, wanted: Config, prepared: Prepared, file: Path, as_js
     # known for the devices of this node alone.
     if wanted.train.micro_batch != "auto" or len({device.node for device in known.devices}) == 1:
         speeds = [replace(speed, most=min(speed.most, train.micro_batch)) for speed in speeds]
-    division = balance.divide(train.global_batch, speeds)
+    lockstep = balance.in_lockstep(*prepared.config.parallel.settled)
+    division = balance.divide(train.global_batch, speeds, lockstep=lockstep)
     if as_json:
-        shares = {"shares": list(division.shares), "parts": division.parts}
-        terminal.out(json.dumps(hardware.to_json(known) | shares, indent=1), highlight=False)
+        terminal.out(json.dumps(hardware.to_json(known) | division.tree(), indent=1), highlight=False)
     else:
         terminal.print(measured.table(known, division))
         terminal.print(f"written to {file}; balance.hardware={file} uses it")

@@ -83,7 +83,7 @@ class Loader:
         """This rank's micro-batches of step `step` (the first is 0): a pure function of its arguments.
 
         `division` says how many sequences of the global batch each rank takes, in order of rank, and in how many
-        micro-batches, some of them perhaps empty; `skipped` counts global batches that the run has passed over.
+        micro-batches each, some of them perhaps empty; `skipped` counts global batches that the run has passed over.
         """
         shares = division.shares
         assert sum(shares) == self.global_batch, f"shares {list(shares)} of a global batch of {self.global_batch}"
@@ -96,7 +96,7 @@ class Loader:
             self.sources[source].sample(int(row), int(position))
             for source, row, position in zip(chosen, rows, positions, strict=True)
         ]
-        return _cut(samples, division.parts)
+        return _cut(samples, division.parts_of(self.rank))
 
     def evaluation(self, division_of: Callable[[int], Division], limit: int) -> Iterator[list[list[Any]]]:
         """This rank's micro-batches of `limit` sequences, in batches, the same at every call and for every seed.
@@ -116,7 +116,7 @@ class Loader:
             assert sum(shares) == count, f"shares {list(shares)} of a batch of {count}"
             start, stop = self._slice(shares)
             mine = windows[first + start : first + stop]
-            yield _cut([self.sources[0].sample(window, window) for window in mine], division.parts)
+            yield _cut([self.sources[0].sample(window, window) for window in mine], division.parts_of(self.rank))
 
     def _slice(self, shares: Sequence[int]) -> tuple[int, int]:
         assert self.rank < len(shares), f"shares {list(shares)} for rank {self.rank}"

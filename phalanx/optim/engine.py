@@ -1,7 +1,8 @@
 """The interface by which a trainer knows an engine: gradients, their reduction, the update, and the state.
 
 A step is `begin_step`, then for each micro-batch a backward pass inside `micro_batch`, then `finish_step` and `commit`.
-Collectives are paired: every rank makes the same calls with the same number of micro-batches.
+Collectives are paired: every rank makes the same calls, with the same number of micro-batches where anything travels in
+each (`balance.in_lockstep`), and with one at least elsewhere.
 """
 
 import contextlib

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from phalanx.balance import in_lockstep
 from phalanx.comm.codec import PLAIN
 from phalanx.errors import ConfigError
 from phalanx.optim.overlap import Work, plan
@@ -33,6 +34,11 @@ class Sharding:
     parts: int = PARTS
     degree: int | None = None
     compress: str = PLAIN
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all ranks run as many micro-batches."""
+        return in_lockstep(self.zero, self.reduce)
 
     @property
     def apart(self) -> bool:

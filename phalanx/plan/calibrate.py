@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from phalanx.axes import axes_of
+from phalanx.balance import division_of
 from phalanx.config import Config, spec_of
 from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware, Learnt, Link
@@ -112,11 +113,11 @@ def _speeds(
         raw = [computes / max(LEAST_S, parts[compared.COMPUTED])] * copies
     else:
         spent = compared.median(map(compared.mean, busy)) - parts[compared.COMPUTED]  # on data, and on updates
-        rows = [record for record in taken if record.get("shares") and record.get("parts")]
-        cuts = compared.median(record["parts"] for record in rows) if rows else 1.0
+        rows = [division for record in taken if (division := division_of(record)) is not None]
         raw = []
         for copy in range(copies):
-            share = compared.median(record["shares"][copy] for record in rows) if rows else 1.0
+            share = compared.median(division.shares[copy] for division in rows) if rows else 1.0
+            cuts = compared.median(division.parts_of(copy) for division in rows) if rows else 1.0
             took = compared.median(each[copy] for each in busy) - spent
             raw.append(_copy_s(before, copy, share, cuts, constants) / max(LEAST_S, took))
     found = [_bounded(speed, kind, said) for speed, kind in zip(raw, kinds, strict=True)]

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from phalanx.balance import in_lockstep
+
 Engine = Literal["sharded", "fsdp", "ddp", "megatron"]
 Recompute = Literal["none", "selective", "full"]
 
@@ -36,3 +38,12 @@ class Choice:
     devices: int = 0
     attention: Literal["flash", "plain"] = "flash"
     state: tuple[float, ...] = ()  # how much of the state each rank owns of those that share a copy; () evenly
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all copies run as many micro-batches, some of them empty, since something travels in each."""
+        return self.engine == "fsdp" or in_lockstep(self.zero, self.reduce)
+
+    def parts(self, share: int, most: int) -> int:
+        """Micro-batches of a copy with so many sequences of a step, where the most that any has are `most`."""
+        return max(1, -(-(most if self.lockstep else share) // self.micro_batch))

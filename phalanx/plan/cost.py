@@ -57,6 +57,7 @@ class Run:
     copies: int
     kinds: tuple[Kind, ...]  # by stage; of a tensor group of several kinds the slowest
     share: int  # sequences of a step, of each of these copies
+    parts: int  # micro-batches that it is cut into
     owns: float  # of what is sharded, each of them
 
 
@@ -85,33 +86,32 @@ class Model:
         """Seconds and bytes of a layout. Raises ConfigError for one whose numbers do not come out even."""
         work, constants = self.work, self.constants
         devices, copies, layers, shares = self._numbers(choice)
-        micro_batches = max(1, max(-(-share // choice.micro_batch) for share in shares))
         runs = list(self._runs(choice, copies, shares))
         slowest, slowest_s, mean_s = None, -1.0, 0.0
         for run in runs:
-            sequences = max(1.0, run.share / micro_batches)  # a pass without any computes one for nothing
+            sequences = max(1.0, run.share / run.parts)  # a pass without any computes one for nothing
             stages = [self._stage(choice, run, number, layers, copies, sequences) for number in range(choice.pipeline)]
             longest = max(stage.total_s for stage in stages)
             fill = (sum(stage.total_s for stage in stages) - longest) / choice.virtual
-            took = micro_batches * longest + fill
-            mean_s += sum(stage.total_s for stage in stages) / choice.pipeline * run.copies / copies
+            took = run.parts * longest + fill
+            mean_s += run.parts * sum(stage.total_s for stage in stages) / choice.pipeline * run.copies / copies
             if took > slowest_s:
                 slowest, slowest_s = (run, stages, longest, fill), took
         assert slowest is not None
         run, stages, longest, fill = slowest
-        travel = self._travel(choice, run, stages, layers, copies, micro_batches)
-        average = min(mean_s, longest)  # what a micro-batch would take if all were equally busy
-        part = micro_batches * average / max(longest, 1e-30)
+        travel = self._travel(choice, run, stages, layers, copies)
+        average = min(mean_s, run.parts * longest)  # what the passes would take if all were equally busy
+        part = average / max(longest, 1e-30)
         critical = max(stages, key=lambda stage: stage.total_s)
         taken = links.taken(run.kinds[stages.index(critical)], self.cluster, constants)
         others = [self._update_s(choice, each, layers) for each in runs if each is not run]
         update_s = max([travel.update_s, *others])
-        found = self._memory(choice, runs, layers, copies, micro_batches)
+        found = self._memory(choice, runs, layers, copies)
         terms = {
             "compute": part * (longest - critical.waits_s - critical.offload_s),
             "communication": part * critical.waits_s + travel.exposed_s + taken * travel.hidden_s,
             "bubble": fill,
-            "imbalance": micro_batches * (longest - average),
+            "imbalance": run.parts * longest - average,
             "optimizer": update_s,
             "commit": 0.0,
             "offload": part * critical.offload_s,
@@ -176,18 +176,19 @@ class Model:
                     cuts |= {inside // tensor, -(-inside // tensor)}
         degree = choice.shard_degree or copies
         weights, total = choice.state, sum(choice.state)
-        ordered = sorted(cuts)
+        ordered, most = sorted(cuts), max(shares)
         for begin, behind in pairwise(ordered):
             kinds = tuple(self._slowest(stage * width + begin * tensor, tensor) for stage in range(choice.pipeline))
             if not choice.shares and not weights:
-                yield Run(begin, behind - begin, kinds, max(shares[begin:behind]), 1.0 / degree)
+                share = max(shares[begin:behind])
+                yield Run(begin, behind - begin, kinds, share, choice.parts(share, most), 1.0 / degree)
                 continue
             seen: dict[tuple[int, float], list[int]] = {}
             for copy_ in range(begin, behind):
                 owns = weights[copy_ % degree] / total if weights else 1.0 / degree
                 seen.setdefault((shares[copy_], owns), []).append(copy_)
             for (share, owns), alike in seen.items():
-                yield Run(alike[0], len(alike), kinds, share, owns)
+                yield Run(alike[0], len(alike), kinds, share, choice.parts(share, most), owns)
 
     def _slowest(self, first: int, tensor: int) -> Kind:
         kinds = [group.kind for begin, behind, group in self.cluster.spans if begin < first + tensor and first < behind]
@@ -264,9 +265,7 @@ class Model:
                         backward += choice.virtual * sent
         return Stage(forward, backward, waits, offload)
 
-    def _travel(
-        self, choice: Choice, run: Run, stages: list[Stage], layers: tuple[int, ...], copies: int, micro_batches: int
-    ) -> Travel:
+    def _travel(self, choice: Choice, run: Run, stages: list[Stage], layers: tuple[int, ...], copies: int) -> Travel:
         """Of the stage whose parameters take longest."""
         work, worst = self.work, Travel(0.0, 0.0, 0.0)
         width = copies * choice.tensor
@@ -281,7 +280,7 @@ class Model:
             least = min(choice.state) / sum(choice.state) if choice.state else 1.0 / degree
             found = exchange.travel(
                 work, choice, kind, parameters, layers[number], (shard, spread, least), run.owns,
-                (stage.forward_s, stage.backward_s), micro_batches, self.cluster, self.constants,
+                (stage.forward_s, stage.backward_s), run.parts, self.cluster, self.constants,
             )  # fmt: skip
             if found.total_s > worst.total_s:
                 worst = found
@@ -325,14 +324,12 @@ class Model:
         elsewhere = apart and not self._is_near(0, (copies - choice.shard_degree) * choice.tensor)
         return self._nodes(choice.devices or self.cluster.devices) > 1 and not elsewhere
 
-    def _memory(
-        self, choice: Choice, runs: list[Run], layers: tuple[int, ...], copies: int, micro_batches: int
-    ) -> tuple[Held, ...]:
+    def _memory(self, choice: Choice, runs: list[Run], layers: tuple[int, ...], copies: int) -> tuple[Held, ...]:
         replicated = self.replicated(choice, copies)
         found = [
             held(
-                self.work, kind, choice, copies, number, layers[number], max(1.0, run.share / micro_batches),
-                micro_batches, run.owns, self.constants, run.copies * choice.tensor, replicated,
+                self.work, kind, choice, copies, number, layers[number], max(1.0, run.share / run.parts),
+                run.parts, run.owns, self.constants, run.copies * choice.tensor, replicated,
             )
             for run in runs
             for number, kind in enumerate(run.kinds)

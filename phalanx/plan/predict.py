@@ -59,11 +59,7 @@ def choice_of(config: Config, cluster: Cluster) -> Choice:
     devices, batch = cluster.devices, config.train.global_batch
     virtual = SCHEDULES.get(parallel.schedule, 1)
     copies = axes_of(config).data(devices)
-    fsdp = parallel.data == "fsdp2"
-    zero = 3 if fsdp else 1 if parallel.zero == "auto" else parallel.zero
-    reduce = parallel.reduce
-    if reduce == "auto":
-        reduce = "per_step" if zero == 1 or parallel.pipeline > 1 else "per_micro_batch"
+    zero, reduce = parallel.settled
     work, state = config.balance.work, config.balance.state
     shares: tuple[int, ...] = ()
     if isinstance(work, list):
@@ -85,7 +81,7 @@ def choice_of(config: Config, cluster: Cluster) -> Choice:
         shares=shares,
         reduce=reduce,
         slots=1 if zero == 3 else config.optim.slots,
-        engine="fsdp" if fsdp else "sharded",
+        engine="fsdp" if parallel.data == "fsdp2" else "sharded",
         devices=devices,
         state=tuple(part / sum(state) for part in state) if isinstance(state, list) else (),
         **kept,

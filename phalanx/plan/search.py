@@ -293,6 +293,8 @@ class _Search:
         fitted = False
         for zero, degree, reduce, slots in self.shardings(copies, choice.pipeline):
             each = replace(choice, zero=zero, shard_degree=degree, reduce=reduce, slots=slots)
+            if each.lockstep and not self.unlike.uniform:
+                each = replace(each, shares=self.unlike.shares(each, copies))
             if self.found.is_hopeless(each, self.cluster, bound_s):
                 fitted = True
                 continue
@@ -365,7 +367,6 @@ class _Search:
         """What the fullest devices hold, with even parts of the state: cheaper to know than all that a layout costs. Of
         one stage those of each group, of several those of the first and the last stage with the most memory."""
         largest = max(choice.shares) if choice.shares else -(-self.work.global_batch // copies)
-        micro_batches = -(-largest // choice.micro_batch)
         replicated = self.model.replicated(choice, copies)
         layers = choice.stages or cost.even(self.work.layers, choice.pipeline)
         own, width, found = 1.0 / (choice.shard_degree or copies), copies * choice.tensor, []
@@ -378,7 +379,8 @@ class _Search:
                 ends.append((stage, max(here, key=lambda kind: kind.memory_bytes), -1))
         for stage, kind, first in ends:
             share = largest if not choice.shares else min(choice.shares) if first < 0 else choice.shares[first]
-            sequences = max(1.0, share / micro_batches)
-            at = (self.work, kind, choice, copies, stage, layers[stage], sequences, micro_batches, own, self.constants)
+            parts = choice.parts(share, largest)
+            sequences = max(1.0, share / parts)
+            at = (self.work, kind, choice, copies, stage, layers[stage], sequences, parts, own, self.constants)
             found.append(memory.held(*at, replicated=replicated))
         return found

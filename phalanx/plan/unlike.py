@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx import balance
+from phalanx.balance import Line
 from phalanx.errors import ConfigError
 from phalanx.parallel import stages as pipelines
 from phalanx.plan.choice import Choice
@@ -29,6 +30,7 @@ class Unlike:
         self._paces: dict[tuple[object, ...], tuple[float, float]] = {}
         self._stages: dict[tuple[int, tuple[float, ...]], tuple[int, ...]] = {}
         self._classes: dict[tuple[object, ...], list[tuple[int, float, float]]] = {}
+        self._shares: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def completed(self, choice: Choice) -> Choice:
         """A layout with what it leaves open: layers of its stages, and where devices differ the copies' shares."""
@@ -69,6 +71,15 @@ class Unlike:
         With m micro-batches a copy of fixed seconds f and e for a sequence does (T - m f) / e of them in T seconds.
         Copies alike are one case, and what rounding leaves goes to those that then take least.
         """
+        key = (copies, *self._key(choice), choice.micro_batch, choice.lockstep)
+        if key not in self._shares:
+            taken = self._in_lockstep(choice, copies) if choice.lockstep else self._apart(choice, copies)
+            shares = tuple(itertools.chain(*taken))
+            self._shares[key] = shares if min(shares) > 0 and sum(shares) == self.work.global_batch else ()
+        return self._shares[key]
+
+    def _in_lockstep(self, choice: Choice, copies: int) -> list[list[int]]:
+        """Sequences of each copy, by class: all run as many micro-batches."""
         classes = self.classes(choice, copies)
         total = self.work.global_batch
         parts = 1
@@ -88,12 +99,36 @@ class Unlike:
             left -= more
             if left <= 0:
                 break
-        shares = tuple(itertools.chain(*taken))
-        return shares if min(shares) > 0 and sum(shares) == total else ()
+        return taken
+
+    def _apart(self, choice: Choice, copies: int) -> list[list[int]]:
+        """Sequences of each copy, by class: each runs as many micro-batches as it needs. As `balance.divide` has it."""
+        classes, size = self.classes(choice, copies), choice.micro_batch
+        left = total = self.work.global_batch
+        lines = [Line(fixed, each, total, 1, size, fixed) for _, fixed, each in classes]
+        turns = [size * each + fixed for _, fixed, each in classes]
+        # So long it takes at least: all micro-batches would have to be full.
+        seconds = total / sum(count * size / turn for (count, _, _), turn in zip(classes, turns, strict=True))
+        taken = []
+        for (count, fixed, each), turn in zip(classes, turns, strict=True):
+            full = int(seconds / turn)
+            more = min(size, int((seconds - full * turn - fixed) / each - 1e-9))
+            taken.append([max(0, full * size + max(0, more) - 1)] * count)
+            left -= count * taken[-1][0]
+        while left > 0:
+            number = min(range(len(lines)), key=lambda number: lines[number].cost(taken[number][0] + 1))
+            more = min(left, len(taken[number]))
+            taken[number] = [share + (place < more) for place, share in enumerate(taken[number])]
+            left -= more
+        return taken
+
+    def _key(self, choice: Choice) -> tuple[object, ...]:
+        """What a copy's seconds depend on."""
+        return (choice.tensor, choice.pipeline, choice.stages, choice.recompute, choice.offload)
 
     def classes(self, choice: Choice, copies: int) -> list[tuple[int, float, float]]:
         """(copies, fixed seconds, seconds of a sequence) of neighbouring copies that are alike, in order."""
-        key = (copies, choice.tensor, choice.pipeline, choice.stages, choice.recompute, choice.offload)
+        key = (copies, *self._key(choice))
         if key not in self._classes:
             self._classes[key] = self._found_classes(choice, copies)
         return self._classes[key]

@@ -7,6 +7,7 @@ nothing is said.
 """
 
 import html
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx import hardware
+from phalanx.balance import Division, division_of
 from phalanx.errors import ConfigError
 from phalanx.records import Kind, RunPaths, read_lines
 from phalanx.report import words
@@ -34,30 +36,44 @@ class Step:
     busy_s: tuple[float, ...]
     step_s: float
     parts: int = 1
+    own: tuple[int, ...] = ()  # where they differ, each rank's
 
     def even_s(self, lines: Mapping[int, Line]) -> float | None:
-        """What the step would have taken with equal shares, in as many micro-batches; what no device was busy with (the
-        link) stays as it is. None where a rank had no share and its device has no line: what it was busy with counts
-        for nothing, and says nothing of a sequence."""
+        """What the step would have taken with equal shares, in as many micro-batches, or where ranks have their own
+        number in as large ones; what no device was busy with (the link) stays as it is. None where a rank had no share
+        and its device has no line: what it was busy with counts for nothing, and says nothing of a sequence."""
         if any(not own and rank not in lines for rank, own in enumerate(self.shares)):
             return None
         share = sum(self.shares) / len(self.shares)
         busy_s = max(
-            busy * _grows(lines.get(rank, (0.0, 1.0)), self.parts, own, share)
-            for rank, (own, busy) in enumerate(zip(self.shares, self.busy_s, strict=True))
+            busy * _grows(lines.get(rank, (0.0, 1.0)), (parts, own), (self._parts_for(share, rank), share))
+            for rank, (parts, own, busy) in enumerate(zip(self._parts(), self.shares, self.busy_s, strict=True))
         )
         return self.step_s - max(self.busy_s) + busy_s
+
+    def _parts(self) -> tuple[int, ...]:
+        return self.own or (self.parts,) * len(self.shares)
+
+    def _parts_for(self, share: float, rank: int) -> int:
+        """Micro-batches of a rank that had another share."""
+        if not self.own:
+            return self.parts
+        # What is known of memory is what was used of it; of a rank that had nothing, what the others did.
+        sizes = [max(1, -(-had // parts)) for had, parts in zip(self.shares, self.own, strict=True)]
+        size = sizes[rank] if self.shares[rank] else max(sizes)
+        return max(1, math.ceil(share / size))
 
     def worked(self, rank: int) -> float:
         """The part of the step in which a rank worked; some of what it did may lie a little before or behind."""
         return min(1.0, self.busy_s[rank] / self.step_s)
 
 
-def _grows(line: Line, parts: int, share: float, other: float) -> float:
-    """How many times as long a device of this line takes for another share in `parts` micro-batches; one without a
-    sequence costs as much as one of one."""
-    fixed_s, sequence_s = line
-    return (parts * fixed_s + max(other, parts) * sequence_s) / (parts * fixed_s + max(share, parts) * sequence_s)
+def _grows(line: Line, was: tuple[int, float], other: tuple[int, float]) -> float:
+    """How many times as long a device of this line takes for another share: (micro-batches, sequences) as it was and
+    would have been; a micro-batch without a sequence costs as much as one of one."""
+    (fixed_s, sequence_s), (parts, share), (other_parts, other_share) = line, was, other
+    other_s = other_parts * fixed_s + max(other_share, other_parts) * sequence_s
+    return other_s / (parts * fixed_s + max(share, parts) * sequence_s)
 
 
 @dataclass(frozen=True)
@@ -111,9 +127,9 @@ def step_of(record: Record) -> Step | None:
     times = [words.number({"s": value}, "s") for value in busy_s]
     if sum(shares) == 0 or any(value is None or value < 0 for value in times):
         return None
-    parts = record.get("parts")
-    known = parts if type(parts) is int and parts > 0 else 1  # older records do not name them
-    return Step(tuple(shares), tuple(value for value in times if value is not None), step_s, known)
+    division = division_of(record) or Division(tuple(shares), 1)  # older records do not name micro-batches
+    known_s = tuple(value for value in times if value is not None)
+    return Step(division.shares, known_s, step_s, division.parts, division.own)
 
 
 def summary(

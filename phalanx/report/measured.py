@@ -55,5 +55,6 @@ def _caption(known: Hardware, division: Division, each: str) -> str:
         rate, latency = words.size(known.link.bytes_per_s), words.seconds(known.link.latency_s)
         parts.append(f"an all-reduce over all ranks: {rate}/s, and {latency} for one number")
     plural = "es" if division.parts > 1 else ""
-    parts.append(f"each rank would take its share of a step in {division.parts} micro-batch{plural}")
+    few = f"{min(division.own)} to {division.parts}" if division.own else str(division.parts)
+    parts.append(f"each rank would take its share of a step in {few} micro-batch{plural}")
     return "; ".join(parts)

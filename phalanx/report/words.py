@@ -301,19 +301,24 @@ def _measured(event: dict[str, Any]) -> str:
 
 def _shared(event: dict[str, Any]) -> str:
     """Shares from a step on, why, and what a step was expected to take before and after; of many ranks the extremes."""
-    shares, parts = event.get("shares"), number(event, "parts")
+    shares, parts = event.get("shares"), event.get("parts")
     again = "new shares" if event.get("kind") == Kind.RESHARED else "shares"
     if not isinstance(shares, list) or not shares:
         return f"{again} from step {event.get('step', '?')} on"
-    known = [value for share in shares if (value := number({"n": share}, "n")) is not None]
-    few = "+".join(map(str, shares)) if len(shares) <= 8 or not known else f"{min(known)} to {max(known)}"
-    said = f"{again} from step {event.get('step', '?')} on: {few}"
-    said += f" in {parts:.0f} micro-batches each" if parts is not None and parts > 1 else ""
+    said = f"{again} from step {event.get('step', '?')} on: {_by_rank(shares)}"
+    each = number(event, "parts")
+    said += f" in {each:.0f} micro-batches each" if each is not None and each > 1 else ""
+    said += f" in {_by_rank(parts)} micro-batches" if isinstance(parts, list) and parts else ""
     said += f", {event['why']}" if event.get("why") else ""
     before, after = number(event, "before_s"), number(event, "after_s")
     if before is not None and after is not None:
         said += f"; a step should take {seconds(after)} instead of {seconds(before)}"
     return said
+
+
+def _by_rank(numbers: list[Any]) -> str:
+    known = [value for each in numbers if (value := number({"n": each}, "n")) is not None]
+    return "+".join(map(str, numbers)) if len(numbers) <= 8 or not known else f"{min(known)} to {max(known)}"
 
 
 def _compared(event: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.balance import Speed
+from phalanx.balance import Speed, in_lockstep
 from phalanx.comm.codec import PLAIN, sent_size
 from phalanx.comm.mesh import Mesh
 from phalanx.data.loader import Loader
@@ -101,7 +101,14 @@ def build(
         task=task,
         train=Loader(subject.train(train_tokens), train.global_batch, train.seed, mesh.data.rank),
         held_out={name: loader for name, loader in held_out.items() if loader.sequences},
-        sharing=Sharing(config.balance.work, train.global_batch, speeds, mesh, _part_s(link, model, config, mesh)),
+        sharing=Sharing(
+            config.balance.work,
+            train.global_batch,
+            speeds,
+            mesh,
+            _part_s(link, model, config, mesh),
+            in_lockstep(*config.parallel.settled),
+        ),
         nominal_weight=nominal_weight,
         starting_weights=parted.filling(start, drawn=not config.model.from_hf),
         updates=updates,

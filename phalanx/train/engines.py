@@ -44,11 +44,7 @@ def sharding_of(config: "Config", weights: Weights = None) -> Sharding:
 
     `weights`: how much of the state each rank holds, where balance.state says no numbers.
     """
-    zero = 1 if config.parallel.zero == "auto" else config.parallel.zero
-    reduce = config.parallel.reduce
-    if reduce == "auto":
-        # Micro-batches of a pipeline overlap, so that there is no end of one to reduce at.
-        reduce = "per_step" if zero == 1 or config.parallel.pipeline > 1 else "per_micro_batch"
+    zero, reduce = config.parallel.settled
     state = config.balance.state
     weights = tuple(map(float, state)) if isinstance(state, list) else weights
     degree = None if config.parallel.shard_degree == "auto" else config.parallel.shard_degree

@@ -45,29 +45,35 @@ class Sharing:
     has taken of the host's time since the run began."""
 
     def __init__(
-        self, work: str | list[int], total: int, speeds: Sequence[Speed], mesh: Mesh, part_s: float = 0.0
+        self,
+        work: str | list[int],
+        total: int,
+        speeds: Sequence[Speed],
+        mesh: Mesh,
+        part_s: float = 0.0,
+        lockstep: bool = True,
     ) -> None:
         """`work` as in the recipe; `total` sequences of a step; `speeds` in order of rank, with each rank's limit.
 
-        `part_s` is what a micro-batch costs all ranks for its collectives. Where several ranks hold one copy of the
-        model, `speeds` are those of the copies, and whatever is said of ranks here goes for copies: one is as slow as
-        the slowest of its ranks.
+        `part_s` is what a micro-batch costs all ranks for its collectives; `lockstep`: there are some, so that all run
+        as many. Where several ranks hold one copy of the model, `speeds` are those of the copies, and whatever is said
+        of ranks here goes for copies: one is as slow as the slowest of its ranks.
         """
         self.balance_s = 0.0
         self.most = [speed.most for speed in speeds]
-        self._mesh, self._work = mesh, work
+        self._mesh, self._work, self._lockstep = mesh, work, lockstep
         self._copy = [mesh.axes.place(rank, mesh.world).data for rank in range(mesh.world)]  # of the model, by rank
         self._say: Say = lambda kind, details: None
         if isinstance(work, list):
-            self.division, self._why = balance.in_parts(work, self.most), "balance.work says so"
+            self.division, self._why = balance.in_parts(work, self.most, lockstep), "balance.work says so"
         elif work == "even":
-            self.division = balance.in_parts(balance.even(total, len(self.most)), self.most)
+            self.division = balance.in_parts(balance.even(total, len(self.most)), self.most, lockstep)
             self._why = "balance.work is even"
         else:
-            self.division = balance.divide(total, speeds, part_s)
+            self.division = balance.divide(total, speeds, part_s, lockstep)
             alike = len({(speed.sequence_s, speed.fixed_s) for speed in speeds}) == 1
             self._why = "the devices count as alike" if alike else "as the devices were measured"
-        self._history = resharing.begin(speeds, self.division, part_s)
+        self._history = resharing.begin(speeds, self.division, part_s, lockstep)
         self._repeated = Recorded([], 0)
         self._walked: dict[int, Division] = {}  # of the last steps
         self._heard: dict[int, dict[int, float]] = {}  # on rank 0: by step and rank, seconds worked
@@ -86,13 +92,17 @@ class Sharing:
 
     def of_evaluation(self, count: int) -> Division:
         """A batch of `count` sequences in the proportions of the step's."""
-        return balance.scaled(count, self.division, self.most)
+        return balance.scaled(count, self.division, self.most, self._lockstep)
+
+    def _can_be(self, division: Division) -> bool:
+        """Whether these ranks can walk a division of before."""
+        return division.fits(self.most) and not (self._lockstep and division.own)
 
     # ------------------------------------------------------------------------------------------------ beginning, saving
 
     def header(self) -> dict[str, Any]:
         """What a checkpoint keeps: the division of the step that follows it."""
-        return {"shares": list(self.division.shares), "parts": self.division.parts}
+        return self.division.tree()
 
     def begin(self, step: int, header: Mapping[str, Any] | None, paths: RunPaths, group: JsonGroup, say: Say) -> None:
         """Go on after `step`, from the header of its checkpoint if there is one. Collective; `say` writes events."""
@@ -100,19 +110,22 @@ class Sharing:
             return
         self._say = say
         mine = recorded(paths) if self._mesh.rank == 0 else Recorded([], 0)
-        told = [[[first, *_plain(each)] for first, each in mine.divisions], mine.last, mine.moved]
+        told = [[[first, each.tree()] for first, each in mine.divisions], mine.last, mine.moved]
         rows, last, moved = group.broadcast_object(told)
-        known = Recorded([(first, Division(tuple(shares), parts)) for first, shares, parts in rows], last, moved)
-        before, saved = known.of(step + 1), _division(header)
+        divisions = [(first, division) for first, tree in rows if (division := balance.division_of(tree)) is not None]
+        known = Recorded(divisions, last, moved)
+        before, saved = known.of(step + 1), balance.division_of(header)
         later = [division for first, division in known.divisions if first > step + 1]
-        repeat = self._work == "auto" and before is not None and all(each.fits(self.most) for each in [before, *later])
+        repeat = self._work == "auto" and before is not None and all(map(self._can_be, [before, *later]))
         if repeat and before is not None:
             self._repeated, self.division = known, before
         elif self._work == "auto" and known.moved and known.of(step) is None:
             self._why = f"for other devices than before, {self._why}"
-        elif self._work == "auto" and saved is not None and saved.fits(self.most):
+        elif self._work == "auto" and saved is not None and self._can_be(saved):
             self.division, self._why = saved, f"as when step {step} was saved"
-        self._history = resharing.begin(self._history.speeds, self.division, self._history.part_s)
+        self._history = resharing.begin(
+            self._history.speeds, self.division, self._history.part_s, self._history.lockstep
+        )
         # The record always says what is walked: what it says of steps to come is otherwise taken back.
         if before != self.division or (later and not repeat):
             self._say(Kind.SHARED, {"step": step + 1, **self.header(), "why": self._why})
@@ -152,9 +165,10 @@ class Sharing:
     def announce(self, asked: bool) -> None:
         """Begin to tell all what rank 0 has decided, and whether this rank was `asked` to stop. Collective."""
         began = time.thread_time()
-        first = self._mesh.rank == 0
-        told = [self._decided.parts, *self._decided.shares] if first else [0] * (1 + len(self.most))
-        self._message = torch.tensor([int(asked), *told])
+        decided = self._decided
+        own = [] if self._lockstep else decided.own or [0] * len(self.most)
+        told = [decided.parts, *decided.shares, *own]
+        self._message = torch.tensor([int(asked), *(told if self._mesh.rank == 0 else [0] * len(told))])
         self._answered = all_reduce(self._message, self._mesh.control, self._mesh.bookkeeping)
         self.balance_s += time.thread_time() - began
 
@@ -169,8 +183,9 @@ class Sharing:
             self._told.wait()
         self._answered.wait()
         self._told = self._answered = None
-        asked, parts, *shares = self._message.tolist()
-        self.division = Division(tuple(shares), parts)
+        asked, parts, *told = self._message.tolist()
+        shares, own = told[: len(self.most)], told[len(self.most) :]
+        self.division = Division(tuple(shares), parts, tuple(own) if any(own) else ())
         self.balance_s += time.thread_time() - began
         return asked > 0
 
@@ -199,9 +214,8 @@ class Sharing:
             return repeated
         self._history, decision = resharing.decide(self._history)
         if decision is not None:
-            shares, parts = _plain(decision.division)
             details = {"why": decision.why, "before_s": decision.before_s, "after_s": decision.after_s}
-            self._say(Kind.RESHARED, {"step": step + 1, "shares": shares, "parts": parts, **details})
+            self._say(Kind.RESHARED, {"step": step + 1, **decision.division.tree(), **details})
         return self._history.division
 
     def paces(self) -> list[float]:
@@ -209,8 +223,11 @@ class Sharing:
         nothing was, or where nobody divides anew."""
         if self._work != "auto" or not self._history.paces or not self._busy:
             return []
-        even = sum(self.division.shares) // len(self.most)
-        return [speed.seconds(max(even, 1), self.division.parts) for speed in self._history.measured]
+        even = max(1, sum(self.division.shares) // len(self.most))
+        speeds = self._history.measured
+        if self._lockstep:
+            return [speed.seconds(even, self.division.parts) for speed in speeds]
+        return [speed.seconds(even, -(-even // speed.most)) for speed in speeds]
 
     def shown(self, step: int) -> tuple[Division | None, list[float] | None]:
         """The division and the seconds worked, in order of rank, for the record of a step; None where it does not name
@@ -232,7 +249,7 @@ def recorded(paths: RunPaths) -> Recorded:
     for event in read_lines(paths.events):
         if event.get("kind") == Kind.DEVICES_CHANGED:
             kept, moved, since = [], True, int(event.get("attempt", 0))
-        step, division = event.get("step"), _division(event)
+        step, division = event.get("step"), balance.division_of(event)
         if event.get("kind") not in (Kind.SHARED, Kind.RESHARED) or division is None or not isinstance(step, int):
             continue
         while kept and kept[-1][0] >= step:
@@ -241,14 +258,3 @@ def recorded(paths: RunPaths) -> Recorded:
     newest = last_line(paths.metrics) or {}
     last = newest.get("step") if newest.get("attempt", since) >= since else 0  # what was walked before is not repeated
     return Recorded(kept, max([last if isinstance(last, int) else 0, *(first for first, _ in kept)]), moved)
-
-
-def _division(tree: Mapping[str, Any] | None) -> Division | None:
-    """The division that a header or an event holds, if it does."""
-    if tree is None or not isinstance(tree.get("shares"), list) or not isinstance(tree.get("parts"), int):
-        return None
-    return Division(tuple(int(share) for share in tree["shares"]), tree["parts"])
-
-
-def _plain(division: Division) -> tuple[list[int], int]:
-    return list(division.shares), division.parts

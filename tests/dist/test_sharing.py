@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from phalanx.balance import Division, Speed
+from phalanx.balance import Division, Speed, division_of
 from phalanx.comm.mesh import join
 from phalanx.comm.objects import JsonGroup
 from phalanx.optim.engine import Queued
@@ -106,6 +106,59 @@ def test_what_an_attempt_begins_with() -> None:
     assert first["asked for otherwise"] == [[even] * 6, [["shared", 4, [2, 2]]]]
     assert first["as it was"] == [[even] * 6, []]
     assert first["measured once"] == [[known] * 6, [["shared", 4, [3, 1]]]]
+
+
+# name: (whether all run as many, what the run folder says of steps 1 and 3)
+OWN: dict[str, tuple[bool, list[dict[str, Any]]]] = {
+    "fresh": (False, []),
+    "recorded": (False, [{"step": 1, "shares": [4, 0], "parts": [4, 1]}, {"step": 3, "shares": [2, 2], "parts": 2}]),
+    "recorded of lockstep": (False, [{"step": 1, "shares": [3, 1], "parts": 3}]),
+    "in lockstep": (True, [{"step": 1, "shares": [3, 1], "parts": [3, 1]}]),
+}
+
+
+def own_numbers(placement: Placement, folder: str) -> dict[str, Any]:
+    """Shares and micro-batches of each rank in steps 2 to 6, where only one sequence fits at a time."""
+    found: dict[str, Any] = {}
+    with join(placement, 30) as mesh:
+        for name, (lockstep, events) in OWN.items():
+            paths = RunPaths(Path(folder) / name)
+            if mesh.rank == 0:
+                paths.root.mkdir()
+                for event in events:
+                    append_line(paths.events, {"kind": Kind.SHARED} | event)
+                append_line(paths.metrics, {"step": 4 if events else 1})
+            speeds = [Speed(1.0, most=1), Speed(3.0, most=1)]
+            sharing = Sharing("auto", 4, speeds, mesh, lockstep=lockstep)
+            sharing.begin(1, None, paths, JsonGroup(mesh.checkpoint), lambda kind, details: None)
+            walked = []
+            for step in range(2, 7):
+                now = sharing.division
+                walked.append([now.shares, [now.parts_of(rank) for rank in range(2)]])
+                assert division_of(sharing.header()) == now
+                busy = speeds[mesh.rank].seconds(now.shares[mesh.rank], now.parts_of(mesh.rank))
+                sharing.exchange(step, 0, busy)
+                sharing.settle()
+            found[name] = [walked, sharing.paces()]
+    return found
+
+
+def test_ranks_run_numbers_of_their_own_and_walk_them_again() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = run_ranks(own_numbers, 2, folder=folder)
+    assert {name: walked for name, (walked, _) in first.items()} == {
+        name: walked for name, (walked, _) in second.items()
+    }
+    known = [[3, 1], [3, 1]]
+    assert first["fresh"][0] == [known] * 5
+    assert first["fresh"][1] == [2.0, 6.0]  # of two sequences, one at a time
+    assert first["recorded"][0][:3] == [[[4, 0], [4, 1]], [[2, 2], [2, 2]], [[2, 2], [2, 2]]]
+    # What was walked in lockstep is walked again so, and then left: a rank without a sequence need not run any.
+    walked = first["recorded of lockstep"][0]
+    assert walked[:3] == [[[3, 1], [3, 3]]] * 3
+    assert walked[-1] == known
+    # Numbers of their own are nothing for ranks in lockstep.
+    assert first["in lockstep"][0] == [[[2, 2], [2, 2]]] * 5
 
 
 def unlike_clocks(placement: Placement) -> dict[str, Any]:

@@ -35,6 +35,80 @@ def test_given_shares(proportions: list[int], alone: Outcome, tokens: Path, tmp_
     assert all(record["shares"] == list(shares) for record in read_steps(RunPaths(tmp_path).metrics))
 
 
+@dataclass
+class Counted(Task):
+    """A task that counts the passes that are trained with."""
+
+    task: Task
+    passes: int = 0
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        return self.task.collate(samples)
+
+    def loss_sum(self, model: Any, batch: Batch, draws: Draws | None) -> Any:
+        self.passes += draws is not None
+        return self.task.loss_sum(model, batch, draws)
+
+    def nominal_weight(self, global_batch: int) -> int:
+        return self.task.nominal_weight(global_batch)
+
+
+def counting(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:
+    """A run; returns how many forward passes this rank has trained with."""
+    with loop_of(on_one_thread(placement), job(run, data, changes, placement.world)) as loop:
+        loop.parts.task = task = Counted(loop.parts.task)
+        assert loop.run(loop.restore()) == 0
+        return task.passes
+
+
+# What is changed in the recipe, and whether ranks run as many micro-batches.
+WAYS: dict[str, tuple[dict[str, Any], bool]] = {
+    "zero 1": ({"parallel.zero": 1}, False),
+    "zero 1, updated early": ({"parallel.zero": 1, "optim.slots": 2}, False),
+    "zero 1, reduced each time": ({"parallel.zero": 1, "parallel.reduce": "per_micro_batch"}, True),
+    "zero 2": ({"parallel.zero": 2}, True),
+    "zero 2, reduced once": ({"parallel.zero": 2, "parallel.reduce": "per_step"}, False),
+    "zero 3": ({"parallel.zero": 3}, True),
+    "zero 3, reduced once": ({"parallel.zero": 3, "parallel.reduce": "per_step"}, True),
+    "fsdp2": ({"parallel.data": "fsdp2"}, True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_runs_only_its_own_micro_batches_where_nothing_travels_in_one(
+    way: str, alone: Outcome, tokens: Path, tmp_path: Path
+) -> None:
+    """Of one sequence each: the slow rank has a third of those of the fast one, and the curve is that of one rank."""
+    changes, lockstep = WAYS[way]
+    changes = changes | {"balance.work": [6, 2], "train.micro_batch": 1}
+    found = run_ranks(counting, 2, timeout_s=240, run=str(tmp_path), data=str(tokens), changes=changes)
+    assert found == [30 * 6, 30 * (6 if lockstep else 2)]
+    assert_same(outcome(tmp_path), alone)
+    told = 6 if lockstep else [6, 2]
+    assert [event["parts"] for event in events(tmp_path, Kind.SHARED)] == [told]
+    assert all(record["parts"] == told for record in read_steps(RunPaths(tmp_path).metrics))
+
+
+@pytest.mark.parametrize(
+    ("keys", "shares", "by_rank"),
+    [
+        ({"tensor": 2}, [7, 1], [7, 7, 1, 1]),
+        ({"pipeline": 2}, [7, 1], [7, 1, 7, 1]),
+        ({"pipeline": 2, "schedule": "zero_bubble"}, [8, 0], [8, 1, 8, 1]),
+        ({"shard_degree": 2}, [4, 3, 1, 0], [4, 3, 1, 1]),
+    ],
+)
+def test_copies_of_a_model_run_their_own_micro_batches(
+    keys: dict[str, Any], shares: list[int], by_rank: list[int], alone: Outcome, tokens: Path, tmp_path: Path
+) -> None:
+    """All ranks that hold a copy together run those of the copy; one without a sequence runs one of weight 0."""
+    changes = {f"parallel.{key}": value for key, value in keys.items()}
+    changes |= {"train.micro_batch": 1, "balance.work": shares}
+    found = run_ranks(counting, 4, timeout_s=240, run=str(tmp_path), data=str(tokens), changes=changes)
+    assert found == [30 * parts for parts in by_rank]
+    assert_same(outcome(tmp_path), alone)
+
+
 def changing(placement: Placement, run: str, data: str, shares: list[list[int]]) -> int:
     """A run that is divided otherwise in each step."""
     with loop_of(on_one_thread(placement), job(run, data, {"train.micro_batch": 3}, placement.world)) as loop:
@@ -154,6 +228,25 @@ def test_shares_follow_the_speeds_and_are_walked_again_as_they_were(tokens: Path
     forget_behind(again, 6)
     assert_same(walk_paced(3, again, tokens, [[PAUSE_S]] * 3), one)
     assert [event["step"] for event in events(again, Kind.SHARED)] == [1, 7]
+
+
+def test_measured_speeds_are_followed_where_only_one_sequence_fits(tokens: Path, tmp_path: Path) -> None:
+    """Rank 1 needs three times as long for one: it gets a third, and is done at the same time. Started again behind
+    step 6, in the midst of it, the run is walked again bit by bit, whatever the speeds are then."""
+    one = walk(1, tmp_path / "one", tokens, train__steps=16)
+    run, again = tmp_path / "two", tmp_path / "again"
+    first = walk_paced(2, run, tokens, [[PAUSE_S], [3 * PAUSE_S]], train__micro_batch=1)
+    assert_same(first, one)
+    records = read_steps(RunPaths(run).metrics)
+    assert [records[0]["shares"], records[0]["parts"]] == [[4, 4], 4]
+    assert [records[-1]["shares"], records[-1]["parts"]] == [[6, 2], [6, 2]]
+    assert [(event["step"], event["parts"]) for event in events(run, Kind.RESHARED)] == [(4, [6, 2])]
+
+    shutil.copytree(run, again)
+    forget_behind(again, 6)
+    second = walk_paced(2, again, tokens, [[PAUSE_S], [PAUSE_S]], train__micro_batch=1)
+    assert (second.losses, second.norms) == (first.losses, first.norms)
+    assert same_bits(state(again, 16), state(run, 16))
 
 
 def test_a_rank_that_got_nothing_can_come_back(tokens: Path, tmp_path: Path) -> None:

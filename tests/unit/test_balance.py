@@ -1,6 +1,7 @@
 """Divisions are the best there are, respect every limit, and are the same for the same measurements."""
 
 import itertools
+import json
 import time
 from collections.abc import Iterator
 
@@ -14,6 +15,8 @@ from phalanx.balance import (
     Line,
     Speed,
     divide,
+    division_of,
+    in_lockstep,
     in_parts,
     scaled,
     shard_cuts,
@@ -104,6 +107,8 @@ def test_no_number_of_micro_batches_that_was_not_tried_is_better(
             each=st.sampled_from([0.5, 1.0, 3.0]),
             most=st.integers(0, 10),
             least=st.integers(0, 3),
+            few=st.sampled_from([1, 2, 3, balance.UNBOUND]),
+            again=st.sampled_from([0.0, 0.2, 4.0]),
         ),
         min_size=1,
         max_size=4,
@@ -127,7 +132,17 @@ def test_no_split_is_better(total: int, lines: list[Line]) -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     total=st.integers(0, 2000),
-    lines=st.lists(st.builds(Line, base=st.floats(0, 5), each=st.floats(0.1, 5), most=st.just(2000)), min_size=1),
+    lines=st.lists(
+        st.builds(
+            Line,
+            base=st.floats(0, 5),
+            each=st.floats(0.1, 5),
+            most=st.just(2000),
+            few=st.sampled_from([1, 7, balance.UNBOUND]),
+            again=st.sampled_from([0.0, 2.0]) | st.floats(0, 20),
+        ),
+        min_size=1,
+    ),
 )
 def test_what_is_given_at_once_is_what_would_be_given_piece_by_piece(total: int, lines: list[Line]) -> None:
     taken = [0] * len(lines)
@@ -137,6 +152,62 @@ def test_what_is_given_at_once_is_what_would_be_given_piece_by_piece(total: int,
     found = split(total, lines)
     worst = max((line.cost(pieces) for line, pieces in zip(lines, taken, strict=True)))
     assert max(line.cost(pieces) for line, pieces in zip(lines, found, strict=True)) == pytest.approx(worst, rel=1e-12)
+
+
+def best_apart(total: int, speeds: list[Speed]) -> float:
+    """By trying everything: each rank in the number of micro-batches that is best for it."""
+
+    def alone_s(share: int, speed: Speed) -> float:
+        parts = range(1, max(total, 1) + 1)
+        return min(speed.seconds(share, number) for number in parts if share <= number * speed.most)
+
+    return min(
+        max(alone_s(share, speed) for share, speed in zip(shares, speeds, strict=True))
+        for shares in compositions(total, len(speeds))
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(total=st.integers(0, 12), speeds=speeds_strategy)
+@example(total=12, speeds=[Speed(1.0, 3.0, 1), Speed(0.25, 0.0, 3)])
+@example(total=9, speeds=[Speed(1.0, 0.5, 2), Speed(1.0, 3.0, 5), Speed(40.0, most=1)])
+def test_no_division_is_faster_where_each_rank_runs_its_own_number(total: int, speeds: list[Speed]) -> None:
+    division, most = divide(total, speeds, lockstep=False), [speed.most for speed in speeds]
+    assert sum(division.shares) == total
+    assert division.fits(most)
+    # As few as memory allows, and one at least.
+    own = [division.parts_of(rank) for rank in range(len(speeds))]
+    assert own == [max(1, -(-share // few)) for share, few in zip(division.shares, most, strict=True)]
+    assert division.parts == max(own)
+    found = slowest_s(division, speeds)
+    assert found == pytest.approx(best_apart(total, speeds), rel=1e-9), division
+    assert found <= slowest_s(divide(total, speeds), speeds) * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    total=st.integers(0, 600),
+    speeds=st.lists(
+        st.builds(
+            Speed,
+            sequence_s=st.sampled_from([0.1, 1.0, 1.7]) | st.floats(0.1, 4.0),
+            fixed_s=st.sampled_from([0.0, 0.2]) | st.floats(0.0, 50.0),
+            most=st.sampled_from([1, 2, 5, 17, balance.UNBOUND]),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_own_numbers_are_those_of_giving_one_sequence_after_the_other(total: int, speeds: list[Speed]) -> None:
+    def seconds(share: int, speed: Speed) -> float:
+        return speed.seconds(share, max(1, -(-share // speed.most)))
+
+    taken = [0] * len(speeds)
+    for _ in range(total):
+        costs = [seconds(share + 1, speed) for share, speed in zip(taken, speeds, strict=True)]
+        taken[costs.index(min(costs))] += 1
+    worst = max(seconds(share, speed) for share, speed in zip(taken, speeds, strict=True))
+    assert slowest_s(divide(total, speeds, lockstep=False), speeds) == pytest.approx(worst, rel=1e-9)
 
 
 def test_other_things_than_sequences_can_be_split() -> None:
@@ -158,6 +229,15 @@ def test_what_people_expect() -> None:
     assert divide(8, [Speed(1.0, 3.0, 1), Speed(1.0, 3.0)]) == Division((1, 7), 1)
     # Nothing at all for one that would only hold up the others.
     assert divide(4, [Speed(1.0), Speed(1.0), Speed(2.5, 0.0)]).shares == (2, 2, 0)
+    # One sequence at a time, one device at a third of the speed: in lockstep it holds up the other in each.
+    unlike = [Speed(1.0, most=1), Speed(3.0, most=1)]
+    assert slowest_s(divide(8, unlike), unlike) == 12.0
+    assert divide(8, unlike, lockstep=False) == Division((6, 2), 6, (6, 2))
+    assert slowest_s(Division((6, 2), 6, (6, 2)), unlike) == 6.0
+    assert divide(8, [Speed(1.0, most=2)] * 2, lockstep=False) == Division(
+        (4, 4), 2
+    )  # all alike is no number of one's own
+    assert divide(1, unlike, lockstep=False) == Division((1, 0), 1)
 
 
 def test_a_device_that_holds_nothing_is_named() -> None:
@@ -169,10 +249,30 @@ def test_a_device_that_holds_nothing_is_named() -> None:
         in_parts([4, 4], [0, 4])
 
 
-@pytest.mark.parametrize(
-    ("kinds", "limits", "total"),
-    [(4, [2, 4, 8, 16], 16384), (1024, [2, 4, 8, 16], 16384), (1024, [1, 2, 3, 4, 5], 65536)],
-)
+THOUSAND = [(4, [2, 4, 8, 16], 16384), (1024, [2, 4, 8, 16], 16384), (1024, [1, 2, 3, 4, 5], 65536)]
+
+
+@pytest.mark.parametrize(("kinds", "limits", "total"), THOUSAND)
+def test_a_thousand_devices_with_numbers_of_their_own_are_divided_exactly(
+    kinds: int, limits: list[int], total: int
+) -> None:
+    speeds = [Speed(1.0 + (rank % kinds) / kinds, 0.2, limits[rank % len(limits)]) for rank in range(1024)]
+    begun = time.process_time()
+    division = divide(total, speeds, lockstep=False)
+    print(f"{kinds} kinds: {(time.process_time() - begun) * 1e3:.1f} ms, up to {division.parts} parts")
+    assert sum(division.shares) == total
+    assert division.fits([speed.most for speed in speeds])
+    seconds, had = slowest_s(division, speeds) * (1 - 1e-9), 0
+    for speed in speeds:  # in less time than that there would be too few
+        share = int(seconds / speed.sequence_s)
+        while share and speed.seconds(share, -(-share // speed.most)) > seconds:
+            share -= 1
+        had += share
+    assert had < total
+    assert seconds < slowest_s(divide(total, speeds), speeds)
+
+
+@pytest.mark.parametrize(("kinds", "limits", "total"), THOUSAND)
 def test_a_thousand_devices_are_divided_exactly(kinds: int, limits: list[int], total: int) -> None:
     """Of few kinds, or each a little different as measured ones are, with memories that bind."""
     speeds = [Speed(1.0 + (rank % kinds) / kinds, 0.2, limits[rank % len(limits)]) for rank in range(1024)]
@@ -197,6 +297,37 @@ def test_given_shares_are_cut_into_what_fits() -> None:
     assert Division((5, 2, 0), 3).largest(2) == 1  # a micro-batch of weight 0 has one sequence
     assert not Division((5, 2), 3).fits([1, 9])
     assert not Division((5, 2), 3).fits([9, 9, 9])
+    own = in_parts([5, 2, 0], [2, 1, 8], lockstep=False)
+    assert own == Division((5, 2, 0), 3, (3, 2, 1))
+    assert [own.largest(rank) for rank in range(3)] == [2, 1, 1]
+    assert own.fits([2, 1, 1]) and not own.fits([1, 1, 1])
+    assert scaled(14, own, [2, 1, 8], lockstep=False) == Division((10, 4, 0), 5, (5, 4, 1))
+    assert scaled(7, own, [2, 1, 8], lockstep=False) == own
+
+
+@pytest.mark.parametrize("division", [Division((5, 2, 0), 3), Division((5, 2, 0), 3, (3, 2, 1)), Division((4,), 2)])
+def test_a_division_is_written_and_read(division: Division) -> None:
+    assert division_of(json.loads(json.dumps(division.tree()))) == division
+
+
+def test_what_is_no_division_is_not_read() -> None:
+    assert division_of({"shares": [5, 2], "parts": [3, 3]}) == Division((5, 2), 3)
+    good = {"shares": [5, 2], "parts": [3, 1]}
+    broken = [{"parts": value} for value in (None, 0, "3", True, 2.0, [3], [3, 0], [3, None], [])]
+    broken += [{"shares": value} for value in (None, [], [5, -2], [5, "2"], 7, [5, 2.0])]
+    for change in broken:
+        assert division_of(good | change) is None, change
+    assert division_of(None) is None and division_of([5, 2]) is None
+
+
+@pytest.mark.parametrize(
+    ("zero", "reduce", "together"),
+    [(1, "per_step", False), (2, "per_step", False), (3, "per_step", True), (1, "per_micro_batch", True)],
+)
+def test_ranks_are_in_lockstep_where_something_travels_in_each_micro_batch(
+    zero: int, reduce: str, together: bool
+) -> None:
+    assert in_lockstep(zero, reduce) == together
 
 
 @given(

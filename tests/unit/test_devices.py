@@ -37,8 +37,18 @@ def test_an_even_split_would_have_waited_for_the_device_that_needs_longest_for_a
     assert Step((24, 8), (0.96, 0.8), 1.0).even_s({1: (0.4, 0.05)}) == pytest.approx(1.24)
     # Two micro-batches take 0.8 s by themselves, and six sequences 0.3 s more.
     assert Step((8, 4), (1.2, 1.0), 1.2, parts=2).even_s(dict.fromkeys((0, 1), (0.4, 0.05))) == pytest.approx(1.1)
+    # Each with its own number of micro-batches, of one sequence: rank 1 would run four instead of two.
+    assert Step((6, 2), (0.6, 0.6), 0.7, 6, own=(6, 2)).even_s({1: (0.1, 0.2)}) == pytest.approx(1.3)
+    # Of two, as rank 0 has them, it would run two, which take 0.04 s by themselves and 0.32 s for four sequences.
+    assert Step((8, 0), (0.8, 0.1), 0.9, 4, own=(4, 1)).even_s({1: (0.02, 0.08)}) == pytest.approx(0.5)
     # Work that lies a little before or behind its step makes an even split neither longer nor shorter.
     assert Step((16, 16), (0.5, 1.1), 1.0).even_s({}) == pytest.approx(1.0)
+
+
+def test_a_record_names_micro_batches_of_all_ranks_or_of_each() -> None:
+    alike, own = record(1, [6, 2], [0.6, 0.6]) | {"parts": 6}, record(1, [6, 2], [0.6, 0.6]) | {"parts": [6, 2]}
+    assert devices.step_of(alike) == Step((6, 2), (0.6, 0.6), 1.0, 6)
+    assert devices.step_of(own) == Step((6, 2), (0.6, 0.6), 1.0, 6, (6, 2))
 
 
 def test_copies_of_a_model_that_several_ranks_hold_are_called_so() -> None:
@@ -161,6 +171,9 @@ def test_the_table_of_what_was_measured_fits_a_narrow_terminal() -> None:
     found = stream.getvalue().replace("…", "(cut)").split()
     for word in ("device", "memory", "largest", "micro-", "batch", "sequences", "second", "best", "host", "share"):
         assert word in found, word
+    stream.seek(0)
+    Rich(file=stream, width=80).print(measured.table(known, balance.Division((9, 2), 9, (9, 2))))
+    assert "of a step in 2 to 9 micro-batches" in " ".join(stream.getvalue().split())
     for word in ("cuda:0", "NVIDIA", "H100", "HBM3", "80", "1:6.4k", "9:11.5k", "27:13.8k", "46.6", "54", "T4", "25"):
         assert word in found, word
 
@@ -240,6 +253,11 @@ def test_sentences_of_what_was_measured() -> None:
     assert words.sentence(shared) == (
         "shares from step 1 on: 24+8 in 2 micro-batches each, as the devices were measured"
     )
+    assert words.sentence(shared | {"parts": [12, 8]}) == (
+        "shares from step 1 on: 24+8 in 12+8 micro-batches, as the devices were measured"
+    )
+    many = {"shares": list(range(1, 11)), "parts": list(range(1, 11))}
+    assert words.sentence(shared | many).startswith("shares from step 1 on: 1 to 10 in 1 to 10 micro-batches, as")
     times = {"kind": Kind.RESHARED, "step": 9, "parts": 1, "why": "rank 1 is slower", "before_s": 2.0, "after_s": 1.25}
     assert words.sentence(times | {"shares": list(range(1, 11))}) == (
         "new shares from step 9 on: 1 to 10, rank 1 is slower; a step should take 1.2 s instead of 2.0 s"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx import balance
-from phalanx.balance import Division
+from phalanx.balance import Division, in_parts
 from phalanx.data.loader import ORDER_BLOCK, Loader, shuffled
 from phalanx.data.order import order
 from phalanx.data.packing import Form, Sample, rows_of
@@ -116,6 +116,19 @@ def test_any_shares_make_up_the_batch_of_one_rank(
         assert max(*sizes, 1) == division.largest(number)
         assert sizes == sorted(sizes, reverse=True)
         assert max(sizes) - min(sizes) <= 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(shares=shares_strategy, step=st.integers(0, 20), most=st.integers(1, 4))
+def test_a_rank_may_cut_its_share_into_a_number_of_its_own(
+    token_file: TokenFile, shares: list[int], step: int, most: int
+) -> None:
+    division = in_parts(shares, [most + rank % 2 for rank in range(len(shares))], lockstep=False)
+    ranks = [loader(token_file, rank).batches(step, division) for rank in range(len(shares))]
+    assert [w for rank in ranks for w in windows(rank)] == windows(loader(token_file).batches(step, WHOLE))
+    for number, (rank, share) in enumerate(zip(ranks, shares, strict=True)):
+        assert len(rank) == max(1, -(-share // (most + number % 2)))
+        assert all(rank) == (share > 0)  # none is empty, but the one of a rank without a sequence
 
 
 def test_changing_shares_between_steps_changes_nothing(token_file: TokenFile) -> None:

@@ -1,6 +1,7 @@
 """What a layout costs: each formula against a sum by hand, and the whole against what must hold of any cluster."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -318,13 +319,30 @@ def test_unlike_devices_are_given_unlike_shares() -> None:
 
 
 def test_a_copy_with_fewer_sequences_than_micro_batches_runs_as_many() -> None:
-    """All ranks run equally many, since their collectives pair up; an empty one costs as much as one of one."""
+    """Where something travels in each all ranks run equally many; an empty one costs as much as one of one."""
     slow = replace(PLAIN, name="slow", flop_per_s={"bf16": 0.25e12})
     mixed = Cluster((Group(1, 1, PLAIN), Group(1, 1, slow)), 8e30, 0.0)
     both = Cluster((Group(2, 1, slow),), 8e30, 0.0)
-    found = step(SMALL, mixed, shares=(14, 2), micro_batch=1)
-    passes = step(replace(SMALL, global_batch=28), both, shares=(14, 14), micro_batch=1)
-    assert found.terms["compute"] + found.terms["imbalance"] == pytest.approx(passes.terms["compute"])
+    ways: list[dict[str, Any]] = [{"zero": 2, "reduce": "per_micro_batch"}, {"zero": 3}]
+    for way in ways:
+        found = step(SMALL, mixed, shares=(14, 2), micro_batch=1, **way)
+        passes = step(replace(SMALL, global_batch=28), both, shares=(14, 14), micro_batch=1, **way)
+        assert found.terms["compute"] + found.terms["imbalance"] == pytest.approx(passes.terms["compute"])
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_copy_runs_its_own_number_of_micro_batches_where_nothing_travels_in_one(zero: int) -> None:
+    slow = replace(PLAIN, name="slow", flop_per_s={"bf16": 0.25e12})
+    mixed = Cluster((Group(1, 1, PLAIN), Group(1, 1, slow)), 8e30, 0.0)
+    alike = [Cluster((Group(2, 1, kind),), 8e30, 0.0) for kind in (PLAIN, slow)]
+    for shares in ((14, 2), (12, 4), (16, 0)):
+        found = step(SMALL, mixed, shares=shares, micro_batch=1, zero=zero)
+        each = [
+            step(replace(SMALL, global_batch=2 * max(1, share)), both, micro_batch=1, zero=zero).terms["compute"]
+            for share, both in zip(shares, alike, strict=True)
+        ]
+        assert found.terms["compute"] + found.terms["imbalance"] == pytest.approx(max(each))
+        assert found.terms["compute"] == pytest.approx(sum(each) / 2)
 
 
 def test_a_device_that_waits_for_a_slow_one_in_its_tensor_group_is_as_slow() -> None:

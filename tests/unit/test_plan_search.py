@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.balance import Speed, divide, in_parts, slowest_s
 from phalanx.errors import ConfigError
 from phalanx.plan import parse
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.cost import Model
 from phalanx.plan.search import Found, Plan, Reduce, Space, degrees, search
+from phalanx.plan.unlike import Unlike
 from phalanx.plan.work import Work
 
 SMALL = Work(
@@ -103,6 +105,42 @@ def test_shares_and_stages_of_unlike_devices_are_within_two_hundredths_of_brute_
         choice = Choice(pipeline=2, stages=(first, work.layers - first), micro_batch=size)
         best_s.append(Model(work, replace(two, groups=groups)).predict(choice).step_s)
     assert search(work, two, Space(((1, 2),))).best.estimate.step_s <= 1.02 * min(best_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 200),
+    size=st.sampled_from([1, 2, 4, 16]),
+    text=st.sampled_from(["2xA100-40GB, 1xV100-16GB, 100Gb/s", "3xT4, 2xH100-80GB, 4xV100-16GB, 10Gb/s"]),
+    pipeline=st.sampled_from([1, 2]),
+)
+def test_shares_in_numbers_of_their_own_are_those_of_a_run(batch: int, size: int, text: str, pipeline: int) -> None:
+    there = parse.cluster(text)
+    unlike, copies = Unlike(replace(SMALL, global_batch=batch, precision="fp16"), there), there.devices // pipeline
+    choice = Choice(micro_batch=size, pipeline=pipeline, devices=copies * pipeline)
+    choice = replace(choice, stages=unlike.stage_layers(choice, copies))
+    speeds = [Speed(each, fixed, size) for count, fixed, each in unlike.classes(choice, copies) for _ in range(count)]
+    best = divide(batch, speeds, lockstep=False)
+    shares = unlike.shares(choice, copies)
+    if shares:
+        found = in_parts(shares, [size] * copies, lockstep=False)
+        assert slowest_s(found, speeds) == pytest.approx(slowest_s(best, speeds), rel=1e-9)
+    else:  # one of them would have none
+        assert min(best.shares) <= 1
+
+
+def test_one_long_sequence_at_a_time_on_unlike_devices_goes_at_their_summed_speed() -> None:
+    work = replace(SMALL, seq_len=16384, global_batch=60, precision="fp16")
+    there = parse.cluster("2xA100-40GB, 2xV100-32GB, 100Gb/s")
+    alone = [replace(there, groups=groups) for groups in (there.groups[:1], there.groups[1:])]
+    space = Space(pins={"micro_batch": 1, "zero": 1})
+    both, *each = (search(work, cluster, space).best for cluster in (there, *alone))
+    assert both.choice.reduce == "per_step" and not both.choice.lockstep
+    assert both.estimate.tokens_per_s > 0.9 * sum(plan.estimate.tokens_per_s for plan in each)
+    # Where all run as many, the slow ones hold up the fast ones in each.
+    released = search(work, there, Space(pins={"micro_batch": 1, "zero": 3}, whole=True)).best
+    assert released.choice.lockstep
+    assert released.estimate.tokens_per_s < 0.8 * both.estimate.tokens_per_s
 
 
 clusters = st.builds(

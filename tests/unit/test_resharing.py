@@ -28,6 +28,7 @@ class Simulated:
     fixed_s: float = 0.0
     step_s: float = 0.0
     most: int = 2**31
+    lockstep: bool = True
     foretold: Sequence[Speed] | None = None
     walked: list[Division] = field(default_factory=list)  # by step, from 0
     decided: list[tuple[int, resharing.Decision]] = field(default_factory=list)  # (first step with it, what)
@@ -35,16 +36,18 @@ class Simulated:
     def run(self, steps: int, change: Callable[[int, Paces], None] = lambda step, paces: None) -> "Simulated":
         rng, paces = random.Random(self.seed), [1.0] * len(self.each)
         speeds = self.foretold or [Speed(each, self.fixed_s, self.most) for each in self.each]
-        division = divide(self.total, speeds)
-        history = resharing.begin(speeds, division)
+        division = divide(self.total, speeds, lockstep=self.lockstep)
+        history = resharing.begin(speeds, division, lockstep=self.lockstep)
         measured: list[list[float]] = []
         for step in range(steps):
             change(step, paces)
             self.walked.append(history.division)
             measured.append([
-                pace * (self.step_s + Speed(each, self.fixed_s).seconds(share, history.division.parts))
+                pace * (self.step_s + Speed(each, self.fixed_s).seconds(share, history.division.parts_of(rank)))
                 * self.luck(rng)
-                for each, pace, share in zip(self.each, paces, history.division.shares, strict=True)
+                for rank, (each, pace, share) in enumerate(
+                    zip(self.each, paces, history.division.shares, strict=True)
+                )
             ])  # fmt: skip
             if step >= self.late:
                 known = step - self.late
@@ -184,6 +187,38 @@ def test_memory_binds_what_is_decided() -> None:
     for division in cluster.walked:
         assert division.fits([2, 30])
         assert sum(division.shares) == 24
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    each=st.lists(st.floats(1.0, 4.0), min_size=2, max_size=6),
+    who=st.integers(0, 5),
+    most=st.sampled_from([1, 2, 5]),
+    fixed_s=st.sampled_from([0.0, 0.3, 2.0]),
+    noise=st.sampled_from([0.0, 0.01, 0.03]),
+    seed=st.integers(0, 1000),
+)
+def test_a_rank_slowed_to_half_is_acted_on_where_each_runs_its_own_number(
+    each: list[float], who: int, most: int, fixed_s: float, noise: float, seed: int
+) -> None:
+    rank, total = who % len(each), 40 * len(each)
+
+    def change(step: int, paces: Paces) -> None:
+        paces[rank] = 2.0 if step >= 40 else 1.0
+
+    foretold = [Speed(one, fixed_s, most) for one in each]
+    cluster = Simulated(each, total, noise, seed=seed, fixed_s=fixed_s, foretold=foretold, lockstep=False)
+    cluster.run(80, change)
+    assert cluster.decided and cluster.decided[0][0] >= 42
+    slowed = [2.0 if number == rank else 1.0 for number in range(len(each))]
+    now = [Speed(one * pace, fixed_s * pace, most) for one, pace in zip(each, slowed, strict=True)]
+    best = slowest_s(divide(total, now, lockstep=False), now)
+    assert best / cluster.seconds(cluster.decided[0][0], slowed) > 0.94 - noise
+    for division in cluster.walked:
+        assert division.fits([most] * len(each))
+        assert [division.parts_of(number) for number in range(len(each))] == [
+            max(1, -(-share // most)) for share in division.shares
+        ]
 
 
 def test_a_clock_that_gives_nothing_says_nothing() -> None:
