@@ -20,7 +20,9 @@ from phalanx.plan import calibrate as calibration
 from phalanx.plan.advice import Question
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.constants import DEFAULT
+from phalanx.plan.cost import Keep
 from phalanx.plan.experience import Experience
+from phalanx.plan.failures import DEVICE_MTBF_S, LEAST_S, Failures
 from phalanx.plan.present import Present
 from phalanx.plan.recipe_keys import free
 from phalanx.plan.search import Found
@@ -30,6 +32,9 @@ from phalanx.resilience_config import ResilienceSection
 
 STEP_S = 10.0  # of a job of which nobody says what it trains
 CHECKPOINT_S = 10.0
+KEPT: dict[Keep, str] = {
+    "checkpoints": "checkpoints alone", "memory": "steps in the memory of their node", "copies": "copies of steps",
+}  # fmt: skip
 # Parameters that only a simulation reads; only a plan; and only a plan's question, which a simulation may do without.
 SIMULATED = (
     "gpus", "per_node", "days", "keep", "detect", "restart", "checkpoint_time", "commit_time", "copies_every", "spares",
@@ -73,7 +78,7 @@ def plan_command(
     ] = None,
     days: Annotated[float, typer.Option(min=0.01, max=3650.0, help="With --simulate: how long.")] = 30.0,
     keep: Annotated[
-        large.Keep | None,
+        Keep | None,
         typer.Option(
             help="With --simulate: what outlives a failure; each step in memory, or there on two nodes. "
             "Default: as the recipe's resilience says; without a recipe, checkpoints."
@@ -91,12 +96,16 @@ def plan_command(
     ] = None,
     commit_time: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="With --simulate: by which a step is longer that is kept in memory."),
+        typer.Option(
+            metavar="TIME", help="With --simulate, without a recipe: by which a step is longer that is kept in memory."
+        ),
     ] = None,
     copies_every: Annotated[
         int,
         typer.Option(
-            min=1, help="With --simulate --keep copies: steps of which two nodes keep one, as resilience.replicate."
+            min=1,
+            help="With --simulate --keep copies, without a recipe, whose resilience.replicate says it: steps of which "
+            "two nodes keep one.",
         ),
     ] = 1,
     spares: Annotated[int, typer.Option(min=0, help="With --simulate: nodes that wait beside the others.")] = 4,
@@ -140,19 +149,21 @@ def plan_command(
                 _refuse_unread(context, ("commit_time",), "without --keep memory or copies")
         else:
             _refuse_unread(context, ("per_node",), "for a plan's own devices")
-            _refuse_unread(
-                context, ("commit_time", "copies_every"), "for a recipe, of whose own steps and keys both are"
-            )
+            _refuse_unread(context, ("commit_time",), "for a recipe, whose plan says what keeping a step takes")
+            _refuse_unread(context, ("copies_every",), "for a recipe, whose resilience.replicate says it")
     mtbf_s = None if mtbf is None else parse.seconds(mtbf, "--mtbf")
     lived = None if run is None else _lived(run)
-    wanted = record.Wanted(None if tokens is None else parse.amount(tokens, "--tokens"), price, mtbf_s, wish, lived)
+    failures = Failures(mtbf_s) if lived is None else lived.failures(mtbf_s)
+    wanted = record.Wanted(None if tokens is None else parse.amount(tokens, "--tokens"), price, wish, lived)
     if price is not None and tokens is None:
         raise ConfigError("--price needs to know how much is trained on; give --tokens, such as --tokens 300B")
     if recipe_path is None and not simulate:
         raise ConfigError(
             "there is no recipe to plan for; name one, such as recipes/llama-3-8b.yaml, or add --simulate"
         )
-    found = None if recipe_path is None else _planned(recipe_path, overrides or [], cluster_text, hardware_path, keep)
+    found = None
+    if recipe_path is not None:
+        found = _planned(recipe_path, overrides or [], cluster_text, hardware_path, keep, failures)
     terminal = open_terminal()
     if found is not None and not found[2].plans:
         question, cluster, nothing = found
@@ -213,7 +224,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _planned(
-    path: Path, overrides: list[str], text: str | None, file: Path | None, keep: large.Keep | None
+    path: Path, overrides: list[str], text: str | None, file: Path | None, keep: Keep | None, failures: Failures
 ) -> tuple[Question, Cluster, Found]:
     """The question that a command line asks, and what was found."""
     if (text is None) == (file is None):
@@ -230,7 +241,7 @@ def _planned(
     if keep is not None:
         config = recipe.update(config, large.keys_for(keep, config.resilience))
     constants = DEFAULT if known is None else measured.constants_of(known)
-    question = Question(config, _folder_spec(config), tuple(overrides), constants)
+    question = Question(config, _folder_spec(config), tuple(overrides), constants, failures=failures)
     return question, cluster, question.on(cluster)
 
 
@@ -248,7 +259,7 @@ def _folder_spec(config: Config) -> ModelSpec | None:
 
 def _job(
     found: tuple[Question, Cluster, Found] | None, gpus: int | None, per_node: int, mtbf_s: float | None, days: float,
-    keep: large.Keep | None, spares: int, seed: int, lived: Experience | None = None,
+    keep: Keep | None, spares: int, seed: int, lived: Experience | None = None,
 ) -> large.Job:  # fmt: skip
     """What is simulated: the plan's devices and steps, or as many as the command line says, of an assumed step."""
     job = large.Job(
@@ -258,31 +269,32 @@ def _job(
     if lived is not None:
         # Of a recovery it is not known how long it took to notice the failure.
         restart_s = job.restart_s if lived.recovery_s is None else lived.recovery_s
-        checkpoint_s = job.checkpoint_s if lived.checkpoint_s is None else max(record.LEAST_S, lived.checkpoint_s)
+        checkpoint_s = job.checkpoint_s if lived.checkpoint_s is None else max(LEAST_S, lived.checkpoint_s)
         job = replace(job, restart_s=restart_s, checkpoint_s=checkpoint_s)
     if found is None and gpus is None:
         raise ConfigError("--simulate needs to know how many devices there are; give --gpus, or a recipe and a cluster")
     if found is not None:
-        best, resilience = found[2].best, found[0].config.resilience
+        question, _, plans = found
+        best = plans.best
         if gpus not in (None, best.devices):
             raise ConfigError(
                 f"--gpus {gpus} and a plan for {best.devices} devices are two clusters; leave one of them out"
             )
-        saving, commit_s = record.saving_of(best, mtbf_s, lived), best.estimate.terms["commit"]
-        per_node = math.gcd(best.devices, *(group.per_node for group in best.cluster.groups))
+        kept = best.estimate.kept
+        if keep not in (None, kept):
+            raise ConfigError(
+                f"--keep {keep} cannot be on {parse.text_of(best.cluster)}: the plan has {KEPT[kept]}, since there is "
+                "no other node, or no room for more; leave it out"
+            )
         job = replace(
-            job,
+            job.of_plan(best, question),
             devices=best.devices,
-            per_node=per_node,
-            step_s=best.estimate.step_s - commit_s,
-            step_assumed=False,
-            checkpoint_s=saving["checkpoint_s"],
-            commit_s=commit_s,
-            keep=keep or large.kept(best, resilience),
-            copies_every=resilience.replicate if isinstance(resilience.replicate, int) else 1,
+            per_node=math.gcd(best.devices, *(group.per_node for group in best.cluster.groups)),
+            checkpoint_s=question.failures.saving(best.estimate, best.devices).checkpoint_s,
+            keep=kept,
             group=best.choice.tensor * best.choice.pipeline,
         )
-    return replace(job, mtbf_s=mtbf_s if mtbf_s is not None else record.DEVICE_MTBF_S / job.devices)
+    return replace(job, mtbf_s=mtbf_s if mtbf_s is not None else DEVICE_MTBF_S / job.devices)
 
 
 def _every(text: str | None, what: str) -> float:

@@ -12,7 +12,8 @@ from phalanx.models.spec import ModelSpec
 from phalanx.plan import parse
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import DEFAULT, Constants
-from phalanx.plan.cost import Estimate
+from phalanx.plan.cost import Keep
+from phalanx.plan.failures import Failures
 from phalanx.plan.kinds import KINDS, Kind
 from phalanx.plan.recipe_keys import PLANNED, free, pins_of, shape_of, space_of, work_of
 from phalanx.plan.search import Found, Plan, search
@@ -28,16 +29,20 @@ WORDS = {
     "offload": "the way to the host's memory",
     "other": "everything else",
 }
+KEPT: tuple[Keep, ...] = ("checkpoints", "memory", "copies")
+LACKS = {"checkpoints": "it keeps no step in memory", "memory": "it keeps no step on another node"}
+HAS = {"memory": "it keeps steps in memory", "copies": "it keeps steps on other nodes, too"}
 MEMORY = 1.5  # how much more memory is asked about
 MOST_NODES = 4096  # that are looked through for enough memory
-KEPT = 6  # families of layouts, as a search keeps them
+FAMILIES = 6  # of layouts, as a search keeps them
 
 
 @dataclass(frozen=True)
 class Question:
     """A recipe's work, as a plan is asked for it: `config` without a layout, `overrides` that hold some of it fixed,
     `folder_spec` the shapes of `model.from_hf` where there is one. `pins`: fields of a Choice that are fixed besides;
-    `whole`: all devices are to be used, in the order they are in."""
+    `whole`: all devices are to be used, in the order they are in. `failures`: what is known of them but for what the
+    overrides say of checkpoints."""
 
     config: Config
     folder_spec: ModelSpec | None
@@ -45,6 +50,14 @@ class Question:
     constants: Constants = DEFAULT
     pins: Mapping[str, Any] = field(default_factory=dict)
     whole: bool = False
+    failures: Failures = field(default_factory=Failures)
+
+    def failing(self) -> Failures:
+        """With the interval of checkpoints, where that is held fixed: at the end there is one anyway."""
+        if "checkpoint.every" not in {word.partition("=")[0] for word in self.overrides}:
+            return self.failures
+        steps = self.config.checkpoint.every or self.config.train.steps
+        return replace(self.failures, checkpoint_steps=max(1, steps))
 
     def work(self, cluster: Cluster) -> Work:
         """A step there."""
@@ -66,8 +79,8 @@ class Question:
                     continue
                 plans += [plan for plan in more.plans if self.work(plan.cluster) == alone]
                 tried += more.tried
-        plans.sort(key=lambda plan: plan.estimate.step_s)
-        return Found(tuple(plans[:KEPT]), None if plans else found.short, tried)
+        plans.sort(key=lambda plan: plan.lasting_s)
+        return Found(tuple(plans[:FAMILIES]), None if plans else found.short, tried)
 
     def _search(self, cluster: Cluster, near: Found | None) -> Found:
         work = self.work(cluster)
@@ -78,12 +91,21 @@ class Question:
             tensor, pipeline = near.best.choice.tensor, near.best.choice.pipeline
             kept = tuple(each for each in space.degrees if each in known or (each[0] <= tensor and each[1] <= pipeline))
             space = replace(space, degrees=kept or space.degrees)
-        return search(work, cluster, space, self.constants)
+        return search(work, cluster, space, self.constants, failures=self.failing())
+
+    def same_as(self, other: "Question", cluster: Cluster) -> bool:
+        """Whether what a plan reckons with is the same in both, whatever else of their recipes differs."""
+        return self._reckoned(cluster) == other._reckoned(cluster)
+
+    def _reckoned(self, cluster: Cluster) -> tuple[object, ...]:
+        pins = {**self.pins, **pins_of(self.config, self.overrides)}
+        work = self.work(cluster)
+        return work, space_of(self.config, work, cluster, pins), self.failing()
 
     def changed(self, *words: str) -> "Question":
         """The same with further keys. Raises ConfigError for keys or values that no recipe has."""
         tree = recipe.apply_overrides(self.config.model_dump(mode="json"), words)
-        config = recipe.check(tree, "the recipe")
+        config = recipe.check(tree, f"the recipe with {' '.join(words)}")
         keys = {word.partition("=")[0] for word in words}
         kept = tuple(word for word in self.overrides if word.partition("=")[0] not in keys)
         return replace(self, config=config, overrides=(*kept, *words))
@@ -107,11 +129,27 @@ def _of_types(cluster: Cluster) -> Iterator[Cluster]:
 # ------------------------------------------------------------------------------------------------------- other layouts
 
 
-def why_slower(other: Estimate, best: Estimate, faster: bool = False) -> str:
-    """In which part of a step a layout loses most against the best one; or wins, where it is `faster`."""
+def why_slower(other: Plan, best: Plan, faster: bool = False) -> str:
+    """In which part of its steps that last a layout loses most against the best one; or wins, where it is `faster`. Of
+    steps of unlike numbers of tokens it is for as many."""
+    scale = scaled(other, best)
+    gains = {name: scale * value - best.estimate.terms[name] for name, value in other.estimate.terms.items()}
+    lost = scale * (other.lasting_s - other.estimate.step_s) - (best.lasting_s - best.estimate.step_s)
     sign = -1 if faster else 1
-    name = max(best.terms, key=lambda term: sign * (other.terms[term] - best.terms[term]))
-    return f"{WORDS[name]} takes {_seconds(other.terms[name])} instead of {_seconds(best.terms[name])}"
+    name = max(gains, key=lambda term: sign * gains[term])
+    if sign * lost > sign * gains[name]:
+        kept, ours = other.estimate.kept, best.estimate.kept
+        words = "" if kept == ours else f"{LACKS[kept] if KEPT.index(kept) < KEPT.index(ours) else HAS[kept]}: "
+        words += f"failures take {_percent(1 - other.goodput)} of the time"
+        return f"{words} instead of {_percent(1 - best.goodput)}"
+    theirs_s, ours_s = scale * other.estimate.terms[name], best.estimate.terms[name]
+    return f"{WORDS[name]} takes {_seconds(theirs_s)} instead of {_seconds(ours_s)}"
+
+
+def scaled(other: Plan, best: Plan) -> float:
+    """What seconds of a step of `other` are to be multiplied with, to be of as many tokens as one of `best`."""
+    tokens = [plan.estimate.tokens_per_s * plan.estimate.step_s for plan in (other, best)]
+    return tokens[1] / tokens[0]
 
 
 def explain(question: Question, cluster: Cluster, best: Plan, wish: str) -> dict[str, Any]:
@@ -120,21 +158,25 @@ def explain(question: Question, cluster: Cluster, best: Plan, wish: str) -> dict
     if "=" not in wish:
         raise ConfigError(f"--explain {wish} has no value; write it as key=value, such as parallel.tensor=4")
     asked = question.changed(wish)
+    if asked.same_as(question, cluster):
+        return {"wish": wish, "fits": True, "counts": False}
     found = asked.on(cluster)
     if not found.plans:
         if found.short is None:
             raise ConfigError(none_even(asked, cluster))
         lacking = found.short.missing_bytes
-        return {"wish": wish, "fits": False, "missing_bytes": lacking, "kind": found.short.kind.name}
+        return {"wish": wish, "fits": False, "counts": True, "missing_bytes": lacking, "kind": found.short.kind.name}
     theirs = found.best
-    slower = best.estimate.tokens_per_s / theirs.estimate.tokens_per_s - 1
+    slower = best.lasting_tokens_per_s / theirs.lasting_tokens_per_s - 1
     return {
         "wish": wish,
         "fits": True,
+        "counts": True,
         "plan": theirs,
         "tokens_per_s": theirs.estimate.tokens_per_s,
+        "goodput": theirs.goodput,
         "slower": slower,
-        "why": why_slower(theirs.estimate, best.estimate, faster=slower < 0),
+        "why": why_slower(theirs, best, faster=slower < 0),
     }
 
 
@@ -142,7 +184,7 @@ def explain(question: Question, cluster: Cluster, best: Plan, wish: str) -> dict
 
 
 def helps(question: Question, cluster: Cluster, near: Found) -> list[tuple[str, float]]:
-    """(change, how many times as many tokens a second) of what could be bought, the most helpful first."""
+    """(change, how many times as many tokens a second that last) of what could be bought, the most helpful first."""
     ideas: list[tuple[str, Cluster]] = []
     if cluster.nodes > 1:
         faster = replace(cluster, between_bits_per_s=2 * cluster.between_bits_per_s)
@@ -159,7 +201,7 @@ def helps(question: Question, cluster: Cluster, near: Found) -> list[tuple[str, 
     for words, other in ideas:
         found = question.on(other, near)
         if found.plans:
-            gains.append((words, found.best.estimate.tokens_per_s / near.best.estimate.tokens_per_s))
+            gains.append((words, found.best.lasting_tokens_per_s / near.best.lasting_tokens_per_s))
     return sorted(gains, key=lambda gain: -gain[1])
 
 
@@ -290,6 +332,10 @@ def _names(groups: Sequence[Group], than: Kind) -> str:
     return " and ".join(
         dict.fromkeys(group.kind.name for group in groups if group.kind.memory_bytes < than.memory_bytes)
     )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
 def _seconds(value: float) -> str:

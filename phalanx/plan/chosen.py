@@ -69,8 +69,6 @@ def choose(asked: Asked, before: Mapping[str, Any] | None) -> dict[str, Any]:
     config = recipe.update(asked.config, free | {"balance.hardware": None, "parallel.layout": "given"})
     cluster, constants, basis = asked.cluster()
     pins = pins_of(config, [f"{key}=" for key in sorted(asked.written)])
-    if "parallel.sequence" in asked.written and config.parallel.sequence != "auto":
-        pins["sequence"] = config.parallel.sequence
     question = Question(config, asked.folder_spec, (), constants, pins, whole=True)
     chosen_for = {
         "nodes": _plain(asked.nodes),
@@ -103,7 +101,8 @@ def choose(asked: Asked, before: Mapping[str, Any] | None) -> dict[str, Any]:
                 "layout": in_words(other),
                 "keys": keys_of(other),
                 "step_s": other.estimate.step_s,
-                "why": advice.why_slower(other.estimate, plan.estimate),
+                "goodput": other.goodput,
+                "why": advice.why_slower(other, plan),
             }
             for other in found.plans[1:5]
         ],
@@ -166,10 +165,10 @@ def _why(found: Found) -> str:
     if len(found.plans) > 1:
         other = found.plans[1]
         said += f"; next best of {found.tried} that were looked at: {in_words(other)}, "
-        longer = other.estimate.step_s / best.step_s - 1
+        longer = other.lasting_s / found.best.lasting_s - 1
         if longer < ALIKE:
             return said + "as fast"
-        said += f"{100 * longer:.1f} % longer, since {advice.why_slower(other.estimate, best)}"
+        said += f"{100 * longer:.1f} % longer, since {advice.why_slower(other, found.best)}"
     return said
 
 

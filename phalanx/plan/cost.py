@@ -7,6 +7,7 @@ for the stages before it, gradients and parameters travel as the engine has it, 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from phalanx.errors import ConfigError
 from phalanx.plan import compute, exchange, links
@@ -19,6 +20,7 @@ from phalanx.plan.kinds import Kind
 from phalanx.plan.memory import Held, held, parameters_of
 from phalanx.plan.work import Work
 
+Keep = Literal["checkpoints", "memory", "copies"]  # what outlives a failure: of steps, beside checkpoints
 TERMS = ("compute", "communication", "bubble", "imbalance", "optimizer", "commit", "offload", "other")
 
 
@@ -42,6 +44,7 @@ class Estimate:
     tokens_per_s: float
     mfu: float  # of the data-sheets' peak of all devices that are used
     replicas: Replicas | None = None  # None: no node gets what another one has
+    kept: Keep = "checkpoints"  # each step in memory, which outlives processes; copies of it elsewhere outlive nodes
 
     @property
     def fits(self) -> bool:
@@ -118,7 +121,8 @@ class Model:
         }
         # What is copied and sent of a step has until the update of the next one, beside what that sends itself.
         window_s = sum(terms.values()) - update_s
-        if all(each.keeps.own for each in found):  # else none of them has room
+        keeps = all(each.keeps.own for each in found)  # else none of them has room
+        if keeps:
             terms["commit"] = max(exchange.commit_s(each.kind, each.state_bytes, window_s, constants) for each in found)
         replicas = self._replicas(found, window_s - travel.exposed_s - travel.hidden_s)
         if replicas is not None:
@@ -133,7 +137,10 @@ class Model:
         )
         tokens_per_s = work.tokens / step_s
         mfu = tokens_per_s * work.flops_per_token() / peak
-        return Estimate(step_s, terms, found, tokens_per_s, mfu, replicas)
+        # Or other nodes have the same state anyway.
+        copied = replicas is not None or (self._nodes(devices) > 1 and not self.replicated(choice, copies))
+        kept: Keep = "checkpoints" if not keeps else "copies" if copied and work.replicate != "off" else "memory"
+        return Estimate(step_s, terms, found, tokens_per_s, mfu, replicas, kept)
 
     # ------------------------------------------------------------------------------------------------------- who is who
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import ConfigError
+from phalanx.plan.failures import RECOVERY_S, Failures
 from phalanx.records import Kind, RunPaths, read_lines, read_steps
 
 DEATHS = (Kind.WORKER_DIED, Kind.NODE_LOST)
@@ -22,6 +23,11 @@ class Experience:
     recoveries: int
     checkpoint_s: float | None
     checkpoints: int
+
+    def failures(self, mtbf_s: float | None) -> Failures:
+        """As far as they are known from it."""
+        recovery_s = RECOVERY_S if self.recovery_s is None else self.recovery_s
+        return Failures(mtbf_s, recovery_s, self.checkpoint_s)
 
 
 def of_run(paths: RunPaths) -> Experience:

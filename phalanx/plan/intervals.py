@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from phalanx.errors import ConfigError
 
 NEVER_S = 1e15  # thirty million years: what comes less often needs no checkpoint
+MOST_EXPONENT = 700  # whose power a float can hold
 HALVINGS = 100  # of an interval in which a root lies: more than a float has bits
 
 
@@ -81,7 +82,7 @@ def share_done(work_s: float, cost_s: float, mtbf_s: float, recovery_s: float) -
     0.9033
     """
     exponent = (work_s + cost_s + recovery_s) / mtbf_s
-    if exponent > 700:  # beyond what a float can hold: it would never come to an end
+    if exponent > MOST_EXPONENT:  # it would never come to an end
         return 0.0
     return work_s / (mtbf_s * math.exp(recovery_s / mtbf_s) * math.expm1((work_s + cost_s) / mtbf_s))
 
@@ -94,6 +95,8 @@ def goodput(saving: Saving, commit_steps: int, checkpoint_steps: int | None) -> 
     these take back (`share_done`), and to first order in how both kinds meet.
     """
     soft_per_s = (1 - saving.hard if checkpoint_steps is not None else 1.0) / saving.mtbf_s
+    if soft_per_s * saving.recovery_s > MOST_EXPONENT:
+        return 0.0
     period_s = commit_steps * saving.step_s + saving.commit_s
     stretched = period_s / (commit_steps * saving.step_s)
     stretched *= 1 + math.expm1(soft_per_s * saving.recovery_s) + soft_per_s * period_s / 2

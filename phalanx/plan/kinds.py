@@ -8,6 +8,7 @@ of torch's products of 1,024 to 10,240 rows in a public collection of such runs,
 T4 is capped by its 70 W within seconds: products of 4,096 rows then go on at 24 Tflop/s.
 """
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -167,8 +168,10 @@ def known(name: str) -> Kind | None:
 
 def unknown(name: str) -> str:
     """What is said of a kind that nobody knows: which numbers are needed of it, and what finds them."""
+    near = difflib.get_close_matches(name.upper().replace(" ", "-"), [*KINDS, *ALIASES], n=1)
+    meant = f"; did you mean {near[0]}?" if near else "."
     return (
-        f"no kind of device is called {name!r}; known are {', '.join(KINDS)}. Of another one these numbers are needed: "
+        f"no kind of device is called {name!r}; known are {', '.join(KINDS)}{meant} Of another one numbers are needed: "
         "seconds of passes of a model, bytes of memory, and bytes per second of its links to other devices and to its "
         "host. `phalanx hardware` on a node of them measures all; give its file as --hardware"
     )

@@ -2,15 +2,15 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from phalanx.cluster.affairs import Policy
 from phalanx.errors import ConfigError
 from phalanx.plan import intervals
 from phalanx.plan.advice import Question
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import counted
-from phalanx.plan.record import HARDWARE_SHARE
+from phalanx.plan.cost import Estimate, Keep, Model, counted
+from phalanx.plan.failures import HARDWARE_SHARE
 from phalanx.plan.search import Found, Plan
 from phalanx.plan.simulate import Scenario, simulate
 from phalanx.resilience_config import ResilienceSection
@@ -19,19 +19,24 @@ AIMS = (0.90, 0.95, 0.99)
 SIZES = (8, 32, 128, 512, 2048, 8192, 16384)
 HANG_S, HANG_STEPS = 20.0, 10  # resilience.hang_s auto
 MOST_DEVICES = 131_072
-Keep = Literal["checkpoints", "memory", "copies"]
 # Of failures, the share that takes back to a checkpoint, by what is kept.
 TAKES_BACK: dict[Keep, float] = {"checkpoints": 1.0, "memory": HARDWARE_SHARE, "copies": 0.0}
+ALL: tuple[Keep, ...] = tuple(TAKES_BACK)
 
 
-def kept(plan: Plan, resilience: ResilienceSection) -> Keep:
-    """What outlives a failure of a run of that plan with such a section, as far as there is room for it."""
-    estimate = plan.estimate
-    if resilience.memory is False or not all(each.keeps.own for each in estimate.memory):
-        return "checkpoints"
-    # Or others have it anyway.
-    copied = estimate.replicas is not None or (plan.cluster.nodes > 1 and 0 < plan.choice.shard_degree < plan.copies)
-    return "copies" if copied and resilience.replicate != "off" else "memory"
+def with_all_kept(plan: Plan, question: Question) -> Estimate:
+    """The same layout where a step is kept wherever there is room for it, whatever the recipe wants."""
+    resilience = question.config.resilience
+    if resilience.memory is not False and resilience.replicate != "off":
+        return plan.estimate
+    every = resilience.replicate if isinstance(resilience.replicate, int) else "auto"
+    asked = question.changed("resilience.memory=auto", f"resilience.replicate={every}")
+    return Model(asked.work(plan.cluster), plan.cluster, asked.constants).predict(plan.choice)
+
+
+def paid(estimate: Estimate) -> tuple[float, float]:
+    """Seconds by which a step is longer since it is kept in memory, and since others get it as well."""
+    return estimate.terms["commit"], 0.0 if estimate.replicas is None else estimate.replicas.waits_s
 
 
 def keys_for(keep: Keep, resilience: ResilienceSection) -> dict[str, Any]:
@@ -48,8 +53,8 @@ def keys_for(keep: Keep, resilience: ResilienceSection) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Job:
     """What is to be simulated; seconds. `step_assumed`: nobody has said what it trains. `commit_s` comes to `step_s`
-    where steps are kept, and of those that are copied it is each `copies_every`th. `group`: devices that hold a copy of
-    the model together."""
+    where steps are kept, and `copies_s` besides where each `copies_every`th is copied, on average. `possible`: what
+    there is room for. `group`: devices that hold a copy of the model together."""
 
     devices: int
     per_node: int
@@ -62,7 +67,9 @@ class Job:
     spares: int
     seed: int
     commit_s: float = 0.0
+    copies_s: float = 0.0
     copies_every: int = 1
+    possible: tuple[Keep, ...] = ALL
     group: int = 1
     detect_s: float = 1.0
     restart_s: float = 60.0
@@ -73,10 +80,29 @@ class Job:
     def nodes(self) -> int:
         return self.devices // self.per_node
 
+    def paid_s(self, keep: Keep) -> float:
+        """By which each step is longer for that to outlive a failure."""
+        commit_s = 0.0 if keep == "checkpoints" else self.commit_s
+        return commit_s + (self.copies_s if keep == "copies" else 0.0)
+
+    def of_plan(self, plan: Plan, question: Question) -> "Job":
+        """With the steps of a plan, and with what it would pay for keeping them."""
+        full = with_all_kept(plan, question)
+        commit_s, copies_s = paid(full)
+        return replace(
+            self,
+            step_s=plan.estimate.step_s - sum(paid(plan.estimate)),
+            step_assumed=False,
+            commit_s=commit_s,
+            copies_s=copies_s,
+            copies_every=1 if full.replicas is None else full.replicas.every,
+            possible=ALL[: ALL.index(full.kept) + 1],
+        )
+
     def saving(self, keep: Keep) -> intervals.Saving:
         """As the closed forms take it. A lost node takes the run back to the last step that another one has: as to a
         checkpoint that costs nothing."""
-        recovery_s, commit_s = self.detect_s + self.restart_s, 0.0 if keep == "checkpoints" else self.commit_s
+        recovery_s, commit_s = self.detect_s + self.restart_s, self.paid_s(keep)
         if self.goes_back(keep):
             return intervals.Saving(self.step_s, self.mtbf_s, recovery_s, 0.0, commit_s, HARDWARE_SHARE)
         return intervals.Saving(self.step_s, self.mtbf_s, recovery_s, self.checkpoint_s, commit_s, TAKES_BACK[keep])
@@ -110,7 +136,7 @@ def simulated(
         Scenario(
             nodes=job.nodes, span_s=job.days * 86400, mtbf_s=job.mtbf_s, step_s=job.step_s, hard=HARDWARE_SHARE,
             detect_s=job.detect_s, restart_s=job.restart_s, memory=keep != "checkpoints",
-            commit_s=job.saving(keep).commit_s, copied=job.copies_every if keep == "copies" else 0,
+            commit_s=job.paid_s(keep), copied=job.copies_every if keep == "copies" else 0,
             checkpoint_steps=checkpoint_steps or 0, checkpoint_s=job.checkpoint_s,
             spares=job.spares, straggler_every_s=job.straggler_every_s, stall_every_s=job.stall_every_s,
             hang_s=_hang_s(resilience, job.step_s), policy=_policy(resilience, job),
@@ -122,14 +148,13 @@ def simulated(
         "job": {
             "devices": job.devices, "nodes": job.nodes, "mtbf_s": job.mtbf_s, "step_s": job.step_s,
             "step_assumed": job.step_assumed, "checkpoint_s": job.checkpoint_s, "keep": keep,
-            "checkpoint_steps": checkpoint_steps, "commit_s": job.saving(keep).commit_s,
-            "copies_every": job.copies_every,
+            "checkpoint_steps": checkpoint_steps, "commit_s": job.paid_s(keep), "copies_every": job.copies_every,
             "detect_s": job.detect_s, "restart_s": job.restart_s, "spares": job.spares, "seed": job.seed,
         },
         "span_s": outcome.span_s,
         "goodput": outcome.goodput,
         "closed_form": job.goodput(keep),
-        "if_kept": {each: job.goodput(each) for each in TAKES_BACK},
+        "if_kept": {each: job.goodput(each) for each in job.possible},
         "seconds": outcome.seconds,
         "steps": outcome.steps,
         "attempts": outcome.attempts,
@@ -150,27 +175,28 @@ def simulated(
 
 def _scaled(job: Job, devices: int, question: tuple[Question, Cluster, Found] | None) -> dict[str, Any]:
     """As many devices in whole nodes, unlike ones in the same mix, each failing as often; the same steps, where it is
-    known what they are. Tokens per second are of steps alone, without commits, as the goodput is."""
-    there_job, rates = job, dict[str, float | None]()
+    known what they are. Tokens per second are of steps alone, without what keeping them takes, as the goodput is."""
+    there_job, rates, keep = job, dict[str, float | None](), job.keep
     if question is not None:
         asked, cluster, found = question
         there = mixed(cluster, devices)
         devices = there.devices
+        mtbf_s = job.mtbf_s * job.devices / devices
+        asked = replace(asked, failures=replace(asked.failures, mtbf_s=mtbf_s))
         plan, best = _best_on(there, asked, found), found.best
         rates = {"tokens_per_s": None, "of_ideal": None}
         if plan is not None:
-            step_s, commit_s = plan.estimate.step_s, plan.estimate.terms["commit"]
-            there_job = replace(job, step_s=step_s - commit_s, commit_s=commit_s)
+            there_job, keep = job.of_plan(plan, asked), plan.estimate.kept
             alike = plan.estimate.tokens_per_s / best.estimate.tokens_per_s
             ideal = _power(there, there.devices, asked) / _power(best.cluster, best.devices, asked)
-            per_s = plan.estimate.tokens_per_s * step_s / there_job.step_s
+            per_s = plan.estimate.tokens_per_s * plan.estimate.step_s / there_job.step_s
             rates = {"tokens_per_s": per_s, "of_ideal": alike / ideal}
     there_job = replace(there_job, mtbf_s=job.mtbf_s * job.devices / devices)
-    steps = there_job.checkpoint_steps(job.keep)
+    steps = there_job.checkpoint_steps(keep)
     return {
         "devices": devices, "mtbf_s": there_job.mtbf_s, **rates,
         "checkpoint_every_s": None if steps is None else steps * there_job.step_s,
-        "goodput": there_job.goodput(job.keep),
+        "goodput": there_job.goodput(keep),
     }  # fmt: skip
 
 

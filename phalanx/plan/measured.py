@@ -21,6 +21,9 @@ from phalanx.plan.work import WIDTH, Work
 
 CALLS_AT_MOST = 2.0  # times as fast that a CPU may be without what its calls take
 LIKE = "A100-40GB"  # what an accelerator that nobody knows is taken to be made like, at the speed that was measured
+# Ratio of the times of neighbours of one model on a node that count as alike: what is measured in a moment differs by
+# so much, and where devices differ by design (parts of a CPU, say) it is more.
+ALIKE = 1.25
 ALIKE_MEMORY = 1.02  # ratio of the memories of two devices that count as alike
 
 
@@ -80,16 +83,16 @@ def _told_apart(kinds: Sequence[Kind]) -> list[Kind]:
 
 
 def _alike(devices: Sequence[Device], speeds: Sequence[Speed]) -> Iterator[list[Device]]:
-    """Neighbours on a node that are of one model and take about as long, together, since noise is no difference."""
+    """Neighbours on a node that are of one model and take about as long, together, since noise is no difference: as one
+    they can be slices of a model."""
     same: list[Device] = []
     for device in devices:
-        if same:
-            size = min(each.times[-1][0] for each in (same[0], device)) if same[0].times and device.times else 1
-            first, took = (speeds[each.rank].seconds(size, 1) for each in (same[0], device))
-            near = max(first, took) <= hardware.ALIKE * min(first, took)
-            if not near or (device.node, device.model) != (same[0].node, same[0].model):
-                yield same
-                same = []
+        together = [*same, device]
+        size = min(each.times[-1][0] if each.times else 1 for each in together)
+        took = [speeds[each.rank].seconds(size, 1) for each in together]
+        if max(took) > ALIKE * min(took) or (device.node, device.model) != (together[0].node, together[0].model):
+            yield same
+            same = []
         same.append(device)
     yield same
 

@@ -70,9 +70,13 @@ def cluster(text: str) -> Cluster:
 
 def _group(text: str, at: int) -> tuple[Group, int]:
     """One part, and where it ends."""
-    nodes, start = _times(text, at, "nodes")
+    match = TIMES.match(text, at)
+    bracket = match is not None and text[_skip(text, match.end()) :].startswith("(")
+    nodes, start = _times(text, at, "nodes" if bracket else "devices")
     start = _skip(text, start)
     if text[start : start + 1] != "(":
+        if nodes is not None and TIMES.match(text, start):
+            raise _wrong(text, start, "devices of several nodes stand in brackets; write it as 4x(8xA100-80GB)")
         kind, end = _kind(text, start)
         return Group(1, nodes or 1, kind), end  # what stands before a kind are devices of one node
     inside = _skip(text, start + 1)

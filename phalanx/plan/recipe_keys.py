@@ -22,15 +22,20 @@ MORE_STATE = {"amsgrad": 4.0, "momentum": 4.0, "centered": 4.0}  # options that 
 SENT = {"none": 4, "bf16": 2, "int8": 1}  # bytes of a gradient's element on its way, by comm.compress
 # Keys of a recipe that a plan chooses, and the field of a Choice that each is.
 PLANNED = {
+    "parallel.data": "engine",
     "parallel.zero": "zero",
     "parallel.shard_degree": "shard_degree",
     "parallel.reduce": "reduce",
     "parallel.tensor": "tensor",
+    "parallel.sequence": "sequence",
     "parallel.pipeline": "pipeline",
     "parallel.schedule": "virtual",
+    "parallel.stages": "stages",
     "train.micro_batch": "micro_batch",
     "memory.activations": "recompute",
     "optim.slots": "slots",
+    "balance.work": "shares",
+    "balance.state": "state",
 }
 # What a plan finds out by itself, whatever a recipe made for another cluster says.
 FREE: dict[str, Any] = {
@@ -41,6 +46,12 @@ FREE: dict[str, Any] = {
     "balance.work": "auto", "balance.state": "auto", "balance.hardware": None,
 }  # fmt: skip
 SCHEDULES = {"1f1b": 1, "interleaved": 2}
+# Fields of a Choice by parallel.data.
+DATA: dict[str, dict[str, Any]] = {
+    "single": {"devices": 1},
+    "sharded": {"engine": "sharded"},
+    "fsdp2": {"engine": "fsdp", "zero": 3, "reduce": "per_micro_batch", "shard_degree": 0},
+}
 
 
 def shape_of(config: Config, folder_spec: ModelSpec | None = None) -> ModelSpec:
@@ -118,7 +129,7 @@ def free(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def pins_of(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
-    """Fields of a Choice that the command line holds to a value."""
+    """Fields of a Choice that the command line holds to a value; of `shares` and `state` that may be "even"."""
     pins: dict[str, Any] = {}
     for word in overrides:
         key = word.partition("=")[0]
@@ -126,8 +137,13 @@ def pins_of(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
             continue
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
-        if value == "auto":
+        if value in ("auto", "measured-once"):
             continue
+        if key == "parallel.data":
+            pins |= DATA[value]
+            continue
+        if isinstance(value, list):
+            value = tuple(value)
         if key == "parallel.schedule":
             if value not in SCHEDULES:
                 raise ConfigError(
@@ -181,14 +197,14 @@ def _why_not(config: Config, values: Mapping[str, int]) -> str | None:
 
 def keys_of(plan: Plan) -> dict[str, Any]:
     """The keys of a recipe that make it run in this layout; all that a layout is, so that nothing else interferes."""
-    choice = plan.choice
-    alone = plan.devices == 1
+    choice, fsdp = plan.choice, plan.choice.engine == "fsdp"
     keys: dict[str, Any] = {
-        "parallel.data": "single" if alone else "sharded",
-        "parallel.zero": "auto" if plan.copies == 1 else choice.zero,
+        "parallel.data": "fsdp2" if fsdp else "single" if plan.devices == 1 else "sharded",
+        "parallel.zero": "auto" if plan.copies == 1 or fsdp else choice.zero,
         "parallel.shard_degree": choice.shard_degree or "auto",
-        "parallel.reduce": "auto" if plan.copies == 1 else choice.reduce,
+        "parallel.reduce": "auto" if plan.copies == 1 or fsdp else choice.reduce,
         "parallel.tensor": choice.tensor,
+        "parallel.sequence": choice.sequence if choice.tensor > 1 else "auto",
         "parallel.pipeline": choice.pipeline,
         "parallel.schedule": "interleaved" if choice.virtual > 1 else "1f1b",
         "parallel.stages": list(choice.stages) if choice.stages and choice.virtual == 1 else "auto",

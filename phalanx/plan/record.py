@@ -9,19 +9,13 @@ from phalanx.plan import advice, parse
 from phalanx.plan.advice import Question
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.experience import Experience
-from phalanx.plan.intervals import Saving, best
+from phalanx.plan.failures import Failures, refused
+from phalanx.plan.intervals import best
 from phalanx.plan.memory import Held
 from phalanx.plan.recipe_keys import checked, keys_of
 from phalanx.plan.search import Found, Plan, Short
 
 VERSION = 1
-# Failures of one device, seconds: 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama 3, Dubey et al. 2024,
-# table 5), of which so many were of hardware, or may have been.
-DEVICE_MTBF_S = 54 * 86400 * 16384 / 419
-HARDWARE_SHARE = 0.78
-RECOVERY_S = 60.0  # until a large job steps again: reading a checkpoint, compiling, the first collectives
-LEAST_S = 1e-3  # of a checkpoint: nothing is free
-
 DAY_S = 86400.0
 
 
@@ -31,17 +25,17 @@ class Wanted:
 
     tokens: float | None = None  # to train on
     price: float | None = None  # of a device for an hour
-    mtbf_s: float | None = None  # of the whole job
     explain: str | None = None  # key=value
     experience: Experience | None = None  # what a run has shown of failures and of saving
 
 
 def plan_record(question: Question, cluster: Cluster, found: Found, wanted: Wanted, recipe_name: str) -> dict[str, Any]:
-    """The record of a plan, JSON-able. Raises ConfigError where the recipe refuses what was found, or a wish."""
+    """The record of a plan, JSON-able. Raises ConfigError where the recipe refuses what was found, or a wish, and where
+    failures leave nothing."""
     plan = found.best
     work = question.work(plan.cluster)
     checked(question.config, plan)
-    saving = saving_of(plan, wanted.mtbf_s, wanted.experience)
+    saving = saving_of(plan, question.failing(), wanted.experience)
     record: dict[str, Any] = {
         "version": VERSION,
         "recipe": recipe_name,
@@ -51,7 +45,7 @@ def plan_record(question: Question, cluster: Cluster, found: Found, wanted: Want
         },
         "cluster": _cluster(cluster),
         "used": {**_cluster(plan.cluster), "devices": plan.devices, "copies": plan.copies},
-        "keys": {**keys_of(plan), "checkpoint.every": saving["checkpoint_steps"]},
+        "keys": {**keys_of(plan), "checkpoint.every": saving["checkpoint_steps"] or 0},
         "expected": expected(plan),
         "saving": saving,
         "idle": advice.idle(question, cluster, plan),
@@ -60,7 +54,8 @@ def plan_record(question: Question, cluster: Cluster, found: Found, wanted: Want
                 "keys": keys_of(other),
                 "cluster": parse.text_of(other.cluster),
                 "step_s": other.estimate.step_s,
-                "why": advice.why_slower(other.estimate, plan.estimate),
+                "goodput": other.goodput,
+                "why": advice.why_slower(other, plan),
             }
             for other in found.plans[1:5]
         ],
@@ -125,38 +120,31 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def saving_of(plan: Plan, mtbf_s: float | None, experience: Experience | None = None) -> dict[str, Any]:
-    """How often to save, by Young and Daly. A checkpoint holds training up while the state leaves the device; the rest
-    is written while it goes on. Both this and a recovery take what a run has shown, where one is given.
+def saving_of(plan: Plan, failures: Failures, experience: Experience | None = None) -> dict[str, Any]:
+    """How often to save, by Young and Daly, unless that is held fixed, and what failures leave. `experience`: the run
+    that has shown what `failures` say of a recovery and a checkpoint. Raises ConfigError where they leave nothing.
 
-    Where steps are kept in memory, only a lost node goes back to a checkpoint. A run keeps every step, and what that
-    costs is in the step's seconds; `commit_steps` would be enough."""
+    Where steps are kept in memory, only a lost node goes back to a checkpoint. A run keeps every step; `commit_steps`
+    would be enough."""
     estimate = plan.estimate
-    holders, step_s = estimate.memory, estimate.step_s
-    cost_s = max(LEAST_S, *(held.state_bytes / held.kind.host_bytes_per_s for held in holders))
-    commits, commit_s = all(held.keeps.own for held in holders), estimate.terms["commit"]
-    recovery_s = RECOVERY_S
-    checkpoint_from = recovery_from = None
-    if experience is not None and experience.checkpoint_s is not None:
-        cost_s, checkpoint_from = max(LEAST_S, experience.checkpoint_s), experience.run
-    if experience is not None and experience.recovery_s is not None:
-        recovery_s, recovery_from = experience.recovery_s, experience.run
-    mtbf = mtbf_s if mtbf_s is not None else DEVICE_MTBF_S / plan.devices
-    saving = Saving(step_s, mtbf, recovery_s, cost_s, hard=HARDWARE_SHARE if commits else 1.0)
-    found = best(saving)
-    enough = best(replace(saving, step_s=step_s - commit_s, commit_s=commit_s)).commit_steps
+    saving, commit_s = failures.saving(estimate, plan.devices), estimate.terms["commit"]
+    goodput, commits = failures.goodput(estimate, plan.devices), estimate.kept != "checkpoints"
+    refused(goodput, saving)
+    enough = best(replace(saving, step_s=saving.step_s - commit_s, commit_s=commit_s)).commit_steps
     return {
-        "mtbf_s": mtbf,
-        "mtbf_assumed": mtbf_s is None,
-        "recovery_s": recovery_s,
-        "recovery_from": recovery_from,  # the run that has shown it; None: assumed
-        "checkpoint_s": cost_s,
-        "checkpoint_from": checkpoint_from,
-        "checkpoint_steps": found.checkpoint_steps,
+        "mtbf_s": saving.mtbf_s,
+        "mtbf_assumed": failures.mtbf_s is None,
+        "recovery_s": saving.recovery_s,
+        # The run that has shown it; None: assumed, or reckoned.
+        "recovery_from": experience.run if experience is not None and experience.recovery_s is not None else None,
+        "checkpoint_s": saving.checkpoint_s,
+        "checkpoint_from": experience.run if experience is not None and experience.checkpoint_s is not None else None,
+        "checkpoint_steps": failures.every(saving),
+        "kept": estimate.kept,  # what outlives a failure beside checkpoints
         "commit_s": commit_s if commits else None,  # of the step; None: nothing is committed in memory
         "commit_steps": enough if commits else None,
         "replicas": None if estimate.replicas is None else asdict(estimate.replicas),
-        "goodput": found.goodput,
+        "goodput": goodput,
     }
 
 

@@ -1,4 +1,5 @@
-"""The best layout of a step over a cluster: enumerate what can be run, leave out what cannot fit, rank by seconds.
+"""The best layout of a step over a cluster: enumerate what can be run, leave out what cannot fit, rank by seconds: of a
+step, or where failures count of a step that lasts.
 
 Every layout that is returned fits, by `memory`. Devices are taken in the cluster's order, from the first on; where some
 are better left idle, a smaller cluster or `Choice.devices` says so, with the reason. Unlike devices get shares by their
@@ -16,6 +17,7 @@ from phalanx.plan.choice import Choice, Recompute
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import DEFAULT, Constants
 from phalanx.plan.cost import Estimate, Model
+from phalanx.plan.failures import Failures
 from phalanx.plan.kinds import Kind
 from phalanx.plan.memory import Held
 from phalanx.plan.unlike import Unlike
@@ -34,7 +36,8 @@ Reduce = Literal["per_step", "per_micro_batch"]
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen: pairs of a tensor and a pipeline degree, and a field of Choice to one value in `pins`."""
+    """What may be chosen: pairs of a tensor and a pipeline degree, and a field of Choice to one value in `pins`;
+    `shares` and `state` may be "even"."""
 
     degrees: tuple[tuple[int, int], ...] = ((1, 1),)
     pins: Mapping[str, Any] = field(default_factory=dict)
@@ -43,11 +46,22 @@ class Space:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout that fits: `cluster` is what it uses of the one that was given, in order of rank."""
+    """A layout that fits: `cluster` is what it uses of the one that was given, in order of rank; `goodput` the share of
+    the time that goes into steps that last, 1 where nobody asks for failures."""
 
     choice: Choice
     estimate: Estimate
     cluster: Cluster
+    goodput: float = 1.0
+
+    @property
+    def lasting_s(self) -> float:
+        """Seconds for each step that lasts: what failures take is paid by the others."""
+        return self.estimate.step_s / self.goodput
+
+    @property
+    def lasting_tokens_per_s(self) -> float:
+        return self.estimate.tokens_per_s * self.goodput
 
     @property
     def devices(self) -> int:
@@ -103,14 +117,18 @@ def degrees(work: Work, cluster: Cluster) -> Iterator[tuple[int, int]]:
                     yield tensor, pipeline
 
 
-def search(work: Work, cluster: Cluster, space: Space, constants: Constants = DEFAULT, keep: int = 6) -> Found:
-    """The best layouts, `keep` families of them at most. Deterministic; of equals the first of the enumeration wins."""
-    found = _Found()
+def search(
+    work: Work, cluster: Cluster, space: Space, constants: Constants = DEFAULT, keep: int = 6,
+    failures: Failures | None = None,
+) -> Found:  # fmt: skip
+    """The best layouts, `keep` families of them at most; `failures` None: as if nothing ever failed. Deterministic; of
+    equals the first of the enumeration wins."""
+    found = _Found(failures)
     for part, turned in [(cluster, False)] if space.whole else _parts(cluster):
         _Search(work, part, space, constants, found, turned).run()
-    for plan in sorted(found.plans.values(), key=lambda plan: plan.estimate.step_s)[: 2 * keep]:
+    for plan in found.ranked()[: 2 * keep]:
         _Search(work, plan.cluster, space, constants, found, False).refine(plan)
-    plans = sorted(found.plans.values(), key=lambda plan: plan.estimate.step_s)[:keep]
+    plans = found.ranked()[:keep]
     return Found(tuple(plans), None if plans else found.short, found.tried)
 
 
@@ -143,18 +161,22 @@ def named(groups: Sequence[Group]) -> tuple[tuple[int, int, str], ...]:
 class _Found:
     """The best plan of each family so far, and the nearest miss."""
 
-    def __init__(self) -> None:
+    def __init__(self, failures: Failures | None) -> None:
+        self.failures = failures
         self.plans: dict[tuple[object, ...], Plan] = {}
         self.best_s = math.inf
         self.short: Short | None = None
         self.tried = self.missed = 0
+
+    def ranked(self) -> list[Plan]:
+        return sorted(self.plans.values(), key=lambda plan: plan.lasting_s)
 
     def is_hopeless(self, choice: Choice, cluster: Cluster, bound_s: float) -> bool:
         """Whether a layout that takes so long at least is none that anybody would look at."""
         if bound_s > WORTH * self.best_s:
             return True
         before = self.plans.get(family(choice, cluster))
-        return before is not None and bound_s > before.estimate.step_s
+        return before is not None and bound_s > before.lasting_s
 
     def miss(self, choice: Choice, cluster: Cluster, held: Held) -> None:
         """Note a layout that does not fit, if it is nearer to it than all others."""
@@ -172,9 +194,14 @@ class _Found:
         self.tried += 1
         key = family(choice, cluster)
         before = self.plans.get(key)
-        if before is None or estimate.step_s < before.estimate.step_s * BETTER:
-            self.plans[key] = Plan(choice, estimate, cluster)
-            self.best_s = min(self.best_s, estimate.step_s)
+        if before is not None and estimate.step_s >= before.lasting_s:
+            return True  # and no failure would make it faster
+        plan = Plan(choice, estimate, cluster)
+        if self.failures is not None:
+            plan = replace(plan, goodput=self.failures.goodput(estimate, plan.devices))
+        if before is None or plan.lasting_s < before.lasting_s * BETTER:
+            self.plans[key] = plan
+            self.best_s = min(self.best_s, plan.lasting_s)
         return True
 
 
@@ -207,7 +234,11 @@ class _Search:
     def device_counts(self, together: int) -> Iterator[int]:
         """How many devices are worth a try: all that make whole copies; fewer where the largest share of a step stays
         what it is, since sequences are whole; and few, where communication takes longer than computing."""
-        batch = self.work.global_batch
+        batch, wanted = self.work.global_batch, self.space.pins.get("devices")
+        if wanted is not None:
+            if wanted % together == 0 and self.cluster.spans[-1][0] < wanted <= self.cluster.devices:
+                yield wanted
+            return
         most = min(self.cluster.devices // together, batch)
         if most < 1:
             return
@@ -235,7 +266,9 @@ class _Search:
         """All else that can be chosen, for so many devices."""
         copies, pins = devices // (tensor * pipeline), self.space.pins
         # Stages of unlike devices have unlike numbers of layers, which interleaved ones cannot have.
-        twice = pipeline > 1 and 2 * pipeline <= self.work.layers and self.unlike.uniform
+        twice = pipeline > 1 and 2 * pipeline <= self.work.layers and self.unlike.uniform and "stages" not in pins
+        if len(pins.get("stages", range(pipeline))) != pipeline:
+            return
         for virtual in self.pinned("virtual", (1, 2) if twice else (1,)):
             for recompute, offload in RECOMPUTE:
                 if pins.get("recompute", recompute) != recompute or pins.get("offload", offload) != offload:
@@ -245,10 +278,14 @@ class _Search:
                 base = Choice(
                     tensor=tensor, pipeline=pipeline, virtual=virtual, recompute=recompute, offload=offload,
                     sequence=tensor > 1 and pins.get("sequence", self.work.seq_len % tensor == 0), devices=devices,
+                    engine=pins.get("engine", "sharded"),
                 )  # fmt: skip
                 if self.is_slow(base, copies):
                     continue
-                base = replace(base, stages=self.unlike.stage_layers(base, copies))
+                if "stages" in pins and virtual == 1:
+                    base = replace(base, stages=pins["stages"])
+                else:
+                    base = replace(base, stages=self.unlike.stage_layers(base, copies))
                 missed = self.found.missed
                 for size in self.sizes(copies):
                     if not self.sizes_fit(replace(base, micro_batch=size), copies):
@@ -283,10 +320,16 @@ class _Search:
 
     def sizes_fit(self, choice: Choice, copies: int) -> bool:
         """Try all ways of sharding; whether any of them fits, or might where it was passed over as too slow."""
-        if not self.unlike.uniform:
+        pins = self.space.pins
+        if "shares" in pins:
+            wanted = pins["shares"]
+            choice = replace(choice, shares=cost.even(self.work.global_batch, copies) if wanted == "even" else wanted)
+            if len(choice.shares) != copies:
+                return False
+        elif not self.unlike.uniform:
             choice = replace(choice, shares=self.unlike.shares(choice, copies))
-            if choice.shares and choice.micro_batch >= 2 * max(choice.shares):
-                return False  # half of it was as much as any copy has
+        if choice.shares and choice.micro_batch >= 2 * max(choice.shares):
+            return False  # half of it was as much as any copy has
         bound_s = self.least_s(choice, copies)
         if bound_s > WORTH * self.found.best_s:
             return True
@@ -300,13 +343,27 @@ class _Search:
                 continue
             holders = self.holders(each, copies)
             worst = min(holders, key=lambda held: held.left)
-            if worst.left < 0 and not self.unlike.uniform and each.pipeline == 1 and not degree and copies > 1:
-                each = replace(each, state=self.unlike.state_weights(holders, copies, each.tensor))
-            if worst.left < 0 and not each.state:
+            state = self.state_of(each, copies, holders)
+            if worst.left < 0 and state == ():
                 self.found.miss(each, self.cluster, worst)
-            else:
-                fitted |= self.see(each)
+            elif state is not None:
+                fitted |= self.see(replace(each, state=state))
         return fitted
+
+    def state_of(self, choice: Choice, copies: int, holders: Sequence[Held]) -> tuple[float, ...] | None:
+        """Parts of the state: as they are held fixed (None: they are for other numbers of ranks), by what unlike
+        devices have room for where even ones do not fit, or () for even ones."""
+        wanted, degree = self.space.pins.get("state"), choice.shard_degree
+        if wanted is None:
+            short = any(held.left < 0 for held in holders)
+            if short and not self.unlike.uniform and choice.pipeline == 1 and not degree and copies > 1:
+                return self.unlike.state_weights(holders, copies, choice.tensor)
+            return ()
+        if wanted == "even":
+            return ()
+        if choice.pipeline > 1 or len(wanted) != (degree or copies):
+            return None
+        return tuple(part / sum(wanted) for part in wanted)
 
     def see(self, choice: Choice) -> bool:
         """Predict a layout; whether it fits."""
@@ -334,9 +391,10 @@ class _Search:
         choice, pins = plan.choice, self.space.pins
         per_node = max(1, self.cluster.groups[0].per_node // choice.tensor)
         degrees = [each for each in (per_node, 2 * per_node) if 1 < each < plan.copies and plan.copies % each == 0]
-        for degree in [choice.shard_degree] if "shard_degree" in pins else [0, *degrees]:
+        for degree in [choice.shard_degree] if "shard_degree" in pins or "state" in pins else [0, *degrees]:
             for slots in self.pinned("slots", (1, 2) if choice.zero < 3 and plan.copies > 1 else (1,)):
-                other = replace(choice, shard_degree=degree, slots=slots, state=() if degree else choice.state)
+                state = choice.state if degree in (0, choice.shard_degree) else ()
+                other = replace(choice, shard_degree=degree, slots=slots, state=state)
                 if other != choice:
                     self.see(other)
 

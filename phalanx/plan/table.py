@@ -61,7 +61,10 @@ def _layout(record: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _short(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Without lists, which may have a thousand numbers, and without what is so by itself."""
-    plain = {"parallel.tensor": 1, "parallel.pipeline": 1, "parallel.schedule": "1f1b", "optim.slots": 1}
+    plain = {
+        "parallel.tensor": 1, "parallel.sequence": True, "parallel.pipeline": 1, "parallel.schedule": "1f1b",
+        "optim.slots": 1,
+    }  # fmt: skip
     return {key: value for key, value in keys.items() if not isinstance(value, list) and plain.get(key) != value}
 
 
@@ -99,7 +102,7 @@ def _further(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows.append(
         (
             "saving",
-            f"a checkpoint every {saving['checkpoint_steps']} steps ({seconds(saving['checkpoint_s'])} each"
+            f"{_every(saving['checkpoint_steps'])} ({seconds(saving['checkpoint_s'])} each"
             f"{_shown_by(saving['checkpoint_from'], ', reckoned')}) for a failure every {seconds(saving['mtbf_s'])}"
             f"{assumed} and recoveries of {seconds(saving['recovery_s'])}"
             f"{_shown_by(saving['recovery_from'], ' (assumed)')}: goodput {100 * saving['goodput']:.1f} %",
@@ -122,6 +125,10 @@ def _further(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     if useless:
         rows.append(("" if helpful else "what would help", f"not: {', '.join(useless)}"))
     return rows
+
+
+def _every(steps: int | None) -> str:
+    return f"a checkpoint every {steps} steps" if steps else "a checkpoint at the end"
 
 
 def _committed(saving: Mapping[str, Any]) -> str:
@@ -148,12 +155,12 @@ def _days(days: float) -> str:
 
 def _runners_up(record: Mapping[str, Any]) -> Table:
     table = _table("runners-up, and why they lost")
-    best_s = record["expected"]["step_s"]
+    best_s = record["expected"]["step_s"] / record["saving"]["goodput"]
     for other in record["runners_up"]:
         keys = other["keys"]
         what = f"{_degrees(keys)}, micro-batch {keys['train.micro_batch']}, {_kept(keys)}"
         where = f" on {other['cluster']}" if other["cluster"] != record["used"]["text"] else ""
-        longer = other["step_s"] / best_s - 1
+        longer = other["step_s"] / other["goodput"] / best_s - 1
         why = "as fast" if longer < LEAST_SHARE else other["why"]
         table.add_row(what + where, f"+{100 * longer:.1f} %", why)
     return table
@@ -172,19 +179,26 @@ def _kept(keys: Mapping[str, Any]) -> str:
 def explained(record: Mapping[str, Any]) -> list[RenderableType]:
     """What a wish costs, beside the best."""
     asked = record["explain"]
+    if not asked["counts"]:
+        return [Text(f"{asked['wish']} changes nothing that a plan reckons with", "green")]
     if not asked["fits"]:
         text = f"{asked['wish']} fits in no layout: {size(asked['missing_bytes'])} short on the {asked['kind']}"
         return [Text(text, "yellow")]
     if abs(asked["slower"]) < LEAST_SHARE:
         return [Text(f"{asked['wish']} costs nothing: it is in the best layout, or as good", "green")]
     theirs, ours = asked["expected"], record["expected"]
+    # Of other numbers of tokens for as many.
+    scale = ours["tokens_per_s"] * ours["step_s"] / (theirs["tokens_per_s"] * theirs["step_s"])
     more, less = (f"takes {100 * abs(asked['slower']):.1f} % {word} for a token" for word in ("longer", "less"))
     much = more if asked["slower"] > 0 else less
     table = _table(f"{asked['wish']} {much}: {asked['why']}")
     for name in ours["terms"]:
-        mine, other = ours["terms"][name], theirs["terms"][name]
+        mine, other = ours["terms"][name], scale * theirs["terms"][name]
         if max(mine, other) > LEAST_SHARE * ours["step_s"]:
             table.add_row(WORDS[name], seconds(other), "instead of", seconds(mine))
+    lost, mine = (1 - each["goodput"] for each in (asked, record["saving"]))
+    if abs(lost - mine) > LEAST_SHARE:
+        table.add_row("lost to failures", f"{100 * lost:.1f} %", "instead of", f"{100 * mine:.1f} %")
     words = f"with {' '.join(as_overrides(_short(asked['keys'])))}"
     return [table, Text(words, "dim")]
 

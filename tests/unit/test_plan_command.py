@@ -15,7 +15,7 @@ from phalanx.combinations import problems_with
 from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware, Link
 from phalanx.models.spec import PRESETS, parameter_count
-from phalanx.plan import large, measured, parse, record
+from phalanx.plan import failures, large, measured, parse
 from phalanx.plan.advice import Question
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
@@ -265,6 +265,24 @@ def test_noise_between_neighbours_is_no_difference_and_a_cpu_takes_time_to_be_ca
         assert said == pytest.approx(seconds / 1.02, rel=0.03)
 
 
+def test_noise_within_a_node_leaves_its_devices_one_group() -> None:
+    """Else no two of them could be slices of a model; a half is no noise, and nor are other models or nodes."""
+
+    def groups(*seconds: float, models: str = "xxxxxx", nodes: str = "000000") -> list[tuple[int, int]]:
+        devices = tuple(
+            device(rank, models[rank], each, node=int(nodes[rank]), host_to_device_bytes_per_s=None)
+            for rank, each in enumerate(seconds)
+        )
+        found = measured.cluster_of(Hardware({**WORK, "dtype": "fp32"}, devices, None))
+        return [(group.nodes, group.per_node) for group in found.groups]
+
+    assert groups(1.0, 1.22, 1.1, 1.24) == [(1, 4)]
+    assert groups(1.0, 1.2, 2.0, 2.3) == [(1, 2), (1, 2)]
+    assert groups(1.0, 1.1, 1.2, 1.4) == [(1, 3), (1, 1)]  # the fourth is within a quarter of the third alone
+    assert groups(1.0, 1.2, 1.0, 1.2, nodes="0011") == [(2, 2)]
+    assert groups(1.0, 1.2, models="xy") == [(1, 1), (1, 1)]
+
+
 def test_an_all_reduce_takes_what_it_was_measured_to_take() -> None:
     from phalanx.plan import links
     from phalanx.plan.constants import DEFAULT
@@ -351,7 +369,7 @@ def test_llama_3s_failures_by_what_is_kept() -> None:
 
 
 def test_saving_is_by_the_rate_of_failures_of_so_many_devices() -> None:
-    assert pytest.approx(54 * 86400 / 419) == record.DEVICE_MTBF_S / 16384
+    assert pytest.approx(54 * 86400 / 419) == failures.DEVICE_MTBF_S / 16384
 
 
 def test_a_job_that_no_failure_takes_back_to_a_checkpoint_needs_none() -> None:

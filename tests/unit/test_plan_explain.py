@@ -1,0 +1,149 @@
+"""`phalanx plan --explain`: every key of a recipe has an answer, be it that a plan does not reckon with it."""
+
+from pathlib import Path
+
+import pytest
+
+from phalanx import recipe
+from phalanx.config import leaves
+from phalanx.errors import ConfigError
+from phalanx.plan import advice, parse, table
+from phalanx.plan.advice import Question
+from phalanx.plan.recipe_keys import free, keys_of
+from phalanx.plan.record import expected
+from phalanx.plan.search import Plan
+from tests.helpers import ROOT
+from tests.unit.test_plan_command import phalanx, planned
+
+DEMO = ROOT / "recipes" / "demo.yaml"
+# Values other than the demo's, of the keys that a plan reckons with.
+COUNTS = {
+    "model.preset": "llama-3.2-1b", "model.vocab_size": "4096", "model.hidden": "384", "model.layers": "8",
+    "model.heads": "12", "model.kv_heads": "2", "model.head_dim": "64", "model.intermediate": "1024",
+    "model.tie_embeddings": "false", "model.dropout": "0.1",
+    "data.tokenizer_vocab": "2000", "data.seq_len": "512",
+    "train.global_batch": "32", "train.micro_batch": "2", "train.dtype": "bf16",
+    "optim.rule": "sgd", "optim.slots": "2",
+    "parallel.data": "fsdp2", "parallel.zero": "3", "parallel.reduce": "per_micro_batch", "parallel.shard_degree": "2",
+    "parallel.sequence": "false", "parallel.tensor": "3", "parallel.pipeline": "2",
+    "balance.work": "even", "balance.state": "even", "balance.hardware": "hardware.json",
+    "memory.activations": "full", "comm.compress": "bf16",
+    "checkpoint.every": "3", "resilience.memory": "false", "resilience.replicate": "off",
+}  # fmt: skip
+# Of those that it does not.
+IGNORED = {
+    "model.max_seq_len": "512", "model.rope_theta": "5000", "model.architecture": "qwen2", "model.norm_eps": "1e-4",
+    "model.init_std": "0.1", "model.rope_scaling.factor": "4", "model.rope_scaling.low_freq_factor": "2",
+    "model.rope_scaling.high_freq_factor": "8", "model.rope_scaling.original_max_seq_len": "128",
+    "model.rope_scaling.rule": "linear", "model.rope_scaling.beta_fast": "16", "model.rope_scaling.beta_slow": "2",
+    "model.rope_scaling.attention_factor": "1.5",
+    "data.source": "[a.txt]", "data.tokenizer": "folder", "data.text_key": "x", "data.validation": "{more: a.txt}",
+    "data.format": "chat", "data.messages_key": "x", "data.prompt_key": "x", "data.completion_key": "x",
+    "data.isolate_documents": "true", "data.held_out": "0.2", "data.cache": "folder", "data.workers": "2",
+    "train.steps": "7", "train.seed": "5", "train.compile": "true", "train.eval_every": "3",
+    "train.eval_sequences": "5", "train.loss_scale": "8", "train.loss_scale_steps": "7", "train.profile": "2-3",
+    "train.memory_snapshot": "3",
+    "optim.lr": "1e-5", "optim.beta1": "0.5", "optim.beta2": "0.5", "optim.eps": "1e-5", "optim.weight_decay": "0.5",
+    "optim.clip_norm": "3", "optim.schedule": "linear", "optim.power": "2", "optim.warmup_steps": "7",
+    "optim.decay_steps": "50", "optim.min_lr_ratio": "0.3",
+    "parallel.layout": "auto", "memory.horizon": "3", "comm.timeout_s": "5", "checkpoint.keep": "5",
+    "resilience.max_restarts": "5", "resilience.same_crash": "5", "resilience.on_lost_node": "[wait]",
+    "resilience.wait_for_node_s": "5", "resilience.grow": "false", "resilience.heartbeat_s": "5",
+    "resilience.storage_timeout_s": "5", "resilience.health": "off", "resilience.hang_s": "50",
+    "resilience.on_nan": "stop", "resilience.on_spike": "stop", "resilience.spike_factor": "5",
+    "resilience.rollback_steps": "5", "resilience.checksum_every": "5",
+    "report.wandb": "project", "report.tensorboard": "false",
+}  # fmt: skip
+# Of those that the demo cannot have by themselves: for other models and tasks, or beside other keys.
+REFUSED = {
+    "model.from_hf": "folder", "model.code": "mine.py", "model.sliding_window": "64", "model.attention_dropout": "0.1",
+    "model.lora.adapter": "folder", "model.lora.rank": "4", "model.lora.alpha": "8", "model.lora.dropout": "0.1",
+    "model.lora.targets": "[q]",
+    "task.kind": "masked", "task.code": "mine.py", "task.options": "{a: 1}", "task.mask_share": "0.3",
+    "task.whole_word": "true", "task.next_sentence": "true", "task.labels": "[a, b]",
+    "data.tokens_key": "x", "data.tags_key": "x", "data.label_key": "x", "data.pair_key": "x",
+    "data.chat_template": "x", "data.loss_on": "all", "data.too_long": "drop",
+    "optim.options": "{momentum: 0.9}", "optim.decay_share": "0.5", "optim.decay_shape": "sqrt",
+    "parallel.schedule": "interleaved", "parallel.stages": "[1, 3]",
+}  # fmt: skip
+QUESTION = Question(free(recipe.load(DEMO), []), None, ())
+THERE = parse.cluster("4xA100-40GB, 4xV100-16GB, 10Gb/s")
+
+
+@pytest.fixture(scope="module")
+def best() -> Plan:
+    return QUESTION.on(THERE).best
+
+
+def test_every_key_is_asked_about() -> None:
+    asked = [*COUNTS, *IGNORED, *REFUSED]
+    assert len(asked) == len(set(asked))
+    assert set(asked) == {key for key, _ in leaves() if not key.startswith("slurm.")}
+
+
+@pytest.mark.parametrize("key", COUNTS)
+def test_a_key_that_counts_is_weighed_token_for_token(key: str, best: Plan) -> None:
+    told = advice.explain(QUESTION, THERE, best, f"{key}={COUNTS[key]}")
+    assert told["fits"] and told["counts"]
+    plan = told.pop("plan")
+    assert told["slower"] == pytest.approx(best.lasting_tokens_per_s / plan.lasting_tokens_per_s - 1)
+    if abs(told["slower"]) > 1e-4:
+        # The part that is named takes more of a token where the wish is slower, and less where it is faster.
+        names = [name for name, words in advice.WORDS.items() if told["why"].startswith(words)]
+        if names:
+            theirs, ours = (each.estimate.terms[names[0]] / each.estimate.step_s for each in (plan, best))
+            per_token = theirs / plan.estimate.tokens_per_s - ours / best.estimate.tokens_per_s
+            assert per_token * told["slower"] > 0
+        else:
+            assert "failures take" in told["why"]
+    asked = told | {"keys": keys_of(plan), "expected": expected(plan)}
+    record = {"explain": asked, "expected": expected(best), "saving": {"goodput": best.goodput}}
+    assert table.explained(record)
+
+
+@pytest.mark.parametrize("key", [*IGNORED, "slurm.partition"])
+def test_a_key_that_a_plan_does_not_reckon_with_is_said_to_be_none(key: str, best: Plan) -> None:
+    told = advice.explain(QUESTION, THERE, best, f"{key}={IGNORED.get(key, 'long')}")
+    assert (told["fits"], told["counts"]) == (True, False)
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_key_that_the_recipe_cannot_have_is_a_sentence(key: str, best: Plan) -> None:
+    with pytest.raises(ConfigError) as caught:
+        advice.explain(QUESTION, THERE, best, f"{key}={REFUSED[key]}")
+    assert key.rpartition(".")[0] in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_what_changes_nothing_is_said_so(tmp_path: Path) -> None:
+    words = (DEMO, "--cluster", "2xCPU", "--out", tmp_path / "plan.json", "--explain", "optim.lr=1e-5")
+    assert "optim.lr=1e-5 changes nothing that a plan reckons with" in phalanx("plan", *words).output
+
+
+# ------------------------------------------------------------------------------------------------- held by the command
+
+
+@pytest.mark.parametrize(
+    ("words", "held"),
+    [
+        (["balance.work=even"], {"balance.work": [8, 8, 8, 8]}),
+        (["balance.work=[14, 10, 6, 2]", "parallel.tensor=1", "parallel.pipeline=1"], {"balance.work": [14, 10, 6, 2]}),
+        (["balance.state=[4, 3, 2, 1]", "parallel.pipeline=1"], {"balance.state": [0.4, 0.3, 0.2, 0.1]}),
+        (["parallel.pipeline=2", "parallel.stages=[1, 3]"], {"parallel.stages": [1, 3]}),
+        (["parallel.tensor=2", "parallel.sequence=false"], {"parallel.tensor": 2, "parallel.sequence": False}),
+        (["parallel.tensor=2"], {"parallel.tensor": 2, "parallel.sequence": True}),
+        (["parallel.data=fsdp2"], {"parallel.data": "fsdp2", "parallel.zero": "auto", "parallel.reduce": "auto"}),
+        (["parallel.data=single"], {"parallel.data": "single", "parallel.tensor": 1}),
+    ],
+)
+def test_what_the_command_line_says_is_held(words: list[str], held: dict[str, object], tmp_path: Path) -> None:
+    few = ("model.kv_heads=6", "train.global_batch=32", "--cluster", "2xA100-40GB, 2xV100-16GB")
+    told = planned(tmp_path / "plan.json", DEMO, *words, *few)
+    assert {key: told["keys"][key] for key in held} == held
+
+
+def test_even_shares_of_unlike_devices_cost_what_waiting_costs(tmp_path: Path) -> None:
+    words = (DEMO, "parallel.tensor=1", "parallel.pipeline=1", "train.global_batch=512", "model.hidden=768")
+    few = (*words, "model.heads=12", "--cluster", "2xA100-40GB, 2xV100-16GB", "--explain", "balance.work=even")
+    told = planned(tmp_path / "plan.json", *few)
+    assert told["explain"]["slower"] > 0.2
+    assert told["explain"]["keys"]["balance.work"] == [128] * 4

@@ -1,0 +1,179 @@
+"""What failures take of a plan counts in its rank, by what outlives them: beside closed forms and brute force."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import recipe
+from phalanx.plan import advice, large, parse
+from phalanx.plan.advice import Question
+from phalanx.plan.choice import Choice
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.cost import Model
+from phalanx.plan.failures import DEVICE_MTBF_S, HARDWARE_SHARE, LEAST_GOODPUT, Failures
+from phalanx.plan.intervals import Saving, best, daly_s
+from phalanx.plan.intervals import goodput as by_formula
+from phalanx.plan.recipe_keys import free
+from phalanx.plan.search import Found, Space, degrees, search
+from phalanx.plan.work import Work
+from tests.helpers import ROOT
+from tests.unit.test_plan_command import LLAMA, NODES, failing, phalanx, planned
+from tests.unit.test_plan_search import SMALL, all_choices
+
+# Seven layers are no two equal stages: of the longer one there is no room for two steps in 4.8 GiB.
+TIGHT = replace(SMALL, layers=7, seq_len=256, global_batch=16, precision="fp32", memory="auto", replicate="off")
+OFTEN = Failures(600.0, recovery_s=10.0, checkpoint_s=20.0)
+ESTIMATE = Model(SMALL, parse.cluster("2xA100-40GB")).predict(Choice(micro_batch=4))
+
+
+def with_memory(text: str, gib: float) -> Cluster:
+    there = parse.cluster(text)
+    kind = replace(there.groups[0].kind, memory_bytes=int(gib * 2**30))
+    return replace(there, groups=tuple(replace(group, kind=kind) for group in there.groups))
+
+
+def found_on(work: Work, there: Cluster, failures: Failures | None) -> Found:
+    return search(work, there, Space(tuple(degrees(work, there))), failures=failures)
+
+
+# -------------------------------------------------------------------------------------------------------------- by hand
+
+
+def test_what_lasts_by_what_is_kept() -> None:
+    failures, step_s = Failures(10_000.0, recovery_s=60.0, checkpoint_s=20.0), ESTIMATE.step_s
+    kept = {keep: failures.goodput(replace(ESTIMATE, kept=keep), 2) for keep in large.ALL}
+    assert kept["checkpoints"] == best(Saving(step_s, 10_000, 60, 20)).goodput
+    assert kept["memory"] == best(Saving(step_s, 10_000, 60, 20, hard=HARDWARE_SHARE)).goodput
+    # A failure takes a recovery and half a step; and there is a checkpoint as often as without copies.
+    each = 1 / (1 + math.expm1(60 / 10_000) + step_s / 2 / 10_000)
+    every_s = round(daly_s(20, 10_000 / HARDWARE_SHARE) / step_s) * step_s
+    assert kept["copies"] == pytest.approx(each * every_s / (every_s + 20))
+    assert kept["checkpoints"] < kept["memory"] < kept["copies"]
+
+
+def test_without_a_rate_devices_fail_as_llama_3s() -> None:
+    saving = Failures().saving(ESTIMATE, 16384)
+    assert saving.mtbf_s == pytest.approx(54 * 86400 / 419) == DEVICE_MTBF_S / 16384
+    assert Failures(5.0).saving(ESTIMATE, 16384).mtbf_s == 5.0
+
+
+def test_an_interval_that_is_held_fixed_counts() -> None:
+    failures = Failures(10_000.0, checkpoint_s=20.0)
+    seldom = replace(failures, checkpoint_steps=100_000)
+    saving = failures.saving(ESTIMATE, 2)
+    assert seldom.every(saving) == 100_000
+    assert seldom.goodput(ESTIMATE, 2) == by_formula(saving, 1, 100_000) < failures.goodput(ESTIMATE, 2)
+
+
+def test_a_job_that_fails_all_the_time_has_hardly_a_goodput() -> None:
+    """No power of what a float cannot hold, whatever is kept."""
+    for keep in large.ALL:
+        assert Failures(0.01).goodput(replace(ESTIMATE, kept=keep), 2) == LEAST_GOODPUT
+    assert by_formula(Saving(5, 0.01, 60, 10, hard=0.0), 1, None) == 0.0
+
+
+# --------------------------------------------------------------------------------------------------------------- ranked
+
+
+def test_a_layout_without_room_for_steps_in_memory_loses_what_failures_take_of_it() -> None:
+    there = with_memory("2x(1xCPU), 1.3Gb/s", 4.8)
+    plain, often = found_on(TIGHT, there, None), found_on(TIGHT, there, OFTEN)
+    fastest, chosen = plain.best, often.best
+    assert (fastest.choice.pipeline, fastest.estimate.kept) == (2, "checkpoints")
+    assert (chosen.choice.pipeline, chosen.estimate.kept) == (1, "memory")
+    assert chosen.estimate.step_s > fastest.estimate.step_s
+    lost = next(plan for plan in often.plans if plan.choice == fastest.choice)
+    assert lost.lasting_s > chosen.lasting_s
+    why = advice.why_slower(lost, chosen)
+    assert why.startswith("it keeps no step in memory: failures take ") and " of the time instead of " in why
+    assert "it keeps steps in memory: " in advice.why_slower(chosen, lost, faster=True)
+    # Where it hardly ever fails nothing changes.
+    assert [plan.choice for plan in found_on(TIGHT, there, Failures()).plans] == [plan.choice for plan in plain.plans]
+
+
+@pytest.mark.parametrize("gib", [4.8, 7.0, 12.0])
+def test_steps_that_last_are_within_two_hundredths_of_brute_force(gib: float) -> None:
+    work, there = replace(TIGHT, replicate="auto"), with_memory("2x(2xCPU), 2Gb/s", gib)
+    model, lasting = Model(work, there), []
+    for choice in all_choices(work, there):
+        estimate = model.predict(choice)
+        if estimate.fits and not choice.offload:
+            lasting.append(estimate.step_s / OFTEN.goodput(estimate, choice.devices))
+    found = found_on(work, there, OFTEN)
+    assert found.best.lasting_s <= 1.02 * min(lasting)
+    assert [plan.lasting_s for plan in found.plans] == sorted(plan.lasting_s for plan in found.plans)
+
+
+@pytest.mark.parametrize("name", ["demo", "llama-3.2-1b", "llama-3-8b"])
+def test_on_a_few_devices_that_fail_as_they_do_plans_are_the_fastest(name: str) -> None:
+    question = Question(free(recipe.load(ROOT / "recipes" / f"{name}.yaml"), []), None, ())
+    there = parse.cluster("8xH100-80GB")
+    work = question.work(there)
+    best_s = search(work, there, Space(tuple(degrees(work, there)))).best.estimate.step_s
+    assert question.on(there).best.estimate.step_s == pytest.approx(best_s, rel=1e-3)
+
+
+# ----------------------------------------------------------------------------------------------------------------- said
+
+
+def test_a_plan_says_what_failures_take(tmp_path: Path) -> None:
+    words = (LLAMA, "--cluster", NODES, "--mtbf", "1h")
+    told = planned(tmp_path / "plan.json", *words)
+    saving = told["saving"]
+    assert (saving["kept"], saving["mtbf_s"]) == ("copies", 3600.0)
+    lasting = [row["step_s"] / row["goodput"] for row in told["runners_up"]]
+    assert lasting == sorted(lasting)
+    assert lasting[0] >= told["expected"]["step_s"] / saving["goodput"]
+    held = planned(tmp_path / "plan.json", *words, "checkpoint.every=2")
+    assert held["keys"]["checkpoint.every"] == held["saving"]["checkpoint_steps"] == 2
+    assert held["saving"]["goodput"] < saving["goodput"]
+    assert "hardly any step would last" in failing(LLAMA, "--cluster", NODES, "--mtbf", "1s")
+
+
+def test_what_steps_in_memory_are_worth_is_said_for_steps_that_last(tmp_path: Path) -> None:
+    words = (LLAMA, "--cluster", NODES, "--mtbf", "20min", "--explain", "resilience.memory=false")
+    told = planned(tmp_path / "plan.json", *words)["explain"]
+    assert told["slower"] > 0 and told["goodput"] < 0.97
+    shown = " ".join(phalanx("plan", *words, "--out", tmp_path / "plan.json").output.split())
+    assert "it keeps no step in memory: failures take" in shown
+    assert "lost to failures" in shown
+
+
+# ------------------------------------------------------------------------------------------------------------ simulated
+
+
+def job(*words: object) -> dict[str, Any]:
+    done = phalanx("plan", *words, "--simulate", "--mtbf", "1d", "--days", 2, "--json")
+    assert done.exit_code == 0, done.output
+    told: dict[str, Any] = json.loads(done.output)
+    return told
+
+
+def test_a_simulated_step_pays_for_what_is_kept_and_no_more() -> None:
+    """On a slow network nodes wait for each other's copies, which a job that keeps none does not."""
+    slow = (LLAMA, "parallel.shard_degree=8", "--cluster", "2x(4xA100-80GB), 1Gb/s", "parallel.tensor=1",
+            "parallel.pipeline=1")  # fmt: skip
+    copies, memory, alone = (job(*slow, "--keep", keep) for keep in ("copies", "memory", "checkpoints"))
+    assert copies["job"]["commit_s"] > 1.0
+    assert memory["job"]["commit_s"] == alone["job"]["commit_s"] == 0.0
+    # The layouts are the same, and so are their steps without what is kept.
+    steps = [told["job"]["step_s"] for told in (copies, memory, alone)]
+    assert steps == pytest.approx([steps[0]] * 3, rel=0.02)
+    for told in (copies, memory, alone):
+        assert set(told["if_kept"]) == set(large.ALL)
+        assert told["if_kept"] == pytest.approx(copies["if_kept"], rel=0.02)
+        assert told["goodput"] == pytest.approx(told["closed_form"], rel=0.03)
+    assert copies["goodput"] < memory["goodput"]
+    assert copies["scaling"][1]["tokens_per_s"] == pytest.approx(memory["scaling"][1]["tokens_per_s"], rel=0.02)
+
+
+def test_one_node_has_no_copies() -> None:
+    words = (LLAMA, "--cluster", "8xA100-80GB")
+    assert set(job(*words)["if_kept"]) == {"checkpoints", "memory"}
+    assert "--keep copies cannot be on 8xA100-80GB" in failing(*words, "--simulate", "--keep", "copies")
+    assert "whose plan says" in failing(*words, "--simulate", "--commit-time", "1s")
+    assert "resilience.replicate says it" in failing(*words, "--simulate", "--copies-every", "2")
