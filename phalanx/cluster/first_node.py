@@ -106,7 +106,8 @@ class FirstNode:
         if len(self.left_out) >= self._spares or not fit:
             raise Unhealthy(
                 f"{why}; this is node 0, for which all wait, and there is no spare to take its place: start its "
-                "command on another machine, or all with --spares 1 and one node more (and replace in resilience.on_lost_node)"
+                "command on another machine, or all with --spares 1 and one node more (and replace in "
+                "resilience.on_lost_node)"
             )
         self.left_out[0] = why
         self.notice(Kind.WARNING, {"message": f"{why}; node 0 brings all together, and a spare takes its place"})

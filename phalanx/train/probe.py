@@ -258,7 +258,8 @@ def least_zero(config: Config, subject: Subject, devices: Sequence[str], *, worl
     there is one, the least with which that holds of the steps that are kept there, too."""
     for kept in (True, False):
         for zero in (1, 2, 3):
-            tried = update(config, {"parallel.zero": zero})
+            early = {"optim.slots": 1} if zero == 3 else {}  # there is nothing to update early
+            tried = update(config, {"parallel.zero": zero} | early)
             needed = 0.0
             for device in map(torch.device, devices):
                 takes = state_bytes(tried, subject, device, world)
