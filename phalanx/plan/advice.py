@@ -137,7 +137,8 @@ def why_slower(other: Plan, best: Plan, faster: bool = False) -> str:
     lost = scale * (other.lasting_s - other.estimate.step_s) - (best.lasting_s - best.estimate.step_s)
     sign = -1 if faster else 1
     name = max(gains, key=lambda term: sign * gains[term])
-    if sign * lost > sign * gains[name]:
+    # Where its steps are no worse it can only be failures, whatever the parts of a step are.
+    if sign * lost > sign * gains[name] or sign * sum(gains.values()) < 0 < sign * lost:
         kept, ours = other.estimate.kept, best.estimate.kept
         words = "" if kept == ours else f"{LACKS[kept] if KEPT.index(kept) < KEPT.index(ours) else HAS[kept]}: "
         words += f"failures take {_percent(1 - other.goodput)} of the time"

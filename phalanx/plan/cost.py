@@ -6,7 +6,7 @@ for the stages before it, gradients and parameters travel as the engine has it, 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, groupby, pairwise
 from typing import Literal
 
 from phalanx.errors import ConfigError
@@ -190,12 +190,15 @@ class Model:
                 share = max(shares[begin:behind])
                 yield Run(begin, behind - begin, kinds, share, choice.parts(share, most), 1.0 / degree)
                 continue
-            seen: dict[tuple[int, float], list[int]] = {}
-            for copy_ in range(begin, behind):
-                owns = weights[copy_ % degree] / total if weights else 1.0 / degree
-                seen.setdefault((shares[copy_], owns), []).append(copy_)
-            for (share, owns), alike in seen.items():
-                yield Run(alike[0], len(alike), kinds, share, choice.parts(share, most), owns)
+            seen: dict[tuple[int, float], list[int]] = {}  # (share, owns): first copy, how many
+            owned = [weights[copy_ % degree] / total for copy_ in range(begin, behind)] if weights else [1.0 / degree]
+            first = begin
+            for each, same in groupby(zip(shares[begin:behind], cycle(owned))):
+                count = sum(1 for _ in same)
+                seen.setdefault(each, [first, 0])[1] += count
+                first += count
+            for (share, owns), (first, count) in seen.items():
+                yield Run(first, count, kinds, share, choice.parts(share, most), owns)
 
     def _slowest(self, first: int, tensor: int) -> Kind:
         kinds = [group.kind for begin, behind, group in self.cluster.spans if begin < first + tensor and first < behind]

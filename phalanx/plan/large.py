@@ -1,5 +1,6 @@
 """A job on clusters that nobody has at hand: what is simulated, beside the closed forms, as a record."""
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,19 +25,17 @@ TAKES_BACK: dict[Keep, float] = {"checkpoints": 1.0, "memory": HARDWARE_SHARE, "
 ALL: tuple[Keep, ...] = tuple(TAKES_BACK)
 
 
-def with_all_kept(plan: Plan, question: Question) -> Estimate:
-    """The same layout where a step is kept wherever there is room for it, whatever the recipe wants."""
+def if_kept(plan: Plan, question: Question) -> dict[Keep, Estimate]:
+    """The steps of a plan's layout by what is kept, whatever the recipe wants; without what there is no room for."""
     resilience = question.config.resilience
-    if resilience.memory is not False and resilience.replicate != "off":
-        return plan.estimate
-    every = resilience.replicate if isinstance(resilience.replicate, int) else "auto"
-    asked = question.changed("resilience.memory=auto", f"resilience.replicate={every}")
-    return Model(asked.work(plan.cluster), plan.cluster, asked.constants).predict(plan.choice)
-
-
-def paid(estimate: Estimate) -> tuple[float, float]:
-    """Seconds by which a step is longer since it is kept in memory, and since others get it as well."""
-    return estimate.terms["commit"], 0.0 if estimate.replicas is None else estimate.replicas.waits_s
+    memory = "true" if resilience.memory is True else "auto"
+    every = "auto" if resilience.replicate == "off" else resilience.replicate
+    found: dict[Keep, Estimate] = {}
+    for said in (("false", "off"), (memory, "off"), (memory, every)):
+        asked = question.changed(f"resilience.memory={said[0]}", f"resilience.replicate={said[1]}")
+        estimate = Model(asked.work(plan.cluster), plan.cluster, asked.constants).predict(plan.choice)
+        found.setdefault(estimate.kept, estimate)
+    return found
 
 
 def keys_for(keep: Keep, resilience: ResilienceSection) -> dict[str, Any]:
@@ -87,16 +86,18 @@ class Job:
 
     def of_plan(self, plan: Plan, question: Question) -> "Job":
         """With the steps of a plan, and with what it would pay for keeping them."""
-        full = with_all_kept(plan, question)
-        commit_s, copies_s = paid(full)
+        kept = if_kept(plan, question)
+        steps = [estimate.step_s for estimate in kept.values()]
+        costs = [more - less for less, more in itertools.pairwise(steps)]
+        last = list(kept.values())[-1]
         return replace(
             self,
-            step_s=plan.estimate.step_s - sum(paid(plan.estimate)),
+            step_s=steps[0],
             step_assumed=False,
-            commit_s=commit_s,
-            copies_s=copies_s,
-            copies_every=1 if full.replicas is None else full.replicas.every,
-            possible=ALL[: ALL.index(full.kept) + 1],
+            commit_s=costs[0] if costs else 0.0,
+            copies_s=costs[1] if costs[1:] else 0.0,
+            copies_every=1 if last.replicas is None else last.replicas.every,
+            possible=tuple(kept),
         )
 
     def saving(self, keep: Keep) -> intervals.Saving:

@@ -128,9 +128,11 @@ def test_a_plan_says_what_failures_take(tmp_path: Path) -> None:
     lasting = [row["step_s"] / row["goodput"] for row in told["runners_up"]]
     assert lasting == sorted(lasting)
     assert lasting[0] >= told["expected"]["step_s"] / saving["goodput"]
-    held = planned(tmp_path / "plan.json", *words, "checkpoint.every=2")
-    assert held["keys"]["checkpoint.every"] == held["saving"]["checkpoint_steps"] == 2
-    assert held["saving"]["goodput"] < saving["goodput"]
+    often = planned(tmp_path / "plan.json", LLAMA, "--cluster", NODES, "checkpoint.every=1")
+    seldom = planned(tmp_path / "plan.json", LLAMA, "--cluster", NODES)
+    assert often["keys"]["checkpoint.every"] == often["saving"]["checkpoint_steps"] == 1
+    assert seldom["keys"]["checkpoint.every"] > 1
+    assert often["saving"]["goodput"] < seldom["saving"]["goodput"]
     assert "hardly any step would last" in failing(LLAMA, "--cluster", NODES, "--mtbf", "1s")
 
 
@@ -168,7 +170,6 @@ def test_a_simulated_step_pays_for_what_is_kept_and_no_more() -> None:
         assert told["if_kept"] == pytest.approx(copies["if_kept"], rel=0.02)
         assert told["goodput"] == pytest.approx(told["closed_form"], rel=0.03)
     assert copies["goodput"] < memory["goodput"]
-    assert copies["scaling"][1]["tokens_per_s"] == pytest.approx(memory["scaling"][1]["tokens_per_s"], rel=0.02)
 
 
 def test_one_node_has_no_copies() -> None:
