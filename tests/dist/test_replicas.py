@@ -26,6 +26,7 @@ from phalanx.cluster import replica_keeper
 from phalanx.cluster.fetches import Fetches
 from phalanx.cluster.replica_keeper import ROLE, ReplicaKeeper
 from phalanx.cluster.wire import call
+from phalanx.comm import mesh as meshes
 from phalanx.comm.mesh import Mesh, join
 from phalanx.errors import PhalanxError
 from phalanx.kept import Address, Held, Kept, KeptFile, choose
@@ -414,6 +415,7 @@ def divided_anew(placement: Placement, folder: str) -> list[Any]:
         return SimpleNamespace(f_bavail=max(0, free), f_frsize=1)
 
     os.statvfs = room  # type: ignore[assignment]
+    meshes.this_host = lambda: f"node {placement.rank}"  # each with memory of its own
     node = Node(Path(folder), placement.rank).open()
     options: dict[str, Any] = {"wanted": True, "replicate": "every_step"}
     with join(placement, 30) as mesh:
