@@ -334,10 +334,11 @@ def cancel(paths: RunPaths, now: bool) -> str:
         if now:
             slurm.cancel(job.id)
             return f"job {job.id} was cancelled"
-        with contextlib.suppress(RunError):  # between two states a job takes no signal; its nodes look for the file
-            (slurm.cancel if job.waits else slurm.stop)(job.id)
+        job = _end_gently(paths, job)
         if job.waits:
             return f"job {job.id} was cancelled before it has started"
+        if job.ends:
+            return f"job {job.id} was ending, and is not put back into the queue"
         return f"job {job.id} was asked to stop: it finishes the step, saves and leaves"
     held = running_here(paths)
     if held is None:
@@ -352,6 +353,19 @@ def cancel(paths: RunPaths, now: bool) -> str:
         if (held := keeper.holder(lock)) is not None and held[1] == platform.node():
             _signal(paths, held[0], signal.SIGKILL, needed=False)
     return f"process {pid} was killed; the newest checkpoint is what is left"
+
+
+def _end_gently(paths: RunPaths, job: SlurmJob) -> SlurmJob:
+    """Have a job save and leave, or leave the queue; returns it as it was then. While Slurm ends what ran of it, on the
+    way back into the queue, it takes no signal; there it may then wait for nodes in vain, and nobody looks for the
+    file."""
+    for _ in range(2):  # it may come into another state meanwhile
+        try:
+            (slurm.cancel if job.waits or job.ends else slurm.stop)(job.id)
+            break
+        except RunError:  # its nodes look for the file, and it may be over
+            job = newest_job(paths) or job
+    return job
 
 
 def _note_cancelled(paths: RunPaths) -> None:

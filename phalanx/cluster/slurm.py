@@ -47,6 +47,11 @@ class SlurmJob:
         return self.state in WAITING
 
     @property
+    def ends(self) -> bool:
+        """Whether Slurm ends what is left of it, or of what ran before it was put back into the queue."""
+        return self.state == "COMPLETING"
+
+    @property
     def over(self) -> bool:
         return self.state not in (*WAITING, *RUNNING)
 
