@@ -336,7 +336,7 @@ class _Search:
         fitted = False
         for zero, degree, reduce, slots in self.shardings(copies, choice.pipeline):
             each = replace(choice, zero=zero, shard_degree=degree, reduce=reduce, slots=slots)
-            if each.lockstep and not self.unlike.uniform:
+            if each.lockstep and not self.unlike.uniform:  # shares were those of copies that are not
                 each = replace(each, shares=self.unlike.shares(each, copies))
             if self.found.is_hopeless(each, self.cluster, bound_s):
                 fitted = True
