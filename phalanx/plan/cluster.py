@@ -59,6 +59,11 @@ class Cluster:
         return tuple(spans)
 
     @cached_property
+    def names(self) -> tuple[tuple[int, int, str], ...]:
+        """What tells clusters of one network apart."""
+        return tuple((group.nodes, group.per_node, group.kind.name) for group in self.groups)
+
+    @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """Each kind once, in order of appearance."""
         found: list[Kind] = []

@@ -4,9 +4,10 @@ A step of the slowest copy of the model: every stage computes its micro-batches 
 for the stages before it, gradients and parameters travel as the engine has it, and the state is updated.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle, groupby, pairwise
+from itertools import pairwise
 from typing import Literal
 
 from phalanx.errors import ConfigError
@@ -17,6 +18,7 @@ from phalanx.plan.compute import Pass
 from phalanx.plan.constants import DEFAULT, Constants
 from phalanx.plan.exchange import Travel
 from phalanx.plan.kinds import Kind
+from phalanx.plan.links import Ring
 from phalanx.plan.memory import Held, held, parameters_of
 from phalanx.plan.work import Work
 
@@ -65,6 +67,19 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """Seconds of one micro-batch in one block: its passes, what of both is waiting for other tensor ranks, and their
+    exchanges of one pass by themselves; and the passes of the embedding, and of the head and its loss."""
+
+    forward_s: float
+    backward_s: float
+    waits_s: float
+    exchange_s: float
+    embedding: Pass
+    head: Pass
+
+
+@dataclass(frozen=True)
 class Stage:
     """Seconds of one micro-batch on one stage of one copy."""
 
@@ -83,12 +98,17 @@ class Model:
 
     def __init__(self, work: Work, cluster: Cluster, constants: Constants = DEFAULT) -> None:
         self.work, self.cluster, self.constants = work, cluster, constants
-        self._passes: dict[tuple[object, ...], tuple[Pass, Pass, Pass]] = {}
+        self._layers: dict[tuple[object, ...], Layer] = {}
+        self._rings: dict[tuple[int, int, int], Ring] = {}
 
     def predict(self, choice: Choice) -> Estimate:
         """Seconds and bytes of a layout. Raises ConfigError for one whose numbers do not come out even."""
         work, constants = self.work, self.constants
         devices, copies, layers, shares = self._numbers(choice)
+<<<<<<< HEAD
+=======
+        micro_batches = max(1, -(-max(shares) // choice.micro_batch))
+>>>>>>> plan
         runs = list(self._runs(choice, copies, shares))
         slowest, slowest_s, mean_s = None, -1.0, 0.0
         for run in runs:
@@ -190,6 +210,7 @@ class Model:
                 share = max(shares[begin:behind])
                 yield Run(begin, behind - begin, kinds, share, choice.parts(share, most), 1.0 / degree)
                 continue
+<<<<<<< HEAD
             seen: dict[tuple[int, float], list[int]] = {}  # (share, owns): first copy, how many
             owned = [weights[copy_ % degree] / total for copy_ in range(begin, behind)] if weights else [1.0 / degree]
             first = begin
@@ -199,6 +220,17 @@ class Model:
                 first += count
             for (share, owns), (first, count) in seen.items():
                 yield Run(first, count, kinds, share, choice.parts(share, most), owns)
+=======
+            if not weights:
+                for share, count in Counter(shares[begin:behind]).items():
+                    yield Run(shares.index(share, begin), count, kinds, share, 1.0 / degree)
+                continue
+            seen: dict[tuple[int, float], list[int]] = {}
+            for copy_ in range(begin, behind):
+                seen.setdefault((shares[copy_], weights[copy_ % degree] / total), []).append(copy_)
+            for (share, owns), alike in seen.items():
+                yield Run(alike[0], len(alike), kinds, share, owns)
+>>>>>>> plan
 
     def _slowest(self, first: int, tensor: int) -> Kind:
         kinds = [group.kind for begin, behind, group in self.cluster.spans if begin < first + tensor and first < behind]
@@ -211,6 +243,12 @@ class Model:
                 nodes += -(-(min(behind, devices) - begin) // group.per_node)
         return nodes
 
+    def _ring(self, first: int, ranks: int, stride: int) -> Ring:
+        key = (first, ranks, stride)
+        if key not in self._rings:
+            self._rings[key] = links.ring_of(first, ranks, stride, self.cluster)
+        return self._rings[key]
+
     def _is_near(self, one: int, other: int) -> bool:
         """Whether two devices are on the same node."""
         for begin, behind, group in self.cluster.spans:
@@ -220,47 +258,57 @@ class Model:
 
     # ---------------------------------------------------------------------------------------------------------- seconds
 
-    def _blocks(self, choice: Choice, kind: Kind, sequences: float) -> tuple[Pass, Pass, Pass]:
-        """Passes of a block, of the embedding, and of the head and its loss."""
-        key = (kind.name, choice.tensor, choice.sequence, choice.recompute, choice.attention, choice.engine, sequences)
-        if key not in self._passes:
-            at = (self.work, kind, choice, sequences, self.constants)
-            self._passes[key] = (compute.block(*at), compute.embedding(*at), compute.head(*at))
-        return self._passes[key]
+    def _layer(self, choice: Choice, kind: Kind, first: int, sequences: float) -> Layer:
+        """Of a device in the tensor group that begins with device `first`."""
+        ring = self._ring(first, choice.tensor, 1) if choice.tensor > 1 else None
+        key = (
+            kind.name, choice.tensor, choice.sequence, choice.recompute, choice.attention, choice.engine, sequences,
+            ring and (ring.nodes, ring.beside, ring.kind.name),
+        )  # fmt: skip
+        if key not in self._layers:
+            self._layers[key] = self._found_layer(choice, kind, ring, sequences)
+        return self._layers[key]
+
+    def _found_layer(self, choice: Choice, kind: Kind, ring: Ring | None, sequences: float) -> Layer:
+        work, constants = self.work, self.constants
+        at = (work, kind, choice, sequences, constants)
+        block, embedding, head = compute.block(*at), compute.embedding(*at), compute.head(*at)
+        moved = sequences * work.seq_len * work.hidden * work.width
+        exchange_s = calls_s = 0.0
+        if ring is not None:
+            sent_s = links.all_reduce_s(moved, ring, self.cluster, constants)
+            exchange_s = 2.0 * (sent_s + links.skew_s(ring, constants))
+            calls_s = 2.0 * compute.COLLECTIVE_CALLS * constants.launch_s
+        again = 1.0 if choice.recompute == "full" else 0.0
+        alone = compute.longer(block.forward_s, block.host_forward_s, constants)
+        alone += compute.longer(block.backward_s, block.host_backward_s, constants)
+        forward = compute.longer(block.forward_s + exchange_s, block.host_forward_s + calls_s, constants)
+        backward = compute.longer(
+            block.backward_s + (1.0 + again) * exchange_s, block.host_backward_s + (1.0 + again) * calls_s, constants
+        )
+        return Layer(forward, backward, max(0.0, forward + backward - alone), exchange_s, embedding, head)
 
     def _stage(
         self, choice: Choice, run: Run, number: int, layers: tuple[int, ...], copies: int, sequences: float
     ) -> Stage:
         work, cluster, constants, kind = self.work, self.cluster, self.constants, run.kinds[number]
-        block, embedding, head = self._blocks(choice, kind, sequences)
         first = (number * copies + run.first) * choice.tensor
+        layer = self._layer(choice, kind, first, sequences)
         moved = sequences * work.seq_len * work.hidden * work.width
-        forward = backward = waits = offload = 0.0
-        exchange_s = calls_s = 0.0
-        if choice.tensor > 1:
-            ring = links.ring_of(first, choice.tensor, 1, cluster)
-            exchange_s = 2.0 * (links.all_reduce_s(moved, ring, cluster, constants) + links.skew_s(ring, constants))
-            calls_s = 2.0 * compute.COLLECTIVE_CALLS * constants.launch_s
-        again = 1.0 if choice.recompute == "full" else 0.0
-        alone = compute.longer(block.forward_s, block.host_forward_s, constants)
-        alone += compute.longer(block.backward_s, block.host_backward_s, constants)
-        block_forward = compute.longer(block.forward_s + exchange_s, block.host_forward_s + calls_s, constants)
-        block_backward = compute.longer(
-            block.backward_s + (1.0 + again) * exchange_s, block.host_backward_s + (1.0 + again) * calls_s, constants
-        )
-        waits += layers[number] * max(0.0, block_forward + block_backward - alone)
+        forward = backward = offload = 0.0
+        waits = layers[number] * layer.waits_s
         if choice.offload:
             copy_s = moved / kind.host_bytes_per_s
-            late_f, late_b = max(0.0, copy_s - block_forward), max(0.0, copy_s - block_backward)
+            late_f, late_b = max(0.0, copy_s - layer.forward_s), max(0.0, copy_s - layer.backward_s)
             offload = layers[number] * (late_f + late_b)
             forward, backward = layers[number] * late_f, layers[number] * late_b
-        forward += layers[number] * block_forward
-        backward += layers[number] * block_backward
-        for wanted, edge in ((number == 0, embedding), (number == choice.pipeline - 1, head)):
+        forward += layers[number] * layer.forward_s
+        backward += layers[number] * layer.backward_s
+        for wanted, edge in ((number == 0, layer.embedding), (number == choice.pipeline - 1, layer.head)):
             if wanted:
-                forward += compute.longer(edge.forward_s + 0.5 * exchange_s, edge.host_forward_s, constants)
+                forward += compute.longer(edge.forward_s + 0.5 * layer.exchange_s, edge.host_forward_s, constants)
                 backward += compute.longer(edge.backward_s, edge.host_backward_s, constants)
-                waits += 0.5 * exchange_s
+                waits += 0.5 * layer.exchange_s
         if choice.pipeline > 1:
             beside = min(copies * choice.tensor, cluster.group_of(first).per_node)
             width = copies * choice.tensor
@@ -285,8 +333,8 @@ class Model:
             kind = run.kinds[number]
             first = number * width
             degree = choice.shard_degree or copies
-            shard = links.ring_of(first, degree, choice.tensor, self.cluster)
-            spread = links.ring_of(first, copies // degree, choice.tensor * degree, self.cluster)
+            shard = self._ring(first, degree, choice.tensor)
+            spread = self._ring(first, copies // degree, choice.tensor * degree)
             least = min(choice.state) / sum(choice.state) if choice.state else 1.0 / degree
             found = exchange.travel(
                 work, choice, kind, parameters, layers[number], (shard, spread, least), run.owns,

@@ -89,14 +89,14 @@ class Job:
         kept = if_kept(plan, question)
         steps = [estimate.step_s for estimate in kept.values()]
         costs = [more - less for less, more in itertools.pairwise(steps)]
-        last = list(kept.values())[-1]
+        every = question.config.resilience.replicate
         return replace(
             self,
             step_s=steps[0],
             step_assumed=False,
             commit_s=costs[0] if costs else 0.0,
             copies_s=costs[1] if costs[1:] else 0.0,
-            copies_every=1 if last.replicas is None else last.replicas.every,
+            copies_every=every if isinstance(every, int) else 1,
             possible=tuple(kept),
         )
 

@@ -4,6 +4,7 @@ For this project's own engine the rule is that of `optim.memory`, which needs to
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from phalanx.kept_bytes import NONE, Keeps, in_room, keeps_of
 from phalanx.plan.choice import Choice
@@ -40,7 +41,7 @@ class Held:
     state_bytes: float = 0.0  # of the master weights and moments that it owns, once: what is committed and saved of it
     keeps: Keeps = NONE  # how often its state, and that of another node's device, lies in memory that outlives ranks
 
-    @property
+    @cached_property
     def total(self) -> float:
         return sum(self.parts.values())
 

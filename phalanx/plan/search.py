@@ -73,9 +73,9 @@ class Plan:
         return self.devices // (self.choice.tensor * self.choice.pipeline)
 
 
-def family(choice: Choice, cluster: Cluster) -> tuple[object, ...]:
+def family(choice: Choice, zero: int, cluster: Cluster) -> tuple[object, ...]:
     """What tells layouts apart for a reader: of each family only the best is shown."""
-    return (choice.tensor, choice.pipeline, choice.zero, named(cluster.groups))
+    return (choice.tensor, choice.pipeline, zero, cluster.names)
 
 
 @dataclass(frozen=True)
@@ -147,15 +147,10 @@ def _parts(cluster: Cluster) -> Iterator[tuple[Cluster, bool]]:
     for subset in subsets:
         # Stages lie one behind the other: the kind with the head, or with the most in flight, may be either.
         for turned in (False, True):
-            ordered = tuple(reversed(subset)) if turned else subset
-            if named(ordered) not in seen:
-                seen.add(named(ordered))
-                yield replace(cluster, groups=ordered), turned
-
-
-def named(groups: Sequence[Group]) -> tuple[tuple[int, int, str], ...]:
-    """What tells clusters of one network apart."""
-    return tuple((group.nodes, group.per_node, group.kind.name) for group in groups)
+            part = replace(cluster, groups=tuple(reversed(subset)) if turned else subset)
+            if part.names not in seen:
+                seen.add(part.names)
+                yield part, turned
 
 
 class _Found:
@@ -171,11 +166,11 @@ class _Found:
     def ranked(self) -> list[Plan]:
         return sorted(self.plans.values(), key=lambda plan: plan.lasting_s)
 
-    def is_hopeless(self, choice: Choice, cluster: Cluster, bound_s: float) -> bool:
-        """Whether a layout that takes so long at least is none that anybody would look at."""
+    def is_hopeless(self, key: tuple[object, ...], bound_s: float) -> bool:
+        """Whether a layout of this family that takes so long at least is none that anybody would look at."""
         if bound_s > WORTH * self.best_s:
             return True
-        before = self.plans.get(family(choice, cluster))
+        before = self.plans.get(key)
         return before is not None and bound_s > before.lasting_s
 
     def miss(self, choice: Choice, cluster: Cluster, held: Held) -> None:
@@ -187,12 +182,12 @@ class _Found:
 
     def see(self, choice: Choice, estimate: Estimate, cluster: Cluster) -> bool:
         """Whether it fits; the best of its family is kept."""
-        worst = min(estimate.memory, key=lambda held: held.left)
+        worst = estimate.memory[0]
         if worst.left < 0:
             self.miss(choice, cluster, worst)
             return False
         self.tried += 1
-        key = family(choice, cluster)
+        key = family(choice, choice.zero, cluster)
         before = self.plans.get(key)
         if before is not None and estimate.step_s >= before.lasting_s:
             return True  # and no failure would make it faster
@@ -335,19 +330,24 @@ class _Search:
             return True
         fitted = False
         for zero, degree, reduce, slots in self.shardings(copies, choice.pipeline):
+<<<<<<< HEAD
             each = replace(choice, zero=zero, shard_degree=degree, reduce=reduce, slots=slots)
             if each.lockstep and not self.unlike.uniform:  # shares were those of copies that are not
                 each = replace(each, shares=self.unlike.shares(each, copies))
             if self.found.is_hopeless(each, self.cluster, bound_s):
+=======
+            if self.found.is_hopeless(family(choice, zero, self.cluster), bound_s):
+>>>>>>> plan
                 fitted = True
                 continue
+            each = replace(choice, zero=zero, shard_degree=degree, reduce=reduce, slots=slots)
             holders = self.holders(each, copies)
             worst = min(holders, key=lambda held: held.left)
             state = self.state_of(each, copies, holders)
             if worst.left < 0 and state == ():
                 self.found.miss(each, self.cluster, worst)
             elif state is not None:
-                fitted |= self.see(replace(each, state=state))
+                fitted |= self.see(replace(each, state=state) if state else each)
         return fitted
 
     def state_of(self, choice: Choice, copies: int, holders: Sequence[Held]) -> tuple[float, ...] | None:

@@ -22,10 +22,10 @@ COUNTS = {
     "model.heads": "12", "model.kv_heads": "2", "model.head_dim": "64", "model.intermediate": "1024",
     "model.tie_embeddings": "false", "model.dropout": "0.1",
     "data.tokenizer_vocab": "2000", "data.seq_len": "512",
-    "train.global_batch": "32", "train.micro_batch": "2", "train.dtype": "bf16",
+    "train.global_batch": "32", "train.micro_batch": "2", "train.dtype": "fp32",
     "optim.rule": "sgd", "optim.slots": "2",
     "parallel.data": "fsdp2", "parallel.zero": "3", "parallel.reduce": "per_micro_batch", "parallel.shard_degree": "2",
-    "parallel.sequence": "false", "parallel.tensor": "3", "parallel.pipeline": "2",
+    "parallel.sequence": "false", "parallel.pipeline": "2",
     "balance.work": "even", "balance.state": "even", "balance.hardware": "hardware.json",
     "memory.activations": "full", "comm.compress": "bf16",
     "checkpoint.every": "3", "resilience.memory": "false", "resilience.replicate": "off",
@@ -64,7 +64,7 @@ REFUSED = {
     "data.tokens_key": "x", "data.tags_key": "x", "data.label_key": "x", "data.pair_key": "x",
     "data.chat_template": "x", "data.loss_on": "all", "data.too_long": "drop",
     "optim.options": "{momentum: 0.9}", "optim.decay_share": "0.5", "optim.decay_shape": "sqrt",
-    "parallel.schedule": "interleaved", "parallel.stages": "[1, 3]",
+    "parallel.tensor": "2", "parallel.schedule": "interleaved", "parallel.stages": "[1, 3]",
 }  # fmt: skip
 # The demo made so large that unlike devices are worth it.
 LARGER = ("model.hidden=768", "model.heads=12", "model.kv_heads=6", "train.global_batch=512",
