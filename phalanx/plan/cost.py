@@ -105,10 +105,6 @@ class Model:
         """Seconds and bytes of a layout. Raises ConfigError for one whose numbers do not come out even."""
         work, constants = self.work, self.constants
         devices, copies, layers, shares = self._numbers(choice)
-<<<<<<< HEAD
-=======
-        micro_batches = max(1, -(-max(shares) // choice.micro_batch))
->>>>>>> plan
         runs = list(self._runs(choice, copies, shares))
         slowest, slowest_s, mean_s = None, -1.0, 0.0
         for run in runs:
@@ -210,27 +206,16 @@ class Model:
                 share = max(shares[begin:behind])
                 yield Run(begin, behind - begin, kinds, share, choice.parts(share, most), 1.0 / degree)
                 continue
-<<<<<<< HEAD
-            seen: dict[tuple[int, float], list[int]] = {}  # (share, owns): first copy, how many
-            owned = [weights[copy_ % degree] / total for copy_ in range(begin, behind)] if weights else [1.0 / degree]
-            first = begin
-            for each, same in groupby(zip(shares[begin:behind], cycle(owned))):
-                count = sum(1 for _ in same)
-                seen.setdefault(each, [first, 0])[1] += count
-                first += count
-            for (share, owns), (first, count) in seen.items():
-                yield Run(first, count, kinds, share, choice.parts(share, most), owns)
-=======
             if not weights:
                 for share, count in Counter(shares[begin:behind]).items():
-                    yield Run(shares.index(share, begin), count, kinds, share, 1.0 / degree)
+                    first = shares.index(share, begin)
+                    yield Run(first, count, kinds, share, choice.parts(share, most), 1.0 / degree)
                 continue
             seen: dict[tuple[int, float], list[int]] = {}
             for copy_ in range(begin, behind):
                 seen.setdefault((shares[copy_], weights[copy_ % degree] / total), []).append(copy_)
             for (share, owns), alike in seen.items():
-                yield Run(alike[0], len(alike), kinds, share, owns)
->>>>>>> plan
+                yield Run(alike[0], len(alike), kinds, share, choice.parts(share, most), owns)
 
     def _slowest(self, first: int, tensor: int) -> Kind:
         kinds = [group.kind for begin, behind, group in self.cluster.spans if begin < first + tensor and first < behind]

@@ -330,17 +330,12 @@ class _Search:
             return True
         fitted = False
         for zero, degree, reduce, slots in self.shardings(copies, choice.pipeline):
-<<<<<<< HEAD
-            each = replace(choice, zero=zero, shard_degree=degree, reduce=reduce, slots=slots)
-            if each.lockstep and not self.unlike.uniform:  # shares were those of copies that are not
-                each = replace(each, shares=self.unlike.shares(each, copies))
-            if self.found.is_hopeless(each, self.cluster, bound_s):
-=======
             if self.found.is_hopeless(family(choice, zero, self.cluster), bound_s):
->>>>>>> plan
                 fitted = True
                 continue
             each = replace(choice, zero=zero, shard_degree=degree, reduce=reduce, slots=slots)
+            if each.lockstep and not self.unlike.uniform and "shares" not in pins:  # they were of copies that are not
+                each = replace(each, shares=self.unlike.shares(each, copies))
             holders = self.holders(each, copies)
             worst = min(holders, key=lambda held: held.left)
             state = self.state_of(each, copies, holders)
