@@ -28,7 +28,7 @@ from phalanx.comm.ways import ways
 from phalanx.optim import gradients, layout
 from phalanx.optim.agreement import Agreement
 from phalanx.optim.carrier import Carrier
-from phalanx.optim.engine import Allocator, Keeper, Outcome, Piece, Precision, Shard, Slot
+from phalanx.optim.engine import Allocator, Keeper, Outcome, Piece, Precision, Shard
 from phalanx.optim.held import IN_FLIGHT_RELEASED, Gradient, Held, Pool, place, reduced
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import PART_BYTES, PREFETCH, Sharding
@@ -483,13 +483,10 @@ class Sharded:
                     for held in unit.helds:
                         held.release()
 
-    def _pieces(self, slot: Slot) -> Iterator[Piece]:
-        """Nothing where another rank holds the same."""
-        return self._shards.pieces(slot) if self.mesh.rank < self._degree else iter(())
-
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self, twins: bool = False) -> Iterator[Piece]:
+        """As the interface has it: nothing where another rank holds the same, unless `twins` are wanted too."""
         self._lane.drain()
-        return self._pieces(self._state.source)
+        return self._shards.pieces(self._state.source) if twins or self.mesh.rank < self._degree else iter(())
 
     def load(self, read: Read) -> None:
         self._lane.drain()

@@ -21,7 +21,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.comm.objects import JsonGroup
 from phalanx.comm.topology import this_host
 from phalanx.errors import Corrupted
-from phalanx.optim.engine import Engine
+from phalanx.optim.engine import Engine, Piece
 from phalanx.optim.sharded import Sharded
 from phalanx.optim.single import Single
 from phalanx.records import Kind, RunPaths, append_line
@@ -101,17 +101,23 @@ def compare(engine: Engine, mesh: Mesh) -> Verdict | None:
     return verdict(_everyones(mine, mesh).tolist(), names)
 
 
+def masters_of(engine: Engine) -> list[Piece]:
+    """What this rank keeps of the parameters, whoever else keeps the same."""
+    pieces = engine.pieces(twins=True) if isinstance(engine, Sharded) else engine.pieces()
+    return [piece for piece in pieces if piece.kind == "param"]
+
+
 def shards_of(engine: Engine, mesh: Mesh) -> list[int]:
-    """For each rank of `mesh` a number that ranks which keep the same pieces have in common, and no others.
+    """For each rank of `mesh` a number that ranks which keep the same of the parameters have in common, and no others.
     Collective."""
-    rows = [[piece.name, piece.kind, piece.start, piece.stop, piece.window] for piece in engine.pieces()]
+    rows = [[piece.name, piece.start, piece.stop] for piece in masters_of(engine)]
     return [int(known) for known in mesh.gather(float(int.from_bytes(digest(rows)[:6], "little")))]
 
 
 def compare_shards(engine: Engine, mesh: Mesh, shards: Sequence[int]) -> Verdict | None:
     """Compare what ranks of `mesh` keep of the parameters with those that keep the same, by `shards_of`. Collective;
     the verdict is that of the ranks with the same as this one. None: they agree."""
-    pieces = [piece for piece in engine.pieces() if piece.kind == "param"]
+    pieces = masters_of(engine)
     names = [piece.name for piece in pieces]
     mine = torch.tensor([int(checksum(piece.tensor)) for piece in pieces], dtype=torch.int64)
     (most,) = mesh.max([float(len(pieces))])

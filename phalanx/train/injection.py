@@ -16,7 +16,7 @@ from phalanx.errors import ConfigError
 from phalanx.faults import Fault
 from phalanx.optim.engine import Engine
 from phalanx.records import Kind, Placement, RunPaths, Url, write_event
-from phalanx.train.checksums import as_integers, is_kept_whole
+from phalanx.train.checksums import as_integers, is_kept_whole, masters_of
 from phalanx.train.sinks import Records
 
 FROM_THE_END = 100  # where a byte of a file is changed
@@ -140,8 +140,7 @@ class Injector:
         if is_kept_whole(engine):
             with engine.full_parameters() as parameters:
                 return name, parameters[name].view(-1) if name in parameters else None
-        mine = (piece.tensor for piece in engine.pieces() if piece.name == name and piece.kind == "param")
-        return name, next(mine, None)
+        return name, next((piece.tensor for piece in masters_of(engine) if piece.name == name), None)
 
 
 def _fail(fault: Fault) -> None:

@@ -246,11 +246,13 @@ def test_it_says_which_zero_is_taken_and_where(monkeypatch: pytest.MonkeyPatch) 
         for free, taken in ((1.01 * needed[0], 1), (0.99 * needed[0], 2), (0.99 * needed[1], 3)):
             monkeypatch.setattr("phalanx.accelerator.memory_free", lambda *_, free=free: free)
             assert least_zero(config, subject, ["cpu"], **of_cpus) == taken
-    # Where the steps fit with none, they are no reason to send more.
-    least = state_bytes(recipe.update(config, {"parallel.zero": 3}), subject, torch.device("cpu"), 4) / HALF + kept[2]
-    if needs["1"] < 0.99 * least:
-        monkeypatch.setattr("phalanx.accelerator.memory_free", lambda *_: 0.99 * least)
-        assert least_zero(config, subject, ["cpu"], **of_cpus) == 1
+    # Where the steps and their replicas fit with none, they are no reason to send more.
+    of_nodes, most = of_cpus | {"local_world": 2}, recipe.update(config, {"parallel.zero": 3})
+    takes = besides_bytes(most, subject, torch.device("cpu"), free=1 << 62, **of_nodes)
+    least = (state_bytes(most, subject, torch.device("cpu"), 4) + takes) / HALF
+    for share, taken in ((1.01, 3), (0.99, 1)):
+        monkeypatch.setattr("phalanx.accelerator.memory_free", lambda *_, share=share: share * least)
+        assert least_zero(config, subject, ["cpu"], **of_nodes) == taken
     fixed = sizes.notes(dry_run(checked(MODEL, parallel={"zero": 3}), 4)["assumed"])
     assert "engine sharded with parallel.zero 3," in fixed[0]
     assert not any("is auto: the run takes 1" in note for note in fixed)
