@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 QUIET = 0.02  # of the wanted processor time: with more of it stolen, or a load before, timings are longer by that
-PACKAGES = ("phalanx", "torch", "transformers", "accelerate", "numpy")
+PACKAGES = ("phalanx", "torch", "transformers", "accelerate", "torchft", "numpy")
 Row = dict[str, Any]
 
 

@@ -1,12 +1,13 @@
-"""How long a run takes until it goes on after something has failed, beside torchrun; and what it costs to be ready.
+"""How long a run takes until it goes on after something has failed, beside torchrun and torchft, and what that costs.
 
     python3 benchmarks/recovery.py [--quick] [--json FILE] [--on local nodes slurm] [--kinds KIND ...] [--mtbf S ...]
 
 A LLaMA of 10 million parameters trains on the CPU by `phalanx train`, tokenizer, loader, checkpoints and all. On this
 machine (`local`) ranks are killed by SIGKILL, and the same recipe runs under torchrun, which starts its ranks again
-too, with a checkpoint every 10 steps. On two nodes with a spare, joined by 1 Gbit/s (`nodes`: network namespaces;
-`slurm`: a real Slurm in namespaces; both need root), nodes crash, lose their power, freeze, and lose the one that
-leads. With `--mtbf` faults come by chance, so many seconds apart, and what counts is how many steps are committed.
+too, with a checkpoint every 10 steps; a trainer that uses torchft trains the same, where that is installed. On two
+nodes with a spare, joined by 1 Gbit/s (`nodes`: network namespaces; `slurm`: a real Slurm in namespaces; both need
+root), nodes crash, lose their power, freeze, and lose the one that leads. With `--mtbf` faults come by chance, so many
+seconds apart, and what counts is how many steps are committed.
 docs/benchmarks.md says how to read the figures.
 """
 
@@ -32,11 +33,12 @@ from phalanx.cluster import agent
 if __name__ == "__main__":  # first of all: whoever forks ranks must have no thread of a numerical library
     agent.preload(("numpy", "torch", "torch._dynamo", "phalanx.cli", "phalanx.train.trainer", "phalanx.nodes"))
 
-from benchmarks import node_faults
+from benchmarks import node_faults, torchft_peer
 from benchmarks.commit_cost import cost
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from benchmarks.node_faults import MBIT, Place
 from benchmarks.started import Run, children, start
+from benchmarks.torchft_peer import TorchFt
 from phalanx import state_file
 from phalanx.records import Kind, RunPaths
 
@@ -53,7 +55,7 @@ MODELS = {
     "10M": {"hidden": 288, "layers": 8, "heads": 6, "intermediate": 768},
     "100M": {"hidden": 800, "layers": 12, "heads": 10, "intermediate": 2136},
 }
-OURS, TORCHRUN = "Phalanx", "torchrun"
+OURS, TORCHRUN, TORCHFT = "Phalanx", "torchrun", "torchft"
 LOCAL = "local"
 KILL, CRASH, POWER, FREEZE, LEADER, COST = KINDS = ("kill", "crash", "power-loss", "freeze", "leader", "cost")
 ON = {LOCAL: (KILL, COST), "nodes": KINDS[:-1], "slurm": KINDS[:-1]}
@@ -62,6 +64,7 @@ RATED = (KILL, CRASH, POWER)  # those of which steps are counted with --mtbf
 # What is asked.
 DEAD_S, PART_OF_TORCHRUN, COST_RATIO, STALL_S, FENCED_S = 0.5, 1 / 8, 1.02, 0.05, 1.0
 HEARTBEAT_S = 1.0  # the default of resilience.heartbeat_s
+SAME_LOSSES, PART_OF_TORCHFT = 1e-4, 1 / 4
 STEPS_COMMITTED = {60.0: {KILL: 0.98, CRASH: 0.96, POWER: 0.94}, 15.0: {KILL: 0.94, CRASH: 0.85, POWER: 0.78}}
 LOADED = 3.0  # times as long, on a machine that does other work as well
 LOOK_S = 0.02  # between two looks at what is done
@@ -97,7 +100,11 @@ def recipe(model: str, cache: Path, ranks: int, every: int, memory: str = "true"
 
 
 def begin(system: str, folder: Path, model: str, ranks: int) -> Run:
-    """Start a run on this machine that would go on for ever."""
+    """Start a run on this machine that would go on for ever; one of torchft behind another that has prepared it."""
+    if system == TORCHFT:
+        prepared = next(folder.parent.glob("*/run/config.yaml")).parent
+        folder.mkdir()
+        return torchft_peer.begin(folder, ranks, RunPaths(prepared), folder.parent / "cache")
     run, ours = Run(RunPaths(folder / "run")), system == OURS
     folder.mkdir(parents=True)
     text = recipe(model, folder.parent / "cache", ranks, 100 if ours else 10, "true" if ours else "auto")
@@ -114,9 +121,9 @@ def begin(system: str, folder: Path, model: str, ranks: int) -> Run:
     return run
 
 
-def kills(system: str, run: Run, size: Size, seed: int) -> Iterator[tuple[float, float]]:
+def kills(system: str, run: Run, size: Size, seed: int) -> Iterator[tuple[float, float, float]]:
     """Kill a rank again and again; (seconds until a step was committed that was not before, until a run that lost
-    steps is as far as it was), both without the steps themselves."""
+    steps is as far as it was, until a step had all of its batch again), all without the steps themselves."""
     draw = random.Random(seed)
     for number in range(size.times):
         run.reach(run.recorded()[1] + size.apart)
@@ -124,11 +131,15 @@ def kills(system: str, run: Run, size: Size, seed: int) -> Iterator[tuple[float,
         if system == OURS:
             victim = draw.choice(sorted(run.commands[0].ranks().values()))
             dead_s, _ = recover(run, functools.partial(os.kill, victim, signal.SIGKILL))
-            again_s = dead_s
+            again_s = whole_s = dead_s
+        elif isinstance(run, TorchFt):
+            dead_s, whole_s = torchft_peer.kill(run, draw)
+            again_s = dead_s  # those that are left have all that was committed
         else:
             dead_s, again_s = by_torchrun(run, draw)
-        tell(f"{system}: kill {number + 1} of {size.times}: dead for {dead_s:.2f} s")
-        yield dead_s, again_s
+            whole_s = dead_s
+        tell(f"{system}: kill {number + 1} of {size.times}: dead for {dead_s:.2f} s, whole after {whole_s:.2f} s")
+        yield dead_s, again_s, whole_s
 
 
 def by_torchrun(run: Run, draw: random.Random) -> tuple[float, float]:
@@ -158,20 +169,24 @@ def recover(run: Run, harm: Callable[[], object]) -> tuple[float, int]:
     return took, max(0, safe - (began[0] if began else 0))
 
 
-def on_this_machine(folder: Path, model: str, ranks: int, size: Size, seed: int) -> list[Row]:
-    """Kills of both systems, one after the other."""
+def on_this_machine(folder: Path, systems: Sequence[str], given: argparse.Namespace, size: Size) -> list[Row]:
+    """Kills of all systems, one after the other."""
     rows: list[Row] = []
-    for system in (OURS, TORCHRUN):
-        tell(f"{system} on this machine, {ranks} ranks")
-        with begin(system, folder / system, model, ranks).ending() as run:
+    for system in systems:
+        tell(f"{system} on this machine, {given.ranks} ranks")
+        with begin(system, folder / system, given.parameters, given.ranks).ending() as run:
             run.reach(12 if system == TORCHRUN else 3)  # behind its first checkpoint
-            found = list(kills(system, run, size, seed))
+            before = RunPaths(folder / OURS / "run")
+            differ = torchft_peer.differ(run, before) if isinstance(run, TorchFt) else None
+            found = list(kills(system, run, size, given.seed))
             step_s = run.step_s()
-        low, middle, high = spread([first for first, _ in found])
+        dead, again, whole = zip(*found, strict=True)
+        low, middle, high = spread(dead)
         rows.append(
-            {"after kill -9 of one rank": system, "parameters": model, "ranks": ranks, "step, s": step_s,
-             "dead, s": middle, "lower": low, "upper": high, "longest": max(first for first, _ in found),
-             "until as far as before, s": statistics.median(again for _, again in found)}
+            {"after kill -9 of one rank": system, "parameters": given.parameters, "ranks": given.ranks,
+             "step, s": step_s, "dead, s": middle, "lower": low, "upper": high, "longest": max(dead),
+             "until as far as before, s": statistics.median(again), "until whole, s": statistics.median(whole),
+             "losses differ by": differ}
         )  # fmt: skip
     return rows
 
@@ -295,10 +310,10 @@ def times_of(mtbf_s: float, seconds: float, seed: int) -> list[float]:
 
 def under_faults(
     run: Run, size: Size, trace: Sequence[float], done: Callable[[], int], turn: Callable[[bool], bool]
-) -> tuple[list[tuple[float, int]], list[float]]:
-    """(when which step was done first, when faults happened), in seconds. `turn(due)` does what is to be done and says
-    whether the fault that is due has happened."""
-    begun, left, faults = time.monotonic(), list(trace), list[float]()
+) -> tuple[list[tuple[float, int]], list[float], tuple[float, float]]:
+    """When which step was done first, and when faults happened, in seconds; and when that began and ended, in seconds
+    since the epoch. `turn(due)` does what is to be done and says whether the fault that is due has happened."""
+    begun, since, left, faults = time.monotonic(), time.time(), list(trace), list[float]()
     moments = [(0.0, done())]
 
     def another() -> bool:
@@ -313,7 +328,7 @@ def under_faults(
 
     while time.monotonic() - begun < size.seconds:
         run.wait(another, look_s=LOOK_S)
-    return moments, faults
+    return moments, faults, (since, time.time())
 
 
 def part_of(moments: Sequence[tuple[float, int]], faults: Sequence[float], until: float) -> float:
@@ -340,10 +355,12 @@ def by_chance(where: str, system: str, kind: str, mtbf_s: float, folder: Path, g
     with contextlib.ExitStack() as held:
         if where == LOCAL:
             run = held.enter_context(begin(system, folder, given.parameters, given.ranks).ending())
-            done = run.committed if system == OURS else lambda: run.recorded()[1]
+            done = run.committed if system != TORCHRUN else lambda: run.recorded()[1]
 
             def turn(due: bool) -> bool:
-                ranks = run.commands[0].ranks() if system == OURS else dict(enumerate(children(run.commands[0].pid)))
+                ranks = run.commands[0].ranks()
+                if system == TORCHRUN:
+                    ranks = dict(enumerate(children(run.commands[0].pid)))
                 if due and ranks:
                     os.kill(draw.choice(sorted(ranks.values())), signal.SIGKILL)
                 return due and bool(ranks)
@@ -373,12 +390,14 @@ def by_chance(where: str, system: str, kind: str, mtbf_s: float, folder: Path, g
             return highest
 
         run.reach(5)
-        moments, faults = under_faults(run, size, trace, furthest, turn)
-    part, happened = part_of(moments, faults, size.seconds), len(faults)
+        moments, faults, window = under_faults(run, size, trace, furthest, turn)
+        part, happened = part_of(moments, faults, size.seconds), len(faults)
+        sequences = part * run.filled(*window)
     target = STEPS_COMMITTED.get(mtbf_s, {}).get(kind) if system == OURS else None
     tell(f"{system} on {where}: {kind} every {mtbf_s:g} s: {part:.1%} of the steps, {happened} faults")
     return {"steps committed by": system, "on": where, "fault": kind, "every, s": mtbf_s, "seconds": size.seconds,
-            "faults": happened, "of an undisturbed run's": part, "asked": target}  # fmt: skip
+            "faults": happened, "of an undisturbed run's": part, "asked": target,
+            "of its sequences": sequences}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------------ all
@@ -393,6 +412,17 @@ def checks_of(rows: Sequence[Row], loaded: float) -> list[Check]:
     if local:
         ratio = local[OURS]["dead, s"] / local[TORCHRUN]["dead, s"]
         checks.append(at_most("of torchrun's", ratio, PART_OF_TORCHRUN))
+    if TORCHFT in local:
+        same = local[TORCHFT]["losses differ by"]
+        checks.append(at_most("relative difference of torchft's first losses", same, SAME_LOSSES))
+        ratio = local[OURS]["until whole, s"] / local[TORCHFT]["until whole, s"]
+        checks.append(at_most("of torchft's, until a step has all of its batch", ratio, PART_OF_TORCHFT))
+    chances = {(row["on"], row["fault"], row["every, s"], row["steps committed by"]): row["of its sequences"]
+               for row in rows if "steps committed by" in row}  # fmt: skip
+    for (where, fault, every, system), part in chances.items():
+        if system != OURS:
+            what = f"of the sequences at a {fault} every {every:g} s on {where}, beside {system}"
+            checks.append(at_least(what, chances[where, fault, every, OURS], part))
     for row in rows:
         if row.get("asked, s") is not None:
             what = f"seconds dead after {row['after']} on {row['on']}"
@@ -446,13 +476,17 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # with all that was started
     size: Size = given.size
     rows: list[Row] = []
+    systems, missing = [OURS, TORCHRUN, TORCHFT], torchft_peer.why_not()
+    if missing is not None:
+        systems.remove(TORCHFT)
+        tell(f"not measured: {missing}")
     with tempfile.TemporaryDirectory(prefix="phalanx-recovery-") as name:
         folder, draw = Path(name), random.Random(given.seed)
         for mtbf_s in given.mtbf or ():
             kinds = [kind for kind in RATED if kind in (given.kinds or RATED)]
             places = [(where, kind) for where in given.on for kind in kinds if where == "nodes" or kind == KILL]
             for where, kind in places:
-                for system in (OURS, TORCHRUN) if where == LOCAL else (OURS,):
+                for system in systems if where == LOCAL else (OURS,):
                     of = folder / f"{where}-{system}-{kind}-{mtbf_s:g}"
                     rows.append(by_chance(where, system, kind, mtbf_s, of, given))
         for where in given.on if not given.mtbf else ():
@@ -463,7 +497,7 @@ def main() -> None:
                 continue
             if KILL in kinds:
                 counted = Size(**{**vars(size), "times": given.times or size.times})
-                rows += on_this_machine(folder, given.parameters, given.ranks, counted, given.seed)
+                rows += on_this_machine(folder, systems, given, counted)
             if COST in kinds:
                 tell("what a committed step costs")
                 if not (folder / OURS).exists():

@@ -120,7 +120,8 @@ def start(
         if warm:
             return command_line(words, output)
         _speak_into(output)
-        own = dict(os.environ, PYTHONPATH=str(ROOT)) | dict(environment or {})
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = dict(os.environ, PYTHONPATH=path) | dict(environment or {})
         os.execve(sys.executable, [sys.executable, *words], own)
 
     # In a session of its own, as a user's would be: Linux serves sessions alike (sched_autogroup).
@@ -213,6 +214,14 @@ class Run:
         steps = read_steps(self.paths.metrics)
         return statistics.median(now["step_s"] for now, before in zip(steps[1:], steps, strict=False)
                                  if now["attempt"] == before["attempt"])  # fmt: skip
+
+    def whole(self) -> bool:
+        """Whether all ranks had their part in the last step; of some systems others go on without one that is lost."""
+        return True
+
+    def filled(self, since: float, until: float) -> float:
+        """Which part of their batches the steps had that were committed between two times (seconds since the epoch)."""
+        return 1.0
 
     def wait(self, condition: Callable[[], Any], patience_s: float = PATIENCE_S, look_s: float = LOOK_S) -> float:
         """Seconds since the epoch when a condition came to hold. At least one command has to live until then."""
