@@ -252,6 +252,12 @@ def in_parts(shares: Sequence[int], most: Sequence[int], lockstep: bool = True) 
     return Division(tuple(shares), max(own)) if lockstep else _cut(shares, own)
 
 
+def without_empty(division: Division) -> Division:
+    """The same without micro-batches that have no sequence, but for one of a rank that has none at all."""
+    own = [max(1, min(share, division.parts_of(rank))) for rank, share in enumerate(division.shares)]
+    return _cut(division.shares, own)
+
+
 def _cut(shares: Sequence[int], own: Sequence[int]) -> Division:
     """These shares in so many micro-batches each."""
     return Division(tuple(shares), max(own), () if len(set(own)) == 1 else tuple(own))

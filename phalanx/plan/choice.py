@@ -44,6 +44,13 @@ class Choice:
         """Whether all copies run as many micro-batches, some of them empty, since something travels in each."""
         return self.engine == "fsdp" or in_lockstep(self.zero, self.reduce)
 
-    def parts(self, share: int, most: int) -> int:
-        """Micro-batches of a copy with so many sequences of a step, where the most that any has are `most`."""
-        return max(1, -(-(most if self.lockstep else share) // self.micro_batch))
+    def parts(self, share: int, most: int, fits: bool = True) -> int:
+        """Micro-batches of a copy with so many sequences of a step, where the most that any has are `most`: all run as
+        many in lockstep, and else no more than they have sequences. A copy on one device runs as few as it can where
+        whole micro-batches `fits` there, as a run finds out by measuring it; of others nobody knows."""
+        together = max(1, -(-most // self.micro_batch))
+        if self.lockstep:
+            return together
+        if self.tensor * self.pipeline > 1 or not fits:
+            return max(1, min(share, together))
+        return max(1, -(-share // self.micro_batch))

@@ -6,7 +6,7 @@ for the stages before it, gradients and parameters travel as the engine has it, 
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -105,7 +105,7 @@ class Model:
         """Seconds and bytes of a layout. Raises ConfigError for one whose numbers do not come out even."""
         work, constants = self.work, self.constants
         devices, copies, layers, shares = self._numbers(choice)
-        runs = list(self._runs(choice, copies, shares))
+        runs = [self._fitted(choice, run, max(shares), layers, copies) for run in self._runs(choice, copies, shares)]
         slowest, slowest_s, mean_s = None, -1.0, 0.0
         for run in runs:
             sequences = max(1.0, run.share / run.parts)  # a pass without any computes one for nothing
@@ -216,6 +216,13 @@ class Model:
                 seen.setdefault((shares[copy_], weights[copy_ % degree] / total), []).append(copy_)
             for (share, owns), alike in seen.items():
                 yield Run(alike[0], len(alike), kinds, share, choice.parts(share, most), owns)
+
+    def _fitted(self, choice: Choice, run: Run, most: int, layers: tuple[int, ...], copies: int) -> Run:
+        """With smaller micro-batches, where there is no room for whole ones."""
+        parts = choice.parts(run.share, most, fits=False)
+        if parts == run.parts or self._memory(choice, [run], layers, copies)[0].left >= 0:
+            return run
+        return replace(run, parts=parts)
 
     def _slowest(self, first: int, tensor: int) -> Kind:
         kinds = [group.kind for begin, behind, group in self.cluster.spans if begin < first + tensor and first < behind]

@@ -432,8 +432,11 @@ class _Search:
                 ends.append((stage, max(here, key=lambda kind: kind.memory_bytes), -1))
         for stage, kind, first in ends:
             share = largest if not choice.shares else min(choice.shares) if first < 0 else choice.shares[first]
-            parts = choice.parts(share, largest)
-            sequences = max(1.0, share / parts)
-            at = (self.work, kind, choice, copies, stage, layers[stage], sequences, parts, own, self.constants)
-            found.append(memory.held(*at, replicated=replicated))
+            for parts in dict.fromkeys(choice.parts(share, largest, fits) for fits in (True, False)):
+                sequences = max(1.0, share / parts)
+                at = (self.work, kind, choice, copies, stage, layers[stage], sequences, parts, own, self.constants)
+                held = memory.held(*at, replicated=replicated)
+                if held.left >= 0:
+                    break
+            found.append(held)
         return found

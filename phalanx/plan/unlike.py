@@ -73,13 +73,19 @@ class Unlike:
         """
         key = (copies, *self._key(choice), choice.micro_batch, choice.lockstep)
         if key not in self._shares:
-            taken = self._in_lockstep(choice, copies) if choice.lockstep else self._apart(choice, copies)
+            taken = self._in_lockstep(choice, copies)
+            if not choice.lockstep and (
+                choice.tensor * choice.pipeline == 1
+                or min(map(min, taken)) * choice.micro_batch < max(map(max, taken))  # fewer than micro-batches
+            ):
+                taken = self._apart(choice, copies)
             shares = tuple(itertools.chain(*taken))
             self._shares[key] = shares if min(shares) > 0 and sum(shares) == self.work.global_batch else ()
         return self._shares[key]
 
     def _in_lockstep(self, choice: Choice, copies: int) -> list[list[int]]:
-        """Sequences of each copy, by class: all run as many micro-batches."""
+        """Sequences of each copy, by class: all run as many micro-batches, as do ranks that hold a copy together and
+        need not where none of them would be empty."""
         classes = self.classes(choice, copies)
         total = self.work.global_batch
         parts = 1

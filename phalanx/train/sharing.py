@@ -65,7 +65,11 @@ class Sharing:
         self._copy = [mesh.axes.place(rank, mesh.world).data for rank in range(mesh.world)]  # of the model, by rank
         self._say: Say = lambda kind, details: None
         if isinstance(work, list):
-            self.division, self._why = balance.in_parts(work, self.most, lockstep), "balance.work says so"
+            # What fits is not measured where several ranks hold a copy: a small share is not to be a large micro-batch.
+            self.division = balance.in_parts(work, self.most, lockstep or mesh.axes.model > 1)
+            if not lockstep:
+                self.division = balance.without_empty(self.division)
+            self._why = "balance.work says so"
         elif work == "even":
             self.division = balance.in_parts(balance.even(total, len(self.most)), self.most, lockstep)
             self._why = "balance.work is even"

@@ -90,20 +90,29 @@ def test_a_rank_runs_only_its_own_micro_batches_where_nothing_travels_in_one(
 
 
 @pytest.mark.parametrize(
-    ("keys", "shares", "by_rank"),
+    ("keys", "size", "shares", "by_rank"),
     [
-        ({"tensor": 2}, [7, 1], [7, 7, 1, 1]),
-        ({"pipeline": 2}, [7, 1], [7, 1, 7, 1]),
-        ({"pipeline": 2, "schedule": "gpipe"}, [8, 0], [8, 1, 8, 1]),
-        ({"shard_degree": 2}, [4, 3, 1, 0], [4, 3, 1, 1]),
+        ({"tensor": 2}, 1, [7, 1], [7, 7, 1, 1]),
+        # What fits is not measured there, so that a small share is not made a larger micro-batch than it would be.
+        ({"tensor": 2}, 3, [5, 3], [2, 2, 2, 2]),
+        ({"pipeline": 2}, 1, [7, 1], [7, 1, 7, 1]),
+        ({"pipeline": 2, "schedule": "gpipe"}, 1, [8, 0], [8, 1, 8, 1]),
+        ({"shard_degree": 2}, 1, [4, 3, 1, 0], [4, 3, 1, 1]),
+        ({"shard_degree": 2}, 2, [4, 3, 1, 0], [2, 2, 1, 1]),
     ],
 )
 def test_copies_of_a_model_run_their_own_micro_batches(
-    keys: dict[str, Any], shares: list[int], by_rank: list[int], alone: Outcome, tokens: Path, tmp_path: Path
+    keys: dict[str, Any],
+    size: int,
+    shares: list[int],
+    by_rank: list[int],
+    alone: Outcome,
+    tokens: Path,
+    tmp_path: Path,
 ) -> None:
     """All ranks that hold a copy together run those of the copy; one without a sequence runs one of weight 0."""
     changes = {f"parallel.{key}": value for key, value in keys.items()}
-    changes |= {"train.micro_batch": 1, "balance.work": shares}
+    changes |= {"train.micro_batch": size, "balance.work": shares}
     found = run_ranks(counting, 4, timeout_s=240, run=str(tmp_path), data=str(tokens), changes=changes)
     assert found == [30 * parts for parts in by_rank]
     assert_same(outcome(tmp_path), alone)

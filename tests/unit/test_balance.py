@@ -23,6 +23,7 @@ from phalanx.balance import (
     slowest_s,
     split,
     state_shares,
+    without_empty,
 )
 from phalanx.errors import ConfigError
 
@@ -303,6 +304,12 @@ def test_given_shares_are_cut_into_what_fits() -> None:
     assert own.fits([2, 1, 1]) and not own.fits([1, 1, 1])
     assert scaled(14, own, [2, 1, 8], lockstep=False) == Division((10, 4, 0), 5, (5, 4, 1))
     assert scaled(7, own, [2, 1, 8], lockstep=False) == own
+
+
+def test_no_rank_need_run_a_micro_batch_without_a_sequence() -> None:
+    assert without_empty(Division((9, 4, 2, 0), 3)) == Division((9, 4, 2, 0), 3, (3, 3, 2, 1))
+    assert without_empty(Division((4, 4), 2)) == Division((4, 4), 2)
+    assert without_empty(Division((5, 2, 0), 3, (3, 2, 1))) == Division((5, 2, 0), 3, (3, 2, 1))
 
 
 @pytest.mark.parametrize("division", [Division((5, 2, 0), 3), Division((5, 2, 0), 3, (3, 2, 1)), Division((4,), 2)])

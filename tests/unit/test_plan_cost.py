@@ -17,6 +17,7 @@ from phalanx.plan.constants import Constants
 from phalanx.plan.cost import TERMS, Estimate, Model, even, predict
 from phalanx.plan.kinds import KINDS, Kind, known, unknown
 from phalanx.plan.links import Ring
+from phalanx.plan.memory import Held
 from phalanx.plan.work import Work
 
 # Everything is reached in full, nothing is waited for: what is left can be summed by hand.
@@ -343,6 +344,28 @@ def test_a_copy_runs_its_own_number_of_micro_batches_where_nothing_travels_in_on
         ]
         assert found.terms["compute"] + found.terms["imbalance"] == pytest.approx(max(each))
         assert found.terms["compute"] == pytest.approx(sum(each) / 2)
+
+
+def test_a_copy_without_room_for_whole_micro_batches_cuts_its_share_as_the_others_do() -> None:
+    """Of 12 and 4 sequences, four at a time: three micro-batches there, here one, or three smaller ones."""
+    cut = {"shares": (12, 4), "micro_batch": 4}
+
+    def other_of(small: Kind) -> Held:
+        both = Cluster((Group(1, 1, PLAIN), Group(1, 1, small)), 8e30, 0.0)
+        return next(held for held in step(SMALL, both, **cut).memory if held.kind == small)
+
+    small = replace(PLAIN, name="small")
+    whole = other_of(small)
+    needed = whole.total - whole.parts["reserved"]
+    slack = (whole.parts["reserved"] - small.reserved_bytes) / small.memory_bytes
+    tight = replace(small, memory_bytes=int((needed * 0.99 + small.reserved_bytes) / (1.0 - slack)))
+    smaller = other_of(tight)
+    assert smaller.left >= 0
+    assert smaller.parts["activations"] < 0.5 * whole.parts["activations"]
+    assert [Choice(micro_batch=4).parts(share, 12) for share in (12, 4, 0)] == [3, 1, 1]
+    assert [Choice(micro_batch=4).parts(share, 12, fits=False) for share in (12, 4, 2, 0)] == [3, 3, 2, 1]
+    assert [Choice(micro_batch=4, tensor=2).parts(share, 12) for share in (12, 4, 2, 0)] == [3, 3, 2, 1]
+    assert [Choice(micro_batch=4, zero=3).parts(share, 12) for share in (12, 4, 2, 0)] == [3] * 4
 
 
 def test_a_device_that_waits_for_a_slow_one_in_its_tensor_group_is_as_slow() -> None:

@@ -112,13 +112,11 @@ def test_shares_and_stages_of_unlike_devices_are_within_two_hundredths_of_brute_
     batch=st.integers(1, 200),
     size=st.sampled_from([1, 2, 4, 16]),
     text=st.sampled_from(["2xA100-40GB, 1xV100-16GB, 100Gb/s", "3xT4, 2xH100-80GB, 4xV100-16GB, 10Gb/s"]),
-    pipeline=st.sampled_from([1, 2]),
 )
-def test_shares_in_numbers_of_their_own_are_those_of_a_run(batch: int, size: int, text: str, pipeline: int) -> None:
+def test_shares_in_numbers_of_their_own_are_those_of_a_run(batch: int, size: int, text: str) -> None:
     there = parse.cluster(text)
-    unlike, copies = Unlike(replace(SMALL, global_batch=batch, precision="fp16"), there), there.devices // pipeline
-    choice = Choice(micro_batch=size, pipeline=pipeline, devices=copies * pipeline)
-    choice = replace(choice, stages=unlike.stage_layers(choice, copies))
+    unlike, copies = Unlike(replace(SMALL, global_batch=batch, precision="fp16"), there), there.devices
+    choice = Choice(micro_batch=size, devices=copies)
     speeds = [Speed(each, fixed, size) for count, fixed, each in unlike.classes(choice, copies) for _ in range(count)]
     best = divide(batch, speeds, lockstep=False)
     shares = unlike.shares(choice, copies)
