@@ -226,6 +226,8 @@ class Model:
 
     def _slowest(self, first: int, tensor: int) -> Kind:
         kinds = [group.kind for begin, behind, group in self.cluster.spans if begin < first + tensor and first < behind]
+        if len(kinds) == 1:
+            return kinds[0]
         return min(kinds, key=lambda kind: kind.peak(counted(self.work, kind)) * kind.sustained)
 
     def _nodes(self, devices: int) -> int:

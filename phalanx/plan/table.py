@@ -128,7 +128,9 @@ def _further(record: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _every(steps: int | None) -> str:
-    return f"a checkpoint every {steps} steps" if steps else "a checkpoint at the end"
+    if not steps:
+        return "a checkpoint at the end"
+    return "a checkpoint after every step" if steps == 1 else f"a checkpoint every {steps} steps"
 
 
 def _committed(saving: Mapping[str, Any]) -> str:
