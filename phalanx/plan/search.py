@@ -229,7 +229,9 @@ class _Search:
     def device_counts(self, together: int) -> Iterator[int]:
         """How many devices are worth a try: all that make whole copies; fewer where the largest share of a step stays
         what it is, since sequences are whole; and few, where communication takes longer than computing."""
-        batch, wanted = self.work.global_batch, self.space.pins.get("devices")
+        batch, wanted, shares = self.work.global_batch, self.space.pins.get("devices"), self.space.pins.get("shares")
+        if isinstance(shares, tuple):
+            wanted = len(shares) * together
         if wanted is not None:
             if wanted % together == 0 and self.cluster.spans[-1][0] < wanted <= self.cluster.devices:
                 yield wanted

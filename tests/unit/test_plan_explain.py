@@ -130,6 +130,10 @@ def test_what_changes_nothing_is_said_so(tmp_path: Path) -> None:
     [
         (["balance.work=even"], {"balance.work": [256] * 2}),  # the slower two would hold the others up
         (["balance.work=[128, 128, 128, 128]"], {"balance.work": [128] * 4}),
+        (
+            ["balance.work=[200, 190, 122]", "parallel.tensor=1", "parallel.pipeline=1"],
+            {"balance.work": [200, 190, 122]},
+        ),
         (["balance.work=[200, 150, 100, 62]"], {"balance.work": [200, 150, 100, 62]}),
         (["balance.state=[4, 3, 2, 1]", "parallel.pipeline=1"], {"balance.state": [0.4, 0.3, 0.2, 0.1]}),
         (["parallel.pipeline=2", "parallel.stages=[1, 3]"], {"parallel.stages": [1, 3]}),
