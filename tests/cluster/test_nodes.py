@@ -195,8 +195,8 @@ def test_a_node_0_that_is_not_fit_says_why_nobody_takes_its_place(cluster: Clust
     nodes = [cluster.start("tells", node, unhealthy=node == 0) for node in range(2)]
     said = (
         "node 0 is not fit to be trained on: it smokes; this is node 0, for which all wait, and there is no spare to "
-        "take its place: start its command on another machine, or all with --spares 1 and one node more (and replace in "
-        "resilience.on_lost_node)"
+        "take its place: start its command on another machine, or all with --spares 1 and one node more (and replace "
+        "in resilience.on_lost_node)"
     )
     assert [node.finish()[:2] for node in nodes] == [(ExitCode.UNHEALTHY, said)] * 2
 
