@@ -164,9 +164,18 @@ def recover(run: Run, harm: Callable[[], object]) -> tuple[float, int]:
     # What was committed while it was on its way has not been lost.
     run.wait(lambda: run.attempt() > attempt)
     before = max(before, run.committed())
+    if run.nodes > 1:  # a step that no second node had counts for nothing, and is the first new one if walked again
+        run.wait(lambda: resumed(run, attempt))
+        before = resumed(run, attempt)[0]
+        run.wait(lambda: run.committed() <= before)
     took = run.wait(lambda: run.committed() > before) - begun - step_s
-    began = [int(event["step"]) for event in run.events(Kind.RESUMED) if int(event["attempt"]) > attempt]
+    began = resumed(run, attempt)
     return took, max(0, safe - (began[0] if began else 0))
+
+
+def resumed(run: Run, attempt: int) -> list[int]:
+    """The steps that attempts after this one have gone on from."""
+    return [int(event["step"]) for event in run.events(Kind.RESUMED) if int(event["attempt"]) > attempt]
 
 
 def on_this_machine(folder: Path, systems: Sequence[str], given: argparse.Namespace, size: Size) -> list[Row]:
