@@ -36,7 +36,7 @@ SAME = 3  # first steps whose losses are compared
 def why_not() -> str | None:
     """Why torchft cannot be measured here; None if it can."""
     if find_spec("torchft") is None:
-        return "torchft is not installed (pip install --no-deps torchft==0.2.0)"
+        return "torchft is not installed (pip install torchft==0.2.0)"
     tried = subprocess.run([sys.executable, "-c", "import torchft"], capture_output=True, text=True, timeout=120)
     reason = tried.stderr.strip().rpartition("\n")[2] or f"exit code {tried.returncode}"
     return f"torchft cannot be imported ({reason})" if tried.returncode else None

@@ -74,12 +74,12 @@ class LoopbackServer(ThreadingHTTPServer):
         super().__init__((LOOPBACK, address[1]), handler)
 
 
-class Transport(HTTPTransport):  # type: ignore[misc]
+class Transport(HTTPTransport):
     def address(self) -> str:
         return f"http://{LOOPBACK}:{self._server.socket.getsockname()[1]}/checkpoint/"
 
 
-class Replicated(DistributedDataParallel):  # type: ignore[misc]
+class Replicated(DistributedDataParallel):
     @staticmethod
     def _comm_hook(manager: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         # torchft 0.2's own hook fails an assertion in the replicas that live when another one is lost, and ends them
@@ -141,7 +141,8 @@ def train() -> None:
     """Train until killed."""
     folder, replica = Path(sys.argv[1]), int(sys.argv[2])
     job = json.loads((folder / JOB).read_text())
-    optim, inputs = SimpleNamespace(**job["optim"]), inputs_of(job, replica)
+    optim: Any = SimpleNamespace(**job["optim"])
+    inputs = inputs_of(job, replica)
     accelerator.use(CPU, accelerator.threads_of(0, job["replicas"]))
     spec = ModelSpec(**job["spec"])
     with CPU:

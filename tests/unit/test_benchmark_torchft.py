@@ -96,7 +96,7 @@ def test_faults_by_chance_are_compared_by_sequences_with_the_same_trace() -> Non
 
 def test_where_it_is_missing_or_broken_a_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchft_peer, "find_spec", lambda name: None)
-    assert torchft_peer.why_not() == "torchft is not installed (pip install --no-deps torchft==0.2.0)"
+    assert torchft_peer.why_not() == "torchft is not installed (pip install torchft==0.2.0)"
     monkeypatch.undo()
     (tmp_path / "torchft.py").write_text("raise ModuleNotFoundError(\"No module named 'opentelemetry'\")")
     monkeypatch.syspath_prepend(tmp_path)
