@@ -81,7 +81,10 @@ BAD_DATA = [
     ("data.cache=text.jsonl", r"the data cache text.jsonl cannot be written .*; free space there or name another"),
     ("model.vocab_size=100", r"the trained tokenizer has 280 tokens but the model's vocabulary only 100; lower data"),
     ("train.global_batch=9000", r"sequences of 8, fewer than one global batch of 9000; add data, or lower train.glob"),
-    ("data.seq_len=9000", r"make 0 sequences of 9000 \(data\.seq_len\), fewer than one global batch of 4; add data, or make"),
+    (
+        "data.seq_len=9000",
+        r"make 0 sequences of 9000 \(data\.seq_len\), fewer than one global batch of 4; add data, or make",
+    ),
     ("model.heads=3", r"model.hidden is 16 and model.heads is 3"),
     ("model.kv_heads=4", r"recipe.yaml: model.heads is 2 and model.kv_heads is 4, so query heads cannot share .* set "),
     ("model.head_dim=3", r"model.head_dim is 3, but rotary positions turn pairs of channels; set an even one"),

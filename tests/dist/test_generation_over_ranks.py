@@ -44,7 +44,9 @@ def written(placement: Placement, folder: str, tensor: int, pipeline: int, as_li
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
 def test_ranks_write_what_one_process_does(tensor: int, pipeline: int, place: Path) -> None:
-    code, out, _ = phalanx(place, "generate", "run", "--prompts", "prompts.txt", "--max-tokens", "8", "--temperature", "0")
+    code, out, _ = phalanx(
+        place, "generate", "run", "--prompts", "prompts.txt", "--max-tokens", "8", "--temperature", "0"
+    )
     assert code == 0
     alone = [json.loads(line) for line in out.splitlines()]
     assert [each["prompt"] for each in alone] == list(PROMPTS)

@@ -27,7 +27,11 @@ FEW_FILES = 200  # less than any training could do with
 
 def test_what_the_command_says_and_writes(tmp_path: Path) -> None:
     files = ("--out", "new/result.json", "--save-baseline", "baseline.json", "--run-dir", ".")
-    commands = [["health", *files], ["health", "--json", "--expect", "baseline.json"], ["health", "--as-slurm", "prolog"]]
+    commands = [
+        ["health", *files],
+        ["health", "--json", "--expect", "baseline.json"],
+        ["health", "--as-slurm", "prolog"],
+    ]
     table, as_json, prolog = run_ranks("tests.dist.command:call", 1, folder=str(tmp_path), commands=commands)[0]
     assert [table[0], as_json[0], prolog[0]] == [0, 0, 0], table + as_json + prolog
     for word in ("limits", "memory", "processors", "disk", "clock"):
@@ -188,7 +192,9 @@ def test_a_run_at_a_url_is_asked_where_it_works(tmp_path: Path) -> None:
 
 
 def test_nodes_without_slurm(tmp_path: Path) -> None:
-    done = run_ranks(_nodes, 1, folder=str(tmp_path), path=str(tmp_path), commands=[["nodes"], ["nodes", "drain", "n1"]])[0]
+    done = run_ranks(
+        _nodes, 1, folder=str(tmp_path), path=str(tmp_path), commands=[["nodes"], ["nodes", "drain", "n1"]]
+    )[0]
     for code, _, err in done:
         assert "--run RUN" in sentence(code, err)
 

@@ -21,7 +21,12 @@ ENVIRONMENT |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 def phalanx(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "phalanx", *words], cwd=place, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "phalanx", *words],
+        cwd=place,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 
@@ -103,7 +108,10 @@ def test_a_mistake_is_not_tried_again(place: Path) -> None:
         (["status", "nowhere"], "nowhere holds no run; name the folder of one, or start it"),
         (["logs", ".", "--rank", "1", "--node", "1"], "--rank, --node and --first-error each say what to show"),
         (["logs", ".", "-f", "--first-error"], "--first-error is over already, so there is nothing to follow"),
-        (["launch", "recipe.yaml", "--run-dir", "memory://runs/my"], "memory://runs/my is a URL, but a launched run needs a folder"),
+        (
+            ["launch", "recipe.yaml", "--run-dir", "memory://runs/my"],
+            "memory://runs/my is a URL, but a launched run needs a folder",
+        ),
         (["status", ".", "--json", "--watch"], "--watch shows a screen again and again, and --json prints once"),
         (["launch", "recipe.yaml", "--max-jobs", "3"], "--max-jobs bounds how often --until-done starts again"),
         (["launch", "recipe.yaml", "--dry-run", "--wait"], "--dry-run submits nothing that --wait could wait for"),

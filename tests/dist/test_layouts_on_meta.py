@@ -64,8 +64,7 @@ def held_on_meta(placement: Placement, model: dict[str, Any], parallel: dict[str
         buckets = lay_out(described[0], (1.0,) * mesh.data.world)
         share = sum(bucket.share(mesh.data.rank) for bucket in buckets)
         ranges = {
-            name: [parted.held[name].offset, parted.held[name].window] if name in parted.held else None
-            for name in own
+            name: [parted.held[name].offset, parted.held[name].window] if name in parted.held else None for name in own
         }
         assert sum(math.prod(shape) for shape in parted.shapes.values()) == parameter_count(spec)
     return {

@@ -40,7 +40,9 @@ def joined(placement: Placement) -> list[object]:
 
 def test_each_group_has_the_ranks_that_differ_along_its_axis() -> None:
     for rank, (found, place, of_data, of_all, alone, copies) in enumerate(run_ranks(joined, 8)):
-        groups = {axis: next(g for g in AXES.groups(axis, 8) if rank in g) for axis in ("data", "tensor", "pipe", "model")}
+        groups = {
+            axis: next(g for g in AXES.groups(axis, 8) if rank in g) for axis in ("data", "tensor", "pipe", "model")
+        }
         assert {name: tuple(found[name]) for name in groups} == groups
         assert found["shard"] == found["control"] == found["data"] == copies
         assert place == AXES.place(rank, 8).data

@@ -51,7 +51,9 @@ def test_the_choice_is_kept_said_and_repeated(place: Path) -> None:
     said = (place / "said").read_text()
     assert f"layout: {first['layout']}; a step should take " in said
     assert "phalanx plan says more" in said
-    assert " foretold from data-sheets" in " ".join(said.split()) or " foretold from measurements" in " ".join(said.split())
+    assert " foretold from data-sheets" in " ".join(said.split()) or " foretold from measurements" in " ".join(
+        said.split()
+    )
     config = paths.config.read_text()
     assert f"micro_batch: {first['keys']['train.micro_batch']}\n" in config
     assert "layout: given\n" in config  # the same again, wherever it is started

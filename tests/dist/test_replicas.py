@@ -202,7 +202,12 @@ def walks(placement: Placement, folder: str, kind: str, by: str) -> dict[str, An
 
 @pytest.mark.parametrize(
     ("kind", "by"),
-    [("zero 1", "by the state"), ("zero 3", "by gradients"), ("zero 1", "by gradients"), ("zero 1", "by other kernels")],
+    [
+        ("zero 1", "by the state"),
+        ("zero 3", "by gradients"),
+        ("zero 1", "by gradients"),
+        ("zero 1", "by other kernels"),
+    ],
 )
 def test_the_other_node_has_each_step_and_all_is_there_without_the_first(kind: str, by: str, tmp_path: Path) -> None:
     found = run_ranks(walks, 2, folder=str(tmp_path), kind=kind, by=by)

@@ -364,7 +364,9 @@ def balanced(placement: Placement, asked: dict[str, Any]) -> list[Any]:
 
 
 def test_experts_that_are_not_divided_are_balanced_by_the_models_own_code() -> None:
-    ((more, auxiliary, said),) = run_ranks(balanced, 1, asked={"moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.5})
+    ((more, auxiliary, said),) = run_ranks(
+        balanced, 1, asked={"moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.5}
+    )
     assert auxiliary > 0
     assert more == pytest.approx(0.5 * auxiliary, rel=1e-4)
     assert said == []

@@ -70,7 +70,9 @@ def read_between_steps(placement: Placement, zero: int) -> list[Any]:
                     model.state_dict()
                 batches(4, mesh.rank)[0].loss_sum(model).backward()
             driven.engine.finish_step()
-            apart = max((state[name] - other).abs().max().item() for name, other in driven.twin.model.state_dict().items())
+            apart = max(
+                (state[name] - other).abs().max().item() for name, other in driven.twin.model.state_dict().items()
+            )
         except RuntimeError as error:
             apart = str(error)
         with driven.engine.full_parameters():
@@ -494,6 +496,7 @@ def given_back(placement: Placement, zero: int) -> list[bool]:
 def test_memory_is_given_back_with_the_model(zero: int) -> None:
     for gone in run_ranks(given_back, 2, zero=zero):
         assert all(gone), gone
+
 
 def through(placement: Placement, sharding: dict[str, Any]) -> list[list[float]]:
     """When this rank was through with each step, and when it began the first update of each; rank 1 is slow."""

@@ -176,9 +176,7 @@ def counted(placement: Placement, sequence: bool, memory: str) -> list[list[int]
         (False, "full", 2, 2), (True, "full", 4, 4),
     ],
 )  # fmt: skip
-def test_a_block_exchanges_what_theory_says(
-    sequence: bool, memory: str, backward_calls: int, again: int
-) -> None:
+def test_a_block_exchanges_what_theory_says(sequence: bool, memory: str, backward_calls: int, again: int) -> None:
     activations = GLOBAL_BATCH * SEQ_LEN * 32 * 8
     norms = 2 if sequence else 0  # whose gradients are parts of a sum, too: 32 numbers each
     chunk = GLOBAL_BATCH * SEQ_LEN * 3 * 2 * 8  # three numbers for each token and rank

@@ -41,9 +41,7 @@ def train_past(placement: Placement, run: str, data: str, changes: dict[str, Any
 
 def walk(run: Path, tokens: Path, *planned: str, ranks: int = 2, **changes: Any) -> list[str]:
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return run_ranks(
-        train, ranks, timeout_s=90, run=str(run), data=str(tokens), changes=dotted, planned=list(planned)
-    )
+    return run_ranks(train, ranks, timeout_s=90, run=str(run), data=str(tokens), changes=dotted, planned=list(planned))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,9 @@ def gone_on(placement: Placement, kind: str, folder: str) -> list[list[float]]:
         return walk(sharded, 4, STEPS)
 
 
-@pytest.mark.parametrize(("kind", "tensor", "world", "zero"), [("llama", 2, 4, 1), ("qwen2", 4, 4, 1), ("qwen3", 2, 4, 3)])
+@pytest.mark.parametrize(
+    ("kind", "tensor", "world", "zero"), [("llama", 2, 4, 1), ("qwen2", 4, 4, 1), ("qwen3", 2, 4, 3)]
+)
 def test_the_curve_of_two_copies_in_slices_is_that_of_one_process(
     kind: str, tensor: int, world: int, zero: int, tmp_path: Path
 ) -> None:
