@@ -69,8 +69,8 @@ def test_a_device_is_compared_with_those_of_its_kind_alone() -> None:
 
 
 def test_a_slow_link_between_two_devices() -> None:
-    slow = [{"rank": rank, "pairs": [(other, 1e10 if rank + other == 3 else 1e11) for other in range(4) if other != rank]}
-            for rank in range(4)]  # fmt: skip
+    pairs = [[(other, 1e10 if rank + other == 3 else 1e11) for other in range(4) if other != rank] for rank in range(4)]
+    slow = [{"rank": rank, "pairs": found} for rank, found in enumerate(pairs)]
     found = judged(*slow)
     assert {(check, severity) for check, severity, _ in found} == {("link speed", "watch")}
     assert [where for _, _, where in found] == ["xpu:0 on n1 and xpu:3 on n1", "xpu:1 on n1 and xpu:2 on n1"]

@@ -245,7 +245,7 @@ def test_a_reason_fits_on_a_line() -> None:
     assert said[0][-1] == "reason=a b" + "c" * 197
 
 
-# ------------------------------------------------------------------------------------------------------- what a run does
+# ------------------------------------------------------------------------------------------------------ what a run does
 
 
 def test_a_run_does_not_start_on_a_node_that_is_not_fit(tmp_path: Path) -> None:

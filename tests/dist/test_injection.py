@@ -1,7 +1,6 @@
 """Faults on request, through the command line: each ends as the page on faults says, and where nothing is lost the run
 ends as one that nothing has happened to, to the last bit."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(place: Path) -> Iterator[dict[str, Any]]:
+def undisturbed(place: Path) -> dict[str, Any]:
     code, _, err = phalanx(place, "train", "recipe.yaml", *SHORT, "--run-dir", "undisturbed")
     assert code == 0, err
-    yield runs.state(place / "undisturbed")
+    return runs.state(place / "undisturbed")
 
 
 def train(place: Path, name: str, *arguments: str, code: int = 0) -> Path:

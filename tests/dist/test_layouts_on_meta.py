@@ -4,30 +4,24 @@ import itertools
 import math
 import resource
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from phalanx import recipe
-from phalanx.axes import Axes
+from phalanx.axes import Axes, axes_of
 from phalanx.comm.mesh import join
 from phalanx.config import Config
 from phalanx.models.custom import on_meta
-from phalanx.models.llama import Llama
-from phalanx.models.spec import ModelSpec, parameter_count
+from phalanx.models.spec import parameter_count
 from phalanx.optim.choose import make_rule
 from phalanx.optim.layout import lay_out
 from phalanx.optim.units import describe
 from phalanx.parallel.apply import own_units, precision_of
 from phalanx.parallel.parted import cut_down, part
 from phalanx.records import Placement
-from phalanx.train.dry_run import dry_run
-from phalanx.axes import axes_of
-from phalanx.train.probe import state_bytes
-from phalanx.train.subject import spec_from_run, subject_of
+from phalanx.train.subject import spec_from_run
 from tests.helpers import run_ranks
-from tests.numerics import runs
 
 LARGE = {
     "layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "intermediate": 28672, "vocab_size": 32000,

@@ -20,11 +20,11 @@ from phalanx.checkpoint.memory import Memory
 from phalanx.cluster.fork import die_with
 from phalanx.comm.mesh import Mesh, join
 from phalanx.errors import CheckpointError
+from phalanx.kept import Kept, KeptFile
 from phalanx.optim.engine import Precision
 from phalanx.optim.order import Sharding
 from phalanx.optim.sharded import Sharded
 from phalanx.optim.single import Single
-from phalanx.kept import Kept, KeptFile
 from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps, write_event
 from phalanx.shared_memory import too_large
 from phalanx.state_file import StateFile
@@ -273,7 +273,7 @@ def test_what_fits(need: int, shared_free: int, host_free: int, asked: bool, say
     assert found is None if says is None else says in (found or "") and f"{need}.00 GiB" in (found or "")
 
 
-# ---------------------------------------------------------------------------------- copied beside the computation, apart
+# --------------------------------------------------------------------------------- copied beside the computation, apart
 
 
 def in_the_background(placement: Placement, folder: str, kind: str) -> list[Any]:
@@ -367,7 +367,7 @@ def test_copied_in_the_background(ranks: int, kind: str, shared: Path) -> None:
 
 def test_what_is_not_there_any_more_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"state file .* cannot be opened .*; remove it"):
-        KeptState(Kept(3, (KeptFile(0, str(tmp_path / "gone")),)), {}).header
+        _ = KeptState(Kept(3, (KeptFile(0, str(tmp_path / "gone")),)), {}).header
 
 
 # ------------------------------------------------------------------------------------------------- the agent is killed

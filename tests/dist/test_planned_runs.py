@@ -1,4 +1,4 @@
-"""Runs that leave their layout to the planner: what is chosen, kept, shown, compared and learnt from, on two real ranks."""
+"""Runs that leave their layout to the planner: what is chosen, kept, shown, compared and learnt from, on two ranks."""
 
 import json
 from pathlib import Path

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -108,8 +107,8 @@ def as_a_machine(placement: Placement, folder: str, arguments: list[str], enviro
 
 
 def test_ranks_that_share_no_disk(here: Path, bucket: str, s3_server: S3Server) -> None:
-    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
-                "TORCHELASTIC_RESTART_COUNT": "0"}  # fmt: skip
+    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    torchrun |= {"GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RESTART_COUNT": "0"}
     arguments = ["train", "recipe.yaml", "--run-dir", f"{bucket}/run"]
     for steps in (2, 4):
         results = run_ranks(

@@ -1,4 +1,4 @@
-"""Replicas of state on another node, without agents: two ranks stand for two nodes, each with its keeper and its door."""
+"""Replicas of state on another node, without agents: two ranks stand for two nodes, each with a keeper and a door."""
 
 import dataclasses
 import json
@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from phalanx import state_file
-from phalanx.checkpoint.kept_state import KeptState
 from phalanx.checkpoint import replay
+from phalanx.checkpoint.kept_state import KeptState
 from phalanx.checkpoint.memory import Memory
 from phalanx.checkpoint.replay import Gradients, replay_of
-from phalanx.cluster.door import Door
 from phalanx.cluster import replica_keeper
+from phalanx.cluster.door import Door
 from phalanx.cluster.fetches import Fetches
 from phalanx.cluster.replica_keeper import ROLE, ReplicaKeeper
 from phalanx.cluster.wire import call
@@ -103,8 +103,9 @@ def settle(made: Any, mesh: Mesh) -> None:
 def counting(log: Path) -> None:
     """Have keepers that are forked from now on write down how a replica came to its steps, and what they copy."""
     for of, name in ((replica_keeper._Node, "_write"), (replica_keeper._Node, "_make_again"), (Fetches, "_fill")):
+        whole = getattr(of, name)
 
-        def counted(self: Any, *args: Any, name: str = name, inner: Any = getattr(of, name)) -> None:
+        def counted(self: Any, *args: Any, name: str = name, inner: Any = whole) -> None:
             with open(log, "a") as file:
                 file.write(f"{name}\n")
             inner(self, *args)
@@ -474,8 +475,8 @@ def lies(placement: Placement, folder: str) -> list[Any]:
             engine.keeper_settles()
         except (PhalanxError, RuntimeError) as error:
             said = f"{type(error).__name__}: {error}"
-    wait_until(lambda: [steps for _, steps, replica in node.holds() if replica][0] != [2, 3], 5)
-    return [said, [steps for _, steps, replica in node.holds() if replica][0]]
+    wait_until(lambda: next(steps for _, steps, replica in node.holds() if replica) != [2, 3], 5)
+    return [said, next(steps for _, steps, replica in node.holds() if replica)]
 
 
 def test_an_update_that_came_to_something_else_is_no_replica(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import copy
 import io
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import time

@@ -11,12 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.comm.mesh import Mesh, alone, join
 from phalanx.comm.objects import JsonGroup
-from phalanx.optim import gradients
+from phalanx.optim import gradients, sharded
 from phalanx.optim.adamw8bit import AdamW8bit
 from phalanx.optim.engine import Precision
 from phalanx.optim.from_torch import from_torch
 from phalanx.optim.gradients import LossScale
-from phalanx.optim import sharded
 from phalanx.optim.order import Sharding
 from phalanx.optim.single import Single
 from phalanx.optim.update import Rule
