@@ -91,7 +91,7 @@ def settings(case: Case) -> Any:
         ),
         task=SimpleNamespace(kind="language", code=None, options={}),
         balance=SimpleNamespace(work="even", hardware=None),
-        parallel=SimpleNamespace(data="single"),
+        parallel=SimpleNamespace(data="single", settled=(1, "per_step")),
         memory=SimpleNamespace(activations=case.activations),
         resilience=SimpleNamespace(on_nan="skip", on_spike="off", checksum_every=0),
     )  # fmt: skip

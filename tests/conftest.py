@@ -15,8 +15,8 @@ from tests.helpers import stop_zygote
 if TYPE_CHECKING:
     from tests.stores import Faults, S3Server
 
-# On CI the same examples each time; elsewhere new ones, which is how they find what nobody thought of. How long one takes
-# says nothing on cores that are shared.
+# On CI the same examples each time; elsewhere new ones, which is how they find what nobody thought of. How long one
+# takes says nothing on cores that are shared.
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("here", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "here")

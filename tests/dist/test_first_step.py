@@ -36,7 +36,7 @@ def test_a_probe_that_runs_out_of_memory_says_what_to_do(here: Path) -> None:
     )
 
 
-def cuts(placement: Placement, folder: str) -> list[int]:
+def cuts(placement: Placement, folder: str, key: str) -> list[int]:
     """How many micro-batches each rank makes of its share, having found that 1 or 4 sequences fit."""
     from phalanx import recipe
     from phalanx.comm.mesh import join
@@ -46,7 +46,9 @@ def cuts(placement: Placement, folder: str) -> list[int]:
 
     os.chdir(folder)
     fits = f"train.micro_batch={1 if placement.rank else 4}"
-    config, _ = recipe.resolve(recipe.load(Path("recipe.yaml"), ["train.global_batch=8", fits]), device="cpu", world=2)
+    config, _ = recipe.resolve(
+        recipe.load(Path("recipe.yaml"), ["train.global_batch=8", fits, key]), device="cpu", world=2
+    )
     answer = resolve_with_files(recipe.to_yaml(config), ["cpu"], 2, 2, None)
     config = recipe.check(recipe.parse_yaml(answer["config"], "the answer"), "the answer")
     with join(placement, 30) as mesh:
@@ -54,9 +56,15 @@ def cuts(placement: Placement, folder: str) -> list[int]:
         return [len(micro_batch) for micro_batch in parts.train.batches(0, parts.sharing.division)]
 
 
-def test_ranks_that_found_different_micro_batches_use_the_smallest(here: Path) -> None:
-    """Under torchrun each rank measures for itself; with unequal numbers of micro-batches they would hang."""
-    assert run_ranks(cuts, 2, folder=str(here)) == [[1, 1, 1, 1]] * 2
+@pytest.mark.parametrize(
+    ("key", "made"), [("parallel.zero=3", [[1, 1, 1, 1]] * 2), ("parallel.zero=1", [[4], [1, 1, 1, 1]])]
+)
+def test_ranks_that_found_different_micro_batches_run_as_many_where_they_have_to(
+    key: str, made: list[list[int]], here: Path
+) -> None:
+    """Under torchrun each rank measures for itself; where something travels in a micro-batch, unequal numbers of them
+    would hang."""
+    assert run_ranks(cuts, 2, folder=str(here), key=key) == made
 
 
 def test_a_loss_that_runs_away_is_recorded_and_does_not_end_the_run(here: Path) -> None:
