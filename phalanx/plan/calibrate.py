@@ -17,7 +17,7 @@ from phalanx.config import Config, spec_of
 from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware, Learnt, Link
 from phalanx.models.spec import ModelSpec, adapter_count, parameter_count
-from phalanx.plan import compared, cost, links, measured, present
+from phalanx.plan import compared, links, measured, present
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import RANGES, Constants
@@ -143,7 +143,7 @@ def _copy_s(before: Prediction, copy: int, share: float, cuts: float, constants:
     size = max(1, round(share / cuts))
     width = choice.tensor * before.cluster.devices // (choice.tensor * choice.pipeline)
     longest = 0.0
-    layers = choice.stages or cost.even(work.layers, choice.pipeline)
+    layers = choice.layers_of(work.layers)
     for stage in range(choice.pipeline):
         kind = before.cluster.kind_of(stage * width + copy * choice.tensor)
         whole = _alone(work, kind, replace(choice, micro_batch=size), constants)

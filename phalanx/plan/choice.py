@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.balance import in_lockstep
+from phalanx.balance import even, in_lockstep
 
 Engine = Literal["sharded", "fsdp", "ddp", "megatron"]
 Recompute = Literal["none", "selective", "full"]
@@ -15,10 +15,11 @@ class Choice:
 
     `stages` are layers of each stage and `shares` sequences of each copy in a step; () divides evenly. `micro_batch` is
     in sequences. `zero` and `shard_degree` (0: over all copies) say what of the state is kept by whom, `slots` how many
-    times. `virtual` chunks of each stage are interleaved. `engine`: "sharded" is this project's own, which moves
-    parameters and gradients in a planned order; the others are its peers: "fsdp" fetches one layer ahead, "ddp" hides
-    all-reduces behind the last backward pass, "megatron" sends everything after it. `devices` are the first ones of the
-    cluster; 0 takes all. `attention` is "plain" where scores are written to memory.
+    times. `virtual` chunks of each stage are interleaved, and `stages` are then layers of each chunk, in the model's
+    order. `engine`: "sharded" is this project's own, which moves parameters and gradients in a planned order; the
+    others are its peers: "fsdp" fetches one layer ahead, "ddp" hides all-reduces behind the last backward pass,
+    "megatron" sends everything after it. `devices` are the first ones of the cluster; 0 takes all. `attention` is
+    "plain" where scores are written to memory.
     """
 
     zero: int = 1
@@ -43,6 +44,12 @@ class Choice:
     def lockstep(self) -> bool:
         """Whether all copies run as many micro-batches, some of them empty, since something travels in each."""
         return self.engine == "fsdp" or in_lockstep(self.zero, self.reduce)
+
+    def layers_of(self, layers: int) -> tuple[int, ...]:
+        """How many of so many layers each stage has: of interleaved chunks every `pipeline`th is its own."""
+        if not self.stages:
+            return tuple(even(layers, self.pipeline))
+        return tuple(sum(self.stages[stage :: self.pipeline]) for stage in range(self.pipeline))
 
     def parts(self, share: int, most: int, fits: bool = True) -> int:
         """Micro-batches of a copy with so many sequences of a step, where the most that any has are `most`: all run as

@@ -82,7 +82,7 @@ def choose(asked: Asked, before: Mapping[str, Any] | None) -> dict[str, Any]:
     if not found.plans:
         raise ConfigError(_nothing(question, cluster, found))
     plan = found.best
-    keys = {key: value for key, value in keys_of(plan).items() if key not in LEFT_TO_THE_RUN}
+    keys = {key: value for key, value in keys_of(plan, config).items() if key not in LEFT_TO_THE_RUN}
     if plan.choice.state and plan.choice.tensor > 1:  # a run divides by memory only among ranks that hold a whole model
         keys["balance.state"] = list(plan.choice.state)
     if plan.choice.tensor * plan.choice.pipeline > 1 and asked.config.balance.hardware is not None:
@@ -99,7 +99,7 @@ def choose(asked: Asked, before: Mapping[str, Any] | None) -> dict[str, Any]:
         "runners_up": [
             {
                 "layout": in_words(other),
-                "keys": keys_of(other),
+                "keys": keys_of(other, config),
                 "step_s": other.estimate.step_s,
                 "goodput": other.goodput,
                 "why": advice.why_slower(other, plan),
@@ -121,7 +121,7 @@ def foretold(asked: Asked) -> dict[str, Any]:
         "for": {"nodes": _plain(asked.nodes)},
         "cluster": parse.text_of(cluster),
         "basis": basis,
-        "keys": {key: get(asked.config, key) for key in keys_of(plan)},
+        "keys": {key: get(asked.config, key) for key in keys_of(plan, asked.config)},
         "expected": expected(plan),
     }
 

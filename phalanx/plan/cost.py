@@ -174,11 +174,13 @@ class Model:
                 f"a copy of the state cannot be sharded over {choice.shard_degree} of {copies} copies of the model; "
                 "choose a shard_degree that divides their number"
             )
-        layers = choice.stages or even(work.layers, choice.pipeline)
+        layers = choice.layers_of(work.layers)
+        stages = choice.stages or layers
         shares = choice.shares or even(work.global_batch, copies)
-        if len(layers) != choice.pipeline or sum(layers) != work.layers or min(layers) < 1:
+        chunks = choice.pipeline * choice.virtual if choice.stages else choice.pipeline
+        if len(stages) != chunks or sum(stages) != work.layers or min(stages) < 1:
             raise ConfigError(
-                f"stages of {list(layers)} layers are not for {work.layers} layers on {choice.pipeline} stages; give "
+                f"stages of {list(stages)} layers are not for {work.layers} layers on {chunks} stages; give "
                 "each stage one layer at least, and all of them together"
             )
         if len(shares) != copies or sum(shares) != work.global_batch:

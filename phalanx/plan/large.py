@@ -1,6 +1,5 @@
 """A job on clusters that nobody has at hand: what is simulated, beside the closed forms, as a record."""
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +33,8 @@ def if_kept(plan: Plan, question: Question) -> dict[Keep, Estimate]:
     for said in (("false", "off"), (memory, "off"), (memory, every)):
         asked = question.changed(f"resilience.memory={said[0]}", f"resilience.replicate={said[1]}")
         estimate = Model(asked.work(plan.cluster), plan.cluster, asked.constants).predict(plan.choice)
-        found.setdefault(estimate.kept, estimate)
+        if estimate.fits:
+            found.setdefault(estimate.kept, estimate)
     return found
 
 
@@ -53,7 +53,8 @@ def keys_for(keep: Keep, resilience: ResilienceSection) -> dict[str, Any]:
 class Job:
     """What is to be simulated; seconds. `step_assumed`: nobody has said what it trains. `commit_s` comes to `step_s`
     where steps are kept, and `copies_s` besides where each `copies_every`th is copied, on average. `possible`: what
-    there is room for. `group`: devices that hold a copy of the model together."""
+    there is room for. `group`: devices that hold a copy of the model together. `checkpoint_every`: steps between
+    checkpoints, where that is held fixed; None: as pays best."""
 
     devices: int
     per_node: int
@@ -70,6 +71,7 @@ class Job:
     copies_every: int = 1
     possible: tuple[Keep, ...] = ALL
     group: int = 1
+    checkpoint_every: int | None = None
     detect_s: float = 1.0
     restart_s: float = 60.0
     straggler_every_s: float = math.inf
@@ -87,17 +89,18 @@ class Job:
     def of_plan(self, plan: Plan, question: Question) -> "Job":
         """With the steps of a plan, and with what it would pay for keeping them."""
         kept = if_kept(plan, question)
-        steps = [estimate.step_s for estimate in kept.values()]
-        costs = [more - less for less, more in itertools.pairwise(steps)]
+        alone_s = kept["checkpoints"].step_s  # what takes the least memory fits wherever the plan does
+        memory_s = kept["memory"].step_s if "memory" in kept else alone_s
         every = question.config.resilience.replicate
         return replace(
             self,
-            step_s=steps[0],
+            step_s=alone_s,
             step_assumed=False,
-            commit_s=costs[0] if costs else 0.0,
-            copies_s=costs[1] if costs[1:] else 0.0,
+            commit_s=memory_s - alone_s,
+            copies_s=kept["copies"].step_s - memory_s if "copies" in kept else 0.0,
             copies_every=every if isinstance(every, int) else 1,
             possible=tuple(kept),
+            checkpoint_every=question.failing().checkpoint_steps,
         )
 
     def saving(self, keep: Keep) -> intervals.Saving:
@@ -113,14 +116,21 @@ class Job:
         return keep == "copies" and self.copies_every > 1
 
     def checkpoint_steps(self, keep: Keep) -> int | None:
-        """Steps between checkpoints; None: no failure takes back to one."""
+        """Steps between checkpoints; None: no failure takes back to one, and nobody asks for any."""
+        if self.checkpoint_every is not None:
+            return self.checkpoint_every
         return None if self.goes_back(keep) else intervals.best(self.saving(keep)).checkpoint_steps
 
     def goodput(self, keep: Keep, saving: intervals.Saving | None = None) -> float:
         """By the closed form, each step being committed; `saving`: in place of its own."""
         saving = saving or self.saving(keep)
-        steps = self.copies_every if self.goes_back(keep) else intervals.best(saving).checkpoint_steps
-        return intervals.goodput(saving, 1, steps)
+        if keep != "copies":
+            return intervals.goodput(saving, 1, self.checkpoint_every or intervals.best(saving).checkpoint_steps)
+        found = intervals.goodput(saving, 1, self.copies_every if self.goes_back(keep) else None)
+        # Checkpoints that are asked for hold training up all the same.
+        held_up_s = 0.0 if self.checkpoint_every is None else self.checkpoint_s / self.checkpoint_every
+        period_s = self.step_s + self.paid_s(keep)
+        return found * period_s / (period_s + held_up_s)
 
 
 def simulated(
@@ -149,7 +159,8 @@ def simulated(
         "job": {
             "devices": job.devices, "nodes": job.nodes, "mtbf_s": job.mtbf_s, "step_s": job.step_s,
             "step_assumed": job.step_assumed, "checkpoint_s": job.checkpoint_s, "keep": keep,
-            "checkpoint_steps": checkpoint_steps, "commit_s": job.paid_s(keep), "copies_every": job.copies_every,
+            "checkpoint_steps": checkpoint_steps, "checkpoint_held": job.checkpoint_every is not None,
+            "commit_s": job.paid_s(keep), "copies_every": job.copies_every,
             "detect_s": job.detect_s, "restart_s": job.restart_s, "spares": job.spares, "seed": job.seed,
         },
         "span_s": outcome.span_s,

@@ -75,7 +75,7 @@ def choice_of(config: Config, cluster: Cluster) -> Choice:
         tensor=parallel.tensor,
         sequence=parallel.tensor > 1 and bool(cuts),
         pipeline=parallel.pipeline,
-        stages=() if parallel.stages == "auto" or virtual > 1 else tuple(parallel.stages),
+        stages=() if parallel.stages == "auto" else tuple(parallel.stages),
         virtual=virtual,
         micro_batch=1 if config.train.micro_batch == "auto" else config.train.micro_batch,
         shares=shares,

@@ -195,11 +195,13 @@ def _why_not(config: Config, values: Mapping[str, int]) -> str | None:
 # ---------------------------------------------------------------------------------------------------- what a plan sets
 
 
-def keys_of(plan: Plan) -> dict[str, Any]:
-    """The keys of a recipe that make it run in this layout; all that a layout is, so that nothing else interferes."""
+def keys_of(plan: Plan, config: Config) -> dict[str, Any]:
+    """The keys of a recipe that make it run in this layout; all that a layout is, so that nothing else interferes.
+    `config`: what the plan is for, which says whether one rank alone is to have the sharded engine."""
     choice, fsdp = plan.choice, plan.choice.engine == "fsdp"
+    sharded = plan.devices > 1 or config.parallel.data == "sharded" or config.comm.compress != "none"
     keys: dict[str, Any] = {
-        "parallel.data": "fsdp2" if fsdp else "single" if plan.devices == 1 else "sharded",
+        "parallel.data": "fsdp2" if fsdp else "sharded" if sharded else "single",
         "parallel.zero": "auto" if plan.copies == 1 or fsdp else choice.zero,
         "parallel.shard_degree": choice.shard_degree or "auto",
         "parallel.reduce": "auto" if plan.copies == 1 or fsdp else choice.reduce,
@@ -207,7 +209,7 @@ def keys_of(plan: Plan) -> dict[str, Any]:
         "parallel.sequence": choice.sequence if choice.tensor > 1 else "auto",
         "parallel.pipeline": choice.pipeline,
         "parallel.schedule": "interleaved" if choice.virtual > 1 else "1f1b",
-        "parallel.stages": list(choice.stages) if choice.stages and choice.virtual == 1 else "auto",
+        "parallel.stages": list(choice.stages) if choice.stages else "auto",
         "train.micro_batch": choice.micro_batch,
         "memory.activations": activations(choice),
         "optim.slots": choice.slots,
@@ -224,7 +226,7 @@ def activations(choice: Choice) -> str:
 
 def checked(config: Config, plan: Plan) -> Config:
     """The recipe with the plan's keys, checked as a start would. Raises ConfigError where it refuses them."""
-    chosen = recipe.update(config, keys_of(plan))
+    chosen = recipe.update(config, keys_of(plan, config))
     if found := problems_with(chosen, plan.devices):
         raise ConfigError("; ".join(found))
     return chosen

@@ -45,13 +45,13 @@ def plan_record(question: Question, cluster: Cluster, found: Found, wanted: Want
         },
         "cluster": _cluster(cluster),
         "used": {**_cluster(plan.cluster), "devices": plan.devices, "copies": plan.copies},
-        "keys": {**keys_of(plan), "checkpoint.every": saving["checkpoint_steps"] or 0},
+        "keys": {**keys_of(plan, question.config), "checkpoint.every": saving["checkpoint_steps"] or 0},
         "expected": expected(plan),
         "saving": saving,
         "idle": advice.idle(question, cluster, plan),
         "runners_up": [
             {
-                "keys": keys_of(other),
+                "keys": keys_of(other, question.config),
                 "cluster": parse.text_of(other.cluster),
                 "step_s": other.estimate.step_s,
                 "goodput": other.goodput,
@@ -68,7 +68,8 @@ def plan_record(question: Question, cluster: Cluster, found: Found, wanted: Want
         asked = advice.explain(question, cluster, plan, wanted.explain)
         theirs = asked.pop("plan", None)
         if theirs is not None:
-            asked |= {"keys": keys_of(theirs), "expected": expected(theirs)}
+            config = question.changed(wanted.explain).config
+            asked |= {"keys": keys_of(theirs, config), "expected": expected(theirs)}
         record["explain"] = asked
     return record
 

@@ -264,9 +264,9 @@ class _Search:
         copies, pins = devices // (tensor * pipeline), self.space.pins
         # Stages of unlike devices have unlike numbers of layers, which interleaved ones cannot have.
         twice = pipeline > 1 and 2 * pipeline <= self.work.layers and self.unlike.uniform and "stages" not in pins
-        if len(pins.get("stages", range(pipeline))) != pipeline:
-            return
         for virtual in self.pinned("virtual", (1, 2) if twice else (1,)):
+            if "stages" in pins and len(pins["stages"]) != pipeline * virtual:
+                continue
             for recompute, offload in RECOMPUTE:
                 if pins.get("recompute", recompute) != recompute or pins.get("offload", offload) != offload:
                     continue
@@ -279,7 +279,7 @@ class _Search:
                 )  # fmt: skip
                 if self.is_slow(base, copies):
                     continue
-                if "stages" in pins and virtual == 1:
+                if "stages" in pins:
                     base = replace(base, stages=pins["stages"])
                 else:
                     base = replace(base, stages=self.unlike.stage_layers(base, copies))
@@ -325,7 +325,7 @@ class _Search:
                 return False
         elif not self.unlike.uniform:
             choice = replace(choice, shares=self.unlike.shares(choice, copies))
-        if choice.shares and choice.micro_batch >= 2 * max(choice.shares):
+        if choice.shares and choice.micro_batch >= 2 * max(choice.shares) and "micro_batch" not in pins:
             return False  # half of it was as much as any copy has
         bound_s = self.least_s(choice, copies)
         if bound_s > WORTH * self.found.best_s:
@@ -423,7 +423,7 @@ class _Search:
         one stage those of each group, of several those of the first and the last stage with the most memory."""
         largest = max(choice.shares) if choice.shares else -(-self.work.global_batch // copies)
         replicated = self.model.replicated(choice, copies)
-        layers = choice.stages or cost.even(self.work.layers, choice.pipeline)
+        layers = choice.layers_of(self.work.layers)
         own, width, found = 1.0 / (choice.shard_degree or copies), copies * choice.tensor, []
         if choice.pipeline == 1:
             ends = [(0, group.kind, begin // choice.tensor) for begin, _, group in self.cluster.spans if begin < width]

@@ -246,8 +246,8 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
         at_s, why = record["ended"]
         rows.append(("given up", f"after {seconds(at_s)}: {why}; raise resilience.max_restarts, or save more often"))
     if job["checkpoint_steps"] is not None:
-        every = f"a checkpoint every {job['checkpoint_steps']} steps, {seconds(job['checkpoint_s'])} each (Young, Daly)"
-        rows.append(("saving", every))
+        every = f"a checkpoint every {job['checkpoint_steps']} steps, {seconds(job['checkpoint_s'])} each"
+        rows.append(("saving", f"{every} ({'as asked for' if job['checkpoint_held'] else 'Young, Daly'})"))
     if job["commit_s"]:
         rows.append(("committing", f"{seconds(job['commit_s'])} of each step"))
     copies = "and in another node's too" if job["copies_every"] == 1 else f"each {job['copies_every']:,}th on two nodes"

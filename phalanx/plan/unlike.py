@@ -147,13 +147,12 @@ class Unlike:
                 if 0 < begin - stage * width < width:
                     cuts |= {(begin - stage * width) // choice.tensor}
         found = []
-        ordered = sorted(cuts)
+        ordered, whole = sorted(cuts), self.work.layers
+        layers = choice.layers_of(whole) if choice.stages else (whole / choice.pipeline,) * choice.pipeline
         for first, behind in itertools.pairwise(ordered):
             fixed = each = 0.0
             for stage in range(choice.pipeline):
-                part = (
-                    choice.stages[stage] if choice.stages else self.work.layers / choice.pipeline
-                ) / self.work.layers
+                part = layers[stage] / whole
                 at = stage * width + first * choice.tensor
                 stage_fixed, stage_each = self.pace(self.kinds_of(at, at + 1)[0], choice)
                 fixed, each = max(fixed, stage_fixed * part), max(each, stage_each * part)

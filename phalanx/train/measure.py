@@ -352,6 +352,7 @@ def _own(
         most = max(1, finding.micro_batch)
     if any(walk.full for walk in walks.values()):
         most = min(most, sizes[-1])
+    most = min(most, limit)
     blocks = 0 if subject.spec is None else subject.spec.layers - (depths[0] or 0)  # beyond those of the first model
     (few, *_), (*_, many) = walks.values(), walks.values()
     each = {size: max(0.0, many.seconds[size] - few.seconds[size]) for size in sizes}

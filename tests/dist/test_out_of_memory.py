@@ -164,6 +164,8 @@ def test_what_memory_ran_out_with_is_not_measured_again(tokens: Path, tmp_path: 
     free, limited = run_ranks(tries, 2, run=str(tmp_path), data=str(tokens))
     assert free == [[1, 1], [3, 3]] * 2 + [[0]]
     assert limited == [[1, 1]] * 2 + [[0]]
+    known = hardware.read(RunPaths(tmp_path).hardware).devices
+    assert known[0].most > 1 == known[1].most  # what is written down is no more than was left to try
 
 
 OWN = """

@@ -62,7 +62,7 @@ def test_a_layout_is_foretold_as_it_was_planned(text: str) -> None:
 def test_unequal_parts_of_the_state_are_among_the_keys() -> None:
     config = free(recipe.load(ROOT / "recipes" / "llama-3.2-1b.yaml"), ())
     plan = Question(config, None, ()).on(parse.cluster("2xH200, 2xA10G, 400Gb/s")).best
-    parts = keys_of(plan)["balance.state"]
+    parts = keys_of(plan, config)["balance.state"]
     assert sum(parts) == pytest.approx(1) and parts[0] == parts[1] > 0.25 > parts[2] == parts[3]
     again = predict(checked(config, plan), plan.cluster)
     assert again.choice.state == pytest.approx(parts) and again.estimate.fits

@@ -15,6 +15,7 @@ from phalanx.plan.search import Plan
 from tests.helpers import ROOT
 from tests.unit.test_plan_command import phalanx, planned
 
+LLAMA_1B = ROOT / "recipes" / "llama-3.2-1b.yaml"
 DEMO = ROOT / "recipes" / "demo.yaml"
 # Values other than the demo's, of the keys that a plan reckons with.
 COUNTS = {
@@ -99,7 +100,7 @@ def test_a_key_that_counts_is_weighed_token_for_token(key: str, best: Plan) -> N
             assert per_token * told["slower"] > 0
         else:
             assert "failures take" in told["why"]
-    asked = told | {"keys": keys_of(plan), "expected": expected(plan)}
+    asked = told | {"keys": keys_of(plan, QUESTION.config), "expected": expected(plan)}
     record = {"explain": asked, "expected": expected(best), "saving": {"goodput": best.goodput}}
     assert table.explained(record)
 
@@ -135,17 +136,37 @@ def test_what_changes_nothing_is_said_so(tmp_path: Path) -> None:
             {"balance.work": [200, 190, 122]},
         ),
         (["balance.work=[200, 150, 100, 62]"], {"balance.work": [200, 150, 100, 62]}),
+        (["balance.work=[200, 150, 100, 62]", "train.micro_batch=400"], {"train.micro_batch": 400}),  # twice as large
         (["balance.state=[4, 3, 2, 1]", "parallel.pipeline=1"], {"balance.state": [0.4, 0.3, 0.2, 0.1]}),
         (["parallel.pipeline=2", "parallel.stages=[1, 3]"], {"parallel.stages": [1, 3]}),
+        (
+            ["parallel.schedule=interleaved", "parallel.pipeline=2", "parallel.stages=[1, 1, 1, 1]"],
+            {"parallel.schedule": "interleaved", "parallel.stages": [1, 1, 1, 1]},
+        ),
         (["parallel.tensor=2", "parallel.sequence=false"], {"parallel.tensor": 2, "parallel.sequence": False}),
         (["parallel.tensor=2"], {"parallel.tensor": 2, "parallel.sequence": True}),
         (["parallel.data=fsdp2"], {"parallel.data": "fsdp2", "parallel.zero": "auto", "parallel.reduce": "auto"}),
         (["parallel.data=single"], {"parallel.data": "single", "parallel.tensor": 1}),
+        (["parallel.data=sharded", "--cluster", "1xA100-40GB"], {"parallel.data": "sharded"}),
+        (["comm.compress=bf16", "--cluster", "1xA100-40GB"], {"parallel.data": "sharded"}),  # which alone compresses
+        (["--cluster", "1xA100-40GB"], {"parallel.data": "single"}),
     ],
 )
 def test_what_the_command_line_says_is_held(words: list[str], held: dict[str, object], tmp_path: Path) -> None:
-    told = planned(tmp_path / "plan.json", DEMO, *words, *LARGER)
+    where = LARGER[:-2] if "--cluster" in words else LARGER
+    told = planned(tmp_path / "plan.json", DEMO, *words, *where)
     assert {key: told["keys"][key] for key in held} == held
+
+
+def test_layers_of_interleaved_chunks_count_where_they_are(tmp_path: Path) -> None:
+    """A rank has every second of four chunks: the longest rank decides, and equal ranks are as fast as even chunks."""
+    words = ("parallel.schedule=interleaved", "parallel.pipeline=2", "--cluster", "8xA100-40GB")
+    step_s = {
+        stages: planned(tmp_path / "plan.json", LLAMA_1B, f"parallel.stages={stages}", *words)["expected"]["step_s"]
+        for stages in ("auto", "[4, 4, 4, 4]", "[1, 7, 7, 1]", "[7, 1, 7, 1]")
+    }
+    assert step_s["auto"] == step_s["[4, 4, 4, 4]"] == step_s["[1, 7, 7, 1]"]
+    assert step_s["[7, 1, 7, 1]"] > 1.1 * step_s["auto"]
 
 
 def test_even_shares_of_unlike_devices_cost_what_waiting_costs(tmp_path: Path) -> None:

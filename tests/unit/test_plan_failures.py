@@ -178,3 +178,33 @@ def test_one_node_has_no_copies() -> None:
     assert "--keep copies cannot be on 8xA100-80GB" in failing(*words, "--simulate", "--keep", "copies")
     assert "whose plan says" in failing(*words, "--simulate", "--commit-time", "1s")
     assert "resilience.replicate says it" in failing(*words, "--simulate", "--copies-every", "2")
+
+
+def test_an_interval_that_is_held_fixed_is_simulated() -> None:
+    words = (LLAMA, "--cluster", NODES, "--checkpoint-time", "20s")
+    for keep in large.ALL:
+        best_of, often = job(*words, "--keep", keep), job(*words, "--keep", keep, "checkpoint.every=1")
+        for told in (best_of, often):
+            assert told["goodput"] == pytest.approx(told["closed_form"], rel=0.03)
+        assert often["job"]["checkpoint_steps"] == 1
+        assert (best_of["job"]["checkpoint_held"], often["job"]["checkpoint_held"]) == (False, True)
+        # Twenty seconds after each step, whatever they are needed for.
+        step_s = often["job"]["step_s"] + often["job"]["commit_s"]
+        assert often["closed_form"] == pytest.approx(best_of["closed_form"] * step_s / (step_s + 20), rel=0.03)
+        assert often["seconds"]["checkpoints"] > 10 * best_of["seconds"]["checkpoints"]
+        for row, rare in zip(often["scaling"], best_of["scaling"], strict=True):
+            if row["tokens_per_s"] is not None:
+                assert row["checkpoint_every_s"] < (rare["checkpoint_every_s"] or math.inf)
+                assert row["goodput"] < rare["goodput"]
+
+
+@pytest.mark.parametrize(("gib", "kept"), [(40.0, False), (200.0, True)])
+def test_what_there_is_no_room_for_is_not_said_to_be_kept(gib: float, kept: bool) -> None:
+    """Copies of each Nth step take five times a rank's state, and a CPU's ranks have no other memory."""
+    config = free(recipe.load(ROOT / "recipes" / "llama-3.2-1b.yaml"), [])
+    config = recipe.update(config, {"resilience.replicate": 4})
+    question, there = Question(config, None, ("parallel.pipeline=1",)), with_memory("2x(1xCPU), 10Gb/s", gib)
+    alone = question.changed("resilience.memory=false", "resilience.replicate=off").on(there).best
+    found = large.if_kept(alone, question)
+    assert all(estimate.fits for estimate in found.values())
+    assert "checkpoints" in found and ("copies" in found) is kept
