@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -340,16 +340,20 @@ def under_faults(
     return moments, faults, (since, time.time())
 
 
-def part_of(moments: Sequence[tuple[float, int]], faults: Sequence[float], until: float) -> float:
-    """The part of the steps that would have been done by `until` had nothing happened.
+def part_of(
+    moments: Sequence[tuple[float, int]], faults: Sequence[float], until: float, partial: Set[int] = frozenset()
+) -> float:
+    """The part of the steps that would have been done by `until` had nothing happened. Not all ranks had a part in
+    those of `partial`.
 
     What a step takes undisturbed is the mean of all between whose end and that of the one before nothing happened, nor
-    since the one before that: those in the midst of the faults, so that a machine that is slower for a minute is so for
-    both.
+    since the one before that, and that all ranks had a part in, as in the one before: those in the midst of the faults,
+    so that a machine that is slower for a minute is so for both.
     """
     steps, undisturbed_s, undisturbed = moments[-1][1] - moments[0][1], 0.0, 0
-    for (earlier, _), (before, at), (now, step) in zip(moments, moments[1:], moments[2:], strict=False):
-        if not any(earlier <= fault < now for fault in faults):
+    for (earlier, first), (before, at), (now, step) in zip(moments, moments[1:], moments[2:], strict=False):
+        alone = not any(earlier <= fault < now for fault in faults)
+        if alone and partial.isdisjoint(range(first + 1, step + 1)):
             undisturbed_s, undisturbed = undisturbed_s + now - before, undisturbed + step - at
     assert undisturbed, "faults came so fast that no two steps were left alone"
     return steps * undisturbed_s / undisturbed / until
@@ -400,7 +404,7 @@ def by_chance(where: str, system: str, kind: str, mtbf_s: float, folder: Path, g
 
         run.reach(5)
         moments, faults, window = under_faults(run, size, trace, furthest, turn)
-        part, happened = part_of(moments, faults, size.seconds), len(faults)
+        part, happened = part_of(moments, faults, size.seconds, run.partial()), len(faults)
         sequences = part * run.filled(*window)
     target = STEPS_COMMITTED.get(mtbf_s, {}).get(kind) if system == OURS else None
     tell(f"{system} on {where}: {kind} every {mtbf_s:g} s: {part:.1%} of the steps, {happened} faults")

@@ -223,6 +223,10 @@ class Run:
         """Which part of their batches the steps had that were committed between two times (seconds since the epoch)."""
         return 1.0
 
+    def partial(self) -> set[int]:
+        """The steps that not all ranks had a part in."""
+        return set()
+
     def wait(self, condition: Callable[[], Any], patience_s: float = PATIENCE_S, look_s: float = LOOK_S) -> float:
         """Seconds since the epoch when a condition came to hold. At least one command has to live until then."""
         until = time.monotonic() + patience_s

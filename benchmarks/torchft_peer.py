@@ -89,6 +89,11 @@ class TorchFt(Run):
         parts = [line["participants"] / self.replicas for line in there if since <= line["time"] <= until]
         return statistics.fmean(parts) if parts else 0.0
 
+    def partial(self) -> set[int]:
+        return {
+            step for step, lines in self.steps().items() if any(line["participants"] < self.replicas for line in lines)
+        }
+
     def losses(self) -> dict[int, float]:
         """The mean losses of whole batches by step."""
         return {

@@ -339,6 +339,8 @@ def cancel(paths: RunPaths, now: bool) -> str:
             return f"job {job.id} was cancelled before it has started"
         if job.ends:
             return f"job {job.id} was ending, and is not put back into the queue"
+        if job.over:
+            return f"job {job.id} has ended by itself meanwhile, as {job.state}"
         return f"job {job.id} was asked to stop: it finishes the step, saves and leaves"
     held = running_here(paths)
     if held is None:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FrameType
@@ -153,7 +153,7 @@ def keep(run: Path, environment: Mapping[str, str]) -> int:
                 if step is not None or follow != AGAIN or stop.asked is not None:
                     break
         if step is not None:
-            _leave(paths, step, code, follow)
+            _leave(paths, step, code, follow, stop)
         return code
     finally:
         for number, handler in before.items():
@@ -277,7 +277,7 @@ def _others(paths: RunPaths, path: Path) -> list[Path]:
     return sorted(files, key=lambda other: other.stat().st_mtime)
 
 
-def _leave(paths: RunPaths, step: Step, code: int, follow: str) -> None:
+def _leave(paths: RunPaths, step: Step, code: int, follow: str, stop: _Stop) -> None:
     """End the job where its script is gone with the node that ran it, which is node 0's: nobody else would, before the
     time is up."""
     until = time.monotonic() + WORD_S
@@ -292,24 +292,41 @@ def _leave(paths: RunPaths, step: Step, code: int, follow: str) -> None:
         return
     if code not in (ExitCode.DONE, ExitCode.STOPPED) and not _is_quiet(paths):
         return  # others train on
-    _end_job(paths, step, slurm.requeue if follow == AGAIN else slurm.cancel)
+    _end_job(paths, step, follow, stop)
 
 
-def _end_job(paths: RunPaths, step: Step, end: Callable[[str], None]) -> None:
-    """Have Slurm end the job; where it does not, as when its controller starts anew, it is asked again for a while."""
+def _end_job(paths: RunPaths, step: Step, follow: str, stop: _Stop) -> None:
+    """Have Slurm end the job; where it does not, as when its controller starts anew, it is asked again for a while,
+    unless the job does not run any more: other nodes ask, too. One that is cancelled meanwhile is not put back into
+    the queue."""
     until = time.monotonic() + ASK_S
+    stop.asked = None  # what has ended the training is no word on this
     while True:
         try:
-            end(step.job)
+            back = follow == AGAIN and not paths.cancelled.exists()
+            (slurm.requeue if back else slurm.cancel)(step.job)
             return
         except ConfigError:  # in a container there are no commands of Slurm's
             return
         except PhalanxError as error:
             with contextlib.suppress(OSError), open(paths.node_log(step.node), "a", encoding="utf-8") as log:
                 log.write(f"--- job {step.job} was not ended: {error}\n")
-        if time.monotonic() > until:
+        if stop.asked is not None or time.monotonic() > until or not _runs(step.job):
             return
-        time.sleep(AGAIN_S)
+        again = time.monotonic() + AGAIN_S
+        while stop.asked is None and time.monotonic() < again:
+            time.sleep(0.1)
+        if stop.asked is not None and not paths.cancelled.exists():  # by Slurm, which ends the job
+            return
+
+
+def _runs(job: str) -> bool:
+    """Whether a job still runs; where Slurm does not say so it is taken to."""
+    try:
+        known = slurm.job_of(job)
+    except PhalanxError:
+        return True
+    return known is not None and not (known.waits or known.ends or known.over)
 
 
 def _is_there(caller: tuple[str, int] | None) -> bool:

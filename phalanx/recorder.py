@@ -10,7 +10,7 @@ import json
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from phalanx import ending
@@ -169,6 +169,7 @@ class _Shown:
         self.console, self._paths, self._told = console, paths, told
         self.incidents = Incidents(self._end_incident)
         self._open: list[int] = []  # numbers of what was told of an incident that is not over
+        self._late: list[tuple[int, dict[str, Any]]] = []  # incidents that may be over by now, with their numbers
         self._before = list(read_lines(paths.events)) if replaces else []
         if replaces and (saved := ending.recorded(paths)):  # which nobody may have told of
             self._tell(saved)
@@ -206,7 +207,11 @@ class _Shown:
 
     def note(self, number: int, kind: str, details: dict[str, Any]) -> None:
         if kind == Kind.INCIDENT:
-            self._begin_incident(number, details)
+            del details["time"]  # that of its end is written
+            if self._before:
+                self._late.append((number, details))
+            else:
+                self._begin_incident(number, details)
             return
         if details.pop("shown_only", False):
             self.console.on_event({"kind": kind, **details})
@@ -216,16 +221,25 @@ class _Shown:
 
     def _begin_incident(self, number: int, details: dict[str, Any]) -> None:
         self._open.append(number)
-        del details["time"]  # that of its end is written
-        if any(_is_of(event, details) for event in self._before):
-            self._tell_written()
-            return
         self.incidents.begin(details)
-        if self._before:  # it may be over by now
-            for event in read_lines(self._paths.events):
+
+    def catch_up(self) -> None:
+        """Go through what was done since incidents that another process was told of, before the next of them and behind
+        the last: they are as many as they would have been."""
+        late, self._late = [told for told in self._late if not self._is_written(*told)], []
+        for index, (number, details) in enumerate(late):
+            self._begin_incident(number, details)
+            stop = late[index + 1][1]["attempt"] if index + 1 < len(late) else None
+            for event in _up_to(stop, read_lines(self._paths.events)):
                 self.incidents.on_event(event)
-            for record in read_lines(self._paths.metrics):
+            for record in _up_to(stop, read_lines(self._paths.metrics)):
                 self.incidents.on_step(record)
+
+    def _is_written(self, number: int, details: dict[str, Any]) -> bool:
+        if not any(_is_of(event, details) for event in self._before):
+            return False
+        self._tell({"written": number})
+        return True
 
     def _end_incident(self, details: dict[str, Any]) -> None:
         ending.note(self._paths, self.console, Kind.INCIDENT, details)
@@ -235,6 +249,13 @@ class _Shown:
         for number in self._open:
             self._tell({"written": number})
         self._open.clear()
+
+
+def _up_to(attempt: int | None, lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The lines of attempts before that one; None: all."""
+    for line in lines:
+        if attempt is None or (isinstance(line.get("attempt"), int) and line["attempt"] < attempt):
+            yield line
 
 
 def _is_of(event: dict[str, Any], incident: dict[str, Any]) -> bool:
@@ -258,6 +279,7 @@ def _record(events: int, told: int, replaces: bool, paths: RunPaths, steps: int,
                 for line in lines:
                     event = json.loads(line)
                     shown.note(event.pop("number"), event.pop("kind"), event)
+                shown.catch_up()
             shown.look(again)
             follower.poll()
         follower.poll()

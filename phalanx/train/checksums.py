@@ -108,10 +108,11 @@ def masters_of(engine: Engine) -> list[Piece]:
 
 
 def shards_of(engine: Engine, mesh: Mesh) -> list[int]:
-    """For each rank of `mesh` a number that ranks which keep the same of the parameters have in common, and no others.
-    Collective."""
+    """For each rank of `mesh` a number that ranks which keep the same of the parameters have in common, and no others;
+    0: it keeps nothing of them. Collective."""
     rows = [[piece.name, piece.start, piece.stop] for piece in masters_of(engine)]
-    return [int(known) for known in mesh.gather(float(int.from_bytes(digest(rows)[:6], "little")))]
+    mine = int.from_bytes(digest(rows)[:6], "little") if rows else 0
+    return [int(known) for known in mesh.gather(float(mine))]
 
 
 def compare_shards(engine: Engine, mesh: Mesh, shards: Sequence[int]) -> Verdict | None:
@@ -187,7 +188,8 @@ class Checks:
     def _useless(self) -> str | None:
         if self._mesh.data.world == 1:
             return "no two ranks hold the same parameters"
-        if self._shards is not None and len(set(self._shards)) == len(self._shards):
+        holding = [known for known in self._shards or () if known]
+        if self._shards is not None and len(set(holding)) == len(holding):
             return (
                 "each rank holds its own shard of the parameters between steps (parallel.zero 3 and fsdp2), which no "
                 "other one has; with parallel.shard_degree below the number of ranks some do, with parallel.zero 1 or "

@@ -96,3 +96,31 @@ def killed_before_it_said_so(placement: Placement, folder: str) -> list[str]:
 def test_what_one_that_is_killed_has_written_is_not_written_again(tmp_path: Path) -> None:
     written = run_ranks(killed_before_it_said_so, 1, folder=str(tmp_path))
     assert written == [["one", "two", "rank 1 died", "three"]]
+
+
+def killed_behind_two_failures(placement: Placement, folder: str, between: bool) -> list[list[Any]]:
+    """The incidents of two failures that a process was told of when it was killed; `between`: a step was done between
+    them."""
+    paths = RunPaths(Path(folder))
+    recorder = Recorder(paths, 10, "tokens")
+    recorder.note(Kind.WARNING, {"attempt": 1, "message": "one"})
+    wait_until(lambda: messages(paths) == ["one"] and recorder.safe() == [] and not recorder._unwritten, timeout_s=60)
+    os.kill(recorder._pid, signal.SIGSTOP)
+    for attempt in (2, 3):
+        failed = {"attempt": attempt, "what": f"rank {attempt} died", "done": "all again", "began": time.time()}
+        recorder.note(Kind.INCIDENT, failed)
+        if between or attempt == 3:
+            append_line(paths.metrics, {"step": 5 + attempt, "attempt": attempt, "time": time.time()})
+    os.kill(recorder._pid, signal.SIGKILL)
+    recorder.close()
+    return [[event["what"], event["step"]] for event in read_lines(paths.events) if event["kind"] == Kind.INCIDENT]
+
+
+@pytest.mark.parametrize(
+    ("between", "incidents"),
+    [(False, [["rank 2 died; rank 3 died", 8]]), (True, [["rank 2 died", 7], ["rank 3 died", 8]])],
+)
+def test_failures_are_as_many_incidents_as_without_a_killed_process(
+    between: bool, incidents: list[list[Any]], tmp_path: Path
+) -> None:
+    assert run_ranks(killed_behind_two_failures, 1, folder=str(tmp_path), between=between) == [incidents]

@@ -204,8 +204,10 @@ def test_a_checkpoint_that_may_be_wrong_is_better_than_none(tokens: Path, tmp_pa
     assert "no checkpoint of step 0 or before is left, so this one may hold what was wrong" in back["reason"]
 
 
-def test_where_nothing_is_held_twice_that_is_said(tokens: Path, tmp_path: Path) -> None:
-    keys = {"train__steps": 1, "resilience__checksum_every": 1, "parallel__zero": 3}
-    assert walk(tmp_path, tokens, **keys) == ["0", "0"]
+@pytest.mark.parametrize("state", [[1, 1], [3, 1, 0, 0]])
+def test_where_nothing_is_held_twice_that_is_said(state: list[int], tokens: Path, tmp_path: Path) -> None:
+    """Ranks that hold nothing at all are no two that hold the same."""
+    keys = {"train__steps": 1, "resilience__checksum_every": 1, "parallel__zero": 3, "balance__state": state}
+    assert walk(tmp_path, tokens, ranks=len(state), **keys) == ["0"] * len(state)
     [warning] = [event for event in runs.events(tmp_path, Kind.WARNING) if "checksum_every" in event["message"]]
     assert "its own shard" in warning["message"]

@@ -30,6 +30,14 @@ def test_the_part_of_the_steps_is_that_of_a_run_left_alone_whose_steps_last_as_l
     # Two faults cost two seconds each: the one comes within a step, the other at once behind the first step after it.
     late = [(at + (2.0 if at > 5.2 else 0.0) + (2.0 if at > 5.6 else 0.0), step) for at, step in steady if at <= 16.0]
     assert recovery.part_of(late, [5.2, 7.6], 20.0) == pytest.approx(0.8)
+    # Steps of one replica of two last half as long. They count; what a step takes is not theirs to say.
+    ends = [*range(11), *(10.5 + 0.5 * number for number in range(10)), 18.0, *range(19, 22)]
+    mixed = [(float(at), number) for number, at in enumerate(ends)]
+    alone = set(range(11, 21))
+    assert recovery.part_of(mixed, [], 21.0, alone) == pytest.approx(24 / 21)
+    assert recovery.part_of(mixed, [], 21.0) != pytest.approx(24 / 21)
+    with pytest.raises(AssertionError, match="left alone"):
+        recovery.part_of(steady, [], 20.0, set(range(11, 51)))
     with pytest.raises(AssertionError, match="left alone"):
         recovery.part_of(steady, [moment + 0.1 for moment, _ in steady], 20.0)
 

@@ -42,6 +42,7 @@ def test_replicas_that_are_lost_and_come_back_are_read_from_their_lines(tmp_path
         write(second, line(5, 1, 12.1, None), line(6, 2, 12.7, 0.6))  # what it took part in first was not its own
         assert (run.committed(), run.whole()) == (6, True)
     assert run.losses() == {1: 8.5, 2: 6.75, 6: 8.0}
+    assert run.partial() == {3, 4, 5}
     assert run.filled(0.0, 20.0) == pytest.approx((3 * 1.0 + 3 * 0.5) / 6)
     assert run.filled(11.0, 12.5) == 0.5
     assert run.filled(20.0, 30.0) == 0.0

@@ -1,5 +1,8 @@
 """Whether another start of a launched run follows: pure, and never for ever."""
 
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx import jobs, keeper
 from phalanx.cluster import epochs
+from phalanx.cluster.slurm import SlurmJob
 from phalanx.cluster.slurm_step import Step
 from phalanx.errors import RunError
 from phalanx.keeper import AGAIN, END, STALLED, Launched, Over, follows
@@ -108,9 +112,77 @@ def test_slurm_is_asked_again_to_end_a_job_whose_script_is_gone(
     for name, value in (("WORD_S", 0.0), ("AGAIN_S", 0.0)):
         monkeypatch.setattr(keeper, name, value)
     monkeypatch.setattr(keeper.slurm, "requeue", requeue)
-    keeper._leave(paths, step, int(ExitCode.STOPPED), AGAIN)
+    monkeypatch.setattr(keeper.slurm, "job_of", lambda job: SlurmJob(job, "RUNNING"))
+    stop = keeper._Stop()
+    stop.asked = signal.SIGTERM  # which has ended the training
+    keeper._leave(paths, step, int(ExitCode.STOPPED), AGAIN, stop)
     assert asked == ["7", "7"]
     assert "--- job 7 was not ended: Slurm's scontrol has failed: Unable to contact" in paths.node_log(1).read_text()
+
+
+@pytest.mark.parametrize(
+    ("happens", "calls"),
+    [
+        ("PENDING", ["requeue 7"]),  # another node was first
+        ("COMPLETING", ["requeue 7"]),
+        ("CANCELLED", ["requeue 7"]),
+        ("forgotten", ["requeue 7"]),
+        ("a signal", ["requeue 7"]),
+        ("cancelled", ["requeue 7", "cancel 7"]),
+        ("cancelled, a signal", ["requeue 7", "cancel 7"]),
+    ],
+)
+def test_slurm_is_not_asked_on_and_on_for_what_it_does_already(
+    happens: str, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, step, asked, stop = RunPaths(tmp_path), Step("7", "0", 1, 2, 1), list[str](), keeper._Stop()
+    paths.launch.mkdir()
+    paths.node_log(1).parent.mkdir()
+
+    def requeue(job: str) -> None:
+        assert not asked, "it is asked again"
+        asked.append(f"requeue {job}")
+        raise RunError("Slurm's scontrol has failed: Job is pending execution")
+
+    def job_of(job: str) -> SlurmJob | None:
+        if "cancelled" in happens:
+            paths.cancelled.touch()
+        if "a signal" in happens:
+            threading.Timer(0.2, stop, (signal.SIGTERM, None)).start()
+        return None if happens == "forgotten" else SlurmJob(job, happens if happens.isupper() else "RUNNING")
+
+    monkeypatch.setattr(keeper, "AGAIN_S", 60.0 if "a signal" in happens else 0.0)
+    monkeypatch.setattr(keeper.slurm, "requeue", requeue)
+    monkeypatch.setattr(keeper.slurm, "cancel", lambda job: asked.append(f"cancel {job}"))
+    monkeypatch.setattr(keeper.slurm, "job_of", job_of)
+    began = time.monotonic()
+    keeper._end_job(paths, step, AGAIN, stop)
+    assert asked == calls
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (["RUNNING", "COMPLETED"], "job 7 has ended by itself meanwhile, as COMPLETED"),
+        (["RUNNING", "COMPLETING", "FAILED"], "job 7 has ended by itself meanwhile, as FAILED"),
+        (["RUNNING"], "job 7 was asked to stop: it finishes the step, saves and leaves"),
+    ],
+)
+def test_of_a_job_that_was_over_before_it_could_be_cancelled_that_is_said(
+    states: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list(states)
+    heard = len(states) == 1
+
+    def refuse(job: str) -> None:
+        if not heard:
+            raise RunError("Slurm's scancel has failed: Job/step already completing or completed")
+
+    monkeypatch.setattr(jobs, "newest_job", lambda paths: SlurmJob("7", left.pop(0) if len(left) > 1 else left[0]))
+    monkeypatch.setattr(jobs.slurm, "stop", refuse)
+    monkeypatch.setattr(jobs.slurm, "cancel", refuse)
+    assert jobs.cancel(RunPaths(tmp_path), now=False) == said
 
 
 def test_a_lock_names_its_holder_while_it_is_held(tmp_path: Path) -> None:
