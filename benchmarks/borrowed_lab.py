@@ -197,7 +197,8 @@ def story(size: Size, folder: Path, teller: Teller) -> tuple[list[Row], list[Che
                 place.memory = {}
                 sums.append(sum(alone(place, size, turn)))
                 place.memory = limits
-            paths, ended = place.train(NAME, f"planned-{turn}", *keys(plan), ranks=ranks_of(plan, cluster, place.nodes))
+            words = keys(plan, recipe.load(file))
+            paths, ended = place.train(NAME, f"planned-{turn}", *words, ranks=ranks_of(plan, cluster, place.nodes))
             _well(ended, "the plan")
             ours.append(rate(paths, size.warm))
             peaks = ended.peaks

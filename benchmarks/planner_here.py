@@ -112,9 +112,9 @@ def question_of(file: Path, words: Sequence[str]) -> Question:
     return Question(free(recipe.load(file, list(words)), list(words)), None, tuple(words))
 
 
-def keys(plan: Plan) -> list[str]:
+def keys(plan: Plan, config: Config) -> list[str]:
     """The words of a command line that make a run of a plan; all ranks as they are planned, and nothing found anew."""
-    chosen = keys_of(plan)
+    chosen = keys_of(plan, config)
     chosen |= {key: "even" for key in ("balance.work", "balance.state") if chosen[key] == "auto"}
     return as_overrides(chosen)
 
@@ -191,10 +191,11 @@ def times(size: Size, folder: Path) -> tuple[list[Row], list[Check]]:
         cluster = measured.cluster_of(middle(surveys))
         planned = plans(file, cluster, size.layouts)
         taken: dict[str, list[float]] = {name: [] for name in planned}
+        config = recipe.load(file)
         for turn in range(size.turns):
             for number, (name, plan) in enumerate(planned.items()):
                 paths, ended = place.train(
-                    NAME, f"time-{turn}-{number}", *keys(plan), ranks=ranks_of(plan, cluster, nodes)
+                    NAME, f"time-{turn}-{number}", *keys(plan, config), ranks=ranks_of(plan, cluster, nodes)
                 )
                 assert ended.well, f"{name} ended with {ended.codes}:\n{''.join(ended.said)[-3000:]}"
                 taken[name] += steps_s(paths, size.warm)
@@ -405,8 +406,8 @@ def _memory_row(place: Lab, folder: Path, config: Configuration, number: int, ba
 def _run(
     place: Lab, folder: Path, config: Configuration, name: str, must_end_well: bool = True
 ) -> tuple[Plan, RunPaths, Ended]:
-    plan, _ = plan_of(folder, config)
-    paths, ended = place.train(NAME, name, *keys(plan))
+    plan, asked = plan_of(folder, config)
+    paths, ended = place.train(NAME, name, *keys(plan, asked))
     assert ended.well or not must_end_well, f"{config} ended with {ended.codes}:\n{''.join(ended.said)[-3000:]}"
     return plan, paths, ended
 

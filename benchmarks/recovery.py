@@ -422,7 +422,6 @@ def checks_of(rows: Sequence[Row], loaded: float) -> list[Check]:
     local = {row["after kill -9 of one rank"]: row for row in rows if "after kill -9 of one rank" in row}
     if local and local[OURS]["parameters"] == "10M":
         checks.append(at_most("seconds dead after kill -9 of a rank", local[OURS]["dead, s"], loaded * DEAD_S))
-    if local:
         ratio = local[OURS]["dead, s"] / local[TORCHRUN]["dead, s"]
         checks.append(at_most("of torchrun's", ratio, PART_OF_TORCHRUN))
     if TORCHFT in local:

@@ -24,6 +24,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 # Workers and the ranks that they start share the cores, where threads that spin are slow. Torch is not imported yet.
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes that compile would first import torch, each
 
 TESTS = Path(__file__).resolve().parent
 LONG = ("test_docs.py", "cluster", "numerics", "dist", "gpu")  # what takes long, in this order
