@@ -15,12 +15,15 @@ from phalanx.records import RunPaths
 def newest(paths: RunPaths) -> dict[str, Any] | None:
     """What the file of the newest epoch says, or its number alone where it is being written; None without any."""
     numbers = [int(path.stem) for path in paths.epoch(1).parent.glob("*.json") if path.stem.isdecimal()]
-    if not numbers:
-        return None
-    told: Any = {}
+    return told(paths, max(numbers)) if numbers else None
+
+
+def told(paths: RunPaths, epoch: int) -> dict[str, Any]:
+    """What the file of an epoch says, or its number alone where it is being written."""
+    said: Any = {}
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        told = json.loads(paths.epoch(max(numbers)).read_text(encoding="utf-8"))
-    return {**(told if isinstance(told, dict) else {}), "epoch": max(numbers)}
+        said = json.loads(paths.epoch(epoch).read_text(encoding="utf-8"))
+    return {**(said if isinstance(said, dict) else {}), "epoch": epoch}
 
 
 def before_commit(paths: RunPaths, attempt: int) -> None:

@@ -74,7 +74,8 @@ class Recorder:
         return self._told
 
     def note(self, kind: str, details: dict[str, Any]) -> None:
-        """Have an event written and shown; details hold `attempt`. An incident is, once a new step is done."""
+        """Have an event written and shown; details hold `attempt`. An incident is, once a new step is done; what is
+        said `again`, only where its attempt has none of that kind."""
         self._count += 1
         event = {"number": self._count, "kind": str(kind), "time": time.time(), **details}
         self._unwritten[self._count] = line = json.dumps(event).encode() + b"\n"
@@ -213,7 +214,11 @@ class _Shown:
             else:
                 self._begin_incident(number, details)
             return
-        if details.pop("shown_only", False):
+        if details.pop("again", False) and any(
+            _is_one(event, kind, details) for event in read_lines(self._paths.events)
+        ):
+            pass  # whoever led before has written it
+        elif details.pop("shown_only", False):
             self.console.on_event({"kind": kind, **details})
         elif not any(event.get("kind") == kind and event.get("time") == details["time"] for event in self._before):
             ending.note(self._paths, self.console, kind, details)
@@ -256,6 +261,11 @@ def _up_to(attempt: int | None, lines: Iterable[dict[str, Any]]) -> Iterator[dic
     for line in lines:
         if attempt is None or (isinstance(line.get("attempt"), int) and line["attempt"] < attempt):
             yield line
+
+
+def _is_one(event: dict[str, Any], kind: str, details: dict[str, Any]) -> bool:
+    """Whether an event is of a kind and of the attempt that details tell of."""
+    return event.get("kind") == kind and event.get("attempt") == details["attempt"]
 
 
 def _is_of(event: dict[str, Any], incident: dict[str, Any]) -> bool:

@@ -4,7 +4,8 @@ Every agent exchanges signs of life and messages with the leader and two deputie
 `heartbeat_s`, or whose connection ends, is lost. The leader then makes a roster without it; where the leader itself is
 lost, the lowest of the others takes the votes of the rest. Either needs a majority of the last roster, or the file
 of the epoch where it is just half (`epochs.py`); whoever gets neither is `fenced`: it must end its ranks and leave.
-Who votes has lost whoever led before, and says later what its ranks have come to, so the file is made while they end.
+Who votes has lost whoever led before, and says later what its ranks have come to; so of many nodes the file is made
+while they end.
 Nothing here waits.
 """
 
@@ -17,10 +18,9 @@ from typing import Any
 
 from phalanx.cluster.beats import GIVEN_UP, Beat, Beats
 from phalanx.cluster.door import Door
-from phalanx.cluster.epochs import MINE, TAKEN
 from phalanx.cluster.errand import Errand
 from phalanx.cluster.herald import Voice
-from phalanx.cluster.roster import Member, Roster, Standing, roster_of, roster_to_message, standing, watched_by
+from phalanx.cluster.roster import Member, Roster, roster_of, roster_to_message, standing, watched_by
 from phalanx.cluster.wire import Channel, Message, Proof, calling
 from phalanx.errors import PhalanxError
 
@@ -32,7 +32,7 @@ AGAIN_S = 0.3  # between two calls to one who does not answer
 VOTES_S = 15.0  # what the others get to end their ranks and vote; those who are lost are not waited for
 CLAIM_S = 3.0  # what a shared file system gets to create an epoch's file
 
-Claim = Callable[[int, dict[str, Any]], str]  # as epochs.claim, of a run folder
+Claim = Callable[[int, dict[str, Any]], dict[str, Any] | None]  # as epochs.claim, of a run folder
 
 
 @dataclass
@@ -99,6 +99,11 @@ class Circle:
     def settled(self) -> bool:
         """Whether all members are there, as far as known, and no other roster is being made."""
         return not self.lost and not self._joining and self._claiming is None and self.fenced is None
+
+    @property
+    def met(self) -> bool:
+        """Whether all members that are not lost can be reached from here."""
+        return all(node in self._links and self._links[node].up for node in self.living() if node != self.me.node)
 
     @property
     def spoken(self) -> bool:
@@ -209,12 +214,9 @@ class Circle:
                 if beat.number > self._numbers.get(token, 0):
                     self._numbers[token] = beat.number
                     self._heard_at[beat.node] = now
-            elif beat.epoch < self.roster.epoch and token not in self._tokens_of_joining():
+            elif beat.epoch < self.roster.epoch and token not in [each.token for each in self._joining.values()]:
                 answer = Beat(GIVEN_UP, self.roster.epoch, beat.node, beat.token, beat.number)
                 self._beats.send(answer, address)
-
-    def _tokens_of_joining(self) -> list[str]:
-        return [member.token for member in self._joining.values()]
 
     def _speak(self) -> None:
         members = [self.roster.member(node) for node in watched_by(self.me.node, self.roster, self.lost)]
@@ -358,11 +360,13 @@ class Circle:
         if candidate != self.me.node:
             self._vote_for(candidate)
             return
-        self._take_vote(candidate, self.votes.get(candidate) or self._ballot())
+        self._take_vote(candidate, self._ballot())  # anew, as it may have got ready for a new division
         voters, late = [node for node in self.living() if node in self._voters], now > since + VOTES_S
-        if voters == self.living() or late:
-            self._claim_next(voters)
         ended = [node for node in voters if node in self.votes]
+        # While ranks end it is claimed only where the others go on without this node, should it die before they hear.
+        kept = voters if 2 * (len(voters) - 1) > len(self.roster.nodes) else ended
+        if candidate in kept and (kept == self.living() or late):
+            self._claim_next(kept)
         if self._claimed is not None and candidate in ended and (ended == self.living() or late):
             members = tuple(member for member in self.roster.members if member.node in ended)
             self._go_on(replace(self._claimed[0], members=members))
@@ -400,40 +404,49 @@ class Circle:
             self._claimed = following, False
             return
         text = {"leader": self.me.node, "host": self.me.host, "address": [self.me.address, self.me.port]}
-        text |= self._about(following)
+        text |= {"from": self.roster.epoch, **self._about(following)}
         self._claiming = Errand(self._claim, following.epoch, text, timeout_s=CLAIM_S), following
 
     def _see_claim(self) -> None:
         assert self._claiming is not None
         errand, following = self._claiming
         try:
-            result = errand.result()
-        except (PhalanxError, RuntimeError):  # the file system hangs or refuses: a majority needs no file
-            result = ("nothing",)
-        if result is None:
-            return
+            if (result := errand.result()) is None:
+                return
+            taken, mine = result[0], True
+        except (PhalanxError, RuntimeError):  # the file system hangs or refuses: a majority needs none, but to pass one
+            taken, mine = None if following.epoch == self.roster.epoch + 1 else {}, False
         self._claiming = None
-        if result != (TAKEN,):
-            self._claimed = following, result == (MINE,)
-        elif not self.leading and self._left(following) == "majority":
-            # By one who died before anybody had heard of it, or whom all these, who have voted, have lost since: as
-            # that one would of the epoch before, they take leave of this one.
+        if taken is None:
+            self._claimed = following, mine
+        elif self._passes(taken, following):
             self._ask_for(replace(following, epoch=following.epoch + 1))
         else:
             self._fence("another part of the nodes has taken the run over")
 
-    def _left(self, following: Roster) -> Standing:
-        """What those of a roster are who belong to this one and are not lost."""
-        left = [node for node in following.nodes if node in self.roster.nodes and node not in self.lost]
-        return standing(len(left), len(self.roster.nodes))
+    def _passes(self, taken: dict[str, Any], following: Roster) -> bool:
+        """Whether this node may take the epoch after one that is `taken`: its claimant may live, and lead it.
+
+        Only one of this very epoch is passed, whom all who have voted here have lost for good: their leader, or one
+        lower than whom they vote for. They are a majority, so one of them is in any roster that it makes, and is missed
+        there. It needs the file after its own then, the very one asked for now: who comes second finds it made from
+        another epoch, and is fenced."""
+        if self.leading or taken.get("from") != self.roster.epoch or type(taken.get("leader")) is not int:
+            return False
+        lost = taken["leader"] == self.roster.leader or taken["leader"] < self.me.node
+        return lost and standing(self._left(following), len(self.roster.nodes)) == "majority"
+
+    def _left(self, following: Roster) -> int:
+        """How many of a roster belong to this one and are not lost."""
+        return len([node for node in following.nodes if node in self.living()])
 
     def _go_on(self, following: Roster) -> None:
         """Take a roster whose epoch was claimed, where enough of it are left by now."""
         assert self._claimed is not None
-        here = self._left(following)
+        left, of = self._left(following), len(self.roster.nodes)
+        here = standing(left, of)
         if here == "minority" or (here == "tie" and not self._claimed[1]):
-            left = [node for node in following.nodes if node in self.roster.nodes and node not in self.lost]
-            self._fence(_too_few(len(left), len(self.roster.nodes)))
+            self._fence(_too_few(left, of))
         else:
             self._adopt(following)
 
@@ -448,9 +461,8 @@ class Circle:
                 channel = self._links.pop(node).channel
                 if channel is not None:
                     channel.close("it is no member any more")
-        self.lost = {node: why for node, why in self.lost.items() if roster.member(node) == before.member(node)}
-        self.lost = {node: why for node, why in self.lost.items() if node in roster.nodes}
         known = [node for node in roster.nodes if roster.member(node) == before.member(node)]
+        self.lost = {node: why for node, why in self.lost.items() if node in known}
         self._heard_at = {node: now if node in known else now + MEET_S for node in roster.nodes}
         self._joining = {node: member for node, member in self._joining.items() if member not in roster.members}
         self._voted = self._leaderless_since = self._claimed = None

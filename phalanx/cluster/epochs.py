@@ -2,7 +2,8 @@
 
 Creating a file that must not exist is atomic, also on network file systems; so when a network falls into two halves of
 the same size, one of them goes on and the other one knows that it may not. What a file says is for those who look for
-the run: who leads, and where; and for its ranks: `attempt` is the oldest whose ranks may still write.
+the run: who leads, and where; and for its ranks: `attempt` is the oldest whose ranks may still write. `from` is the
+epoch whose members made it; a job that begins with an epoch of its own says none.
 """
 
 import json
@@ -14,11 +15,10 @@ from phalanx.cluster.rendezvous import look_again
 from phalanx.errors import RunError
 from phalanx.records import RunPaths
 
-MINE, TAKEN = "mine", "taken"
 
-
-def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> str:
-    """Create the file of an epoch; MINE for the one who has created it, TAKEN for all others.
+def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> dict[str, Any] | None:
+    """Create the file of an epoch; None for the one who has created it, for all others what it says: its number alone
+    while it is being written.
 
     Raises RunError where the run folder cannot be written.
     """
@@ -27,14 +27,14 @@ def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> str:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileExistsError:
-        return TAKEN
+        return fencing.told(paths, epoch)
     except OSError as error:
         raise RunError(f"{path} cannot be written ({error.strerror}); change the run folder's rights") from None
     with open(descriptor, "w", encoding="utf-8") as file:
         json.dump({"epoch": epoch, **text}, file)
         file.flush()
         os.fsync(file.fileno())
-    return MINE
+    return None
 
 
 def newest(paths: RunPaths) -> dict[str, Any] | None:
@@ -47,5 +47,5 @@ def claim_next(paths: RunPaths, text: dict[str, Any]) -> int:
     """Claim the epoch after the newest, for a job that begins; returns its number. Raises as `claim`."""
     while True:
         epoch = 1 + int((newest(paths) or {"epoch": 0})["epoch"])
-        if claim(paths, epoch, text) == MINE:
+        if claim(paths, epoch, text) is None:
             return epoch

@@ -38,6 +38,7 @@ from phalanx.cluster.affairs import (
 )
 from phalanx.cluster.causes import End as RankEnd
 from phalanx.cluster.causes import first_cause, is_aftermath, sameness, suspicion
+from phalanx.cluster.circle import MEET_S
 from phalanx.cluster.errand import Errand
 from phalanx.cluster.greeting import objection, taken
 from phalanx.cluster.hangs import Gathering
@@ -59,7 +60,8 @@ Plan = Sequence[tuple[int, int]]
 class Leader:
     """`prepare(division, plan, devices)` resolves the recipe for other ranks, in a child, and returns what is offered;
     `notice(kind, details)` is for the records and the console; `safe()` gives steps that have become safe, and
-    `asked()` what users ask of nodes; `hello` is what this node would say of itself."""
+    `asked()` what users ask of nodes; `hello` is what this node would say of itself. `unfit`: why this one, the first
+    to lead, hands the lead to another one and leaves, as soon as all can hear of it."""
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class Leader:
         notice: Callable[[str, dict[str, Any]], None],
         safe: Callable[[], list[int]],
         asked: Callable[[], list[Request]],
+        unfit: str | None = None,
     ) -> None:
         self.peer, self.circle, self.state, self.hello = peer, peer.circle, state, hello
         self._prepare, self.notice, self._safe, self._asked = prepare, notice, safe, asked
@@ -79,6 +82,7 @@ class Leader:
         self._why: dict[str, str] = {}  # why members were lost, by token
         self._pulses = Gathering()
         self._interrupts = 0
+        self._unfit, self._meets_until = unfit, time.monotonic() + MEET_S
         self._incident: dict[str, Any] | None = None
         # A new leader knows the roster before its own, and learns in its first turn who is gone.
         known = self.circle.before or self.circle.roster
@@ -97,6 +101,11 @@ class Leader:
 
     def tend(self) -> None:
         """Do all that can be done without waiting."""
+        if self._unfit is not None:
+            # Whoever has no connection to it yet would not see it leave, and would wait for its first sign of life.
+            if self.circle.met or time.monotonic() > self._meets_until:
+                self.event(Unfit(time.monotonic(), self.circle.me.node, self._unfit, int(ExitCode.UNHEALTHY)))
+            return
         for member, why in self.circle.losses:
             self._why[member.token] = why
             self._begin_incident()
@@ -169,9 +178,10 @@ class Leader:
         elif "pulses" in message:
             self._pulses.hear(node, message["pulses"])
         elif "stop" in message:
-            self.notice(Kind.SIGNALLED, {"attempt": max(self.state.attempt, 1), "signal": str(message["stop"])})
+            again = {"again": True} if message.get("again") else {}
+            self.notice(Kind.SIGNALLED, {"attempt": max(self.state.attempt, 1), "signal": message["stop"], **again})
             # Who was asked passes it on to its own ranks, but those of an attempt that has begun since know of nothing.
-            self.circle.tell_all({"signal": str(message["stop"])}, but=None if message.get("again") else node)
+            self.circle.tell_all({"signal": str(message["stop"])}, but=None if again else node)
             self._interrupts += message["stop"] == "SIGINT"
             if self._interrupts >= 2:  # whoever sits there has no patience any more
                 self._tell_to_end(self.state.attempt, known=True)
@@ -415,10 +425,7 @@ def take_lead(
     assert offered is not None, "who was offered nothing has not been let in"
     if circle.before is None:
         state = beginning_state(offered, circle.roster, attempt, committed, held or {})
-        leader = Leader(peer, state, hello, prepare, notice, safe, asked)
-        if unfit is not None:
-            leader.event(Unfit(time.monotonic(), circle.me.node, unfit, int(ExitCode.UNHEALTHY)))
-        return leader
+        return Leader(peer, state, hello, prepare, notice, safe, asked, unfit)
     peer.offer = taken_up(offered, peer.start, circle.votes)
     state = succeeding_state(peer.offer, peer.start, circle.before, circle.votes, attempt)
     leader = Leader(peer, state, hello, prepare, notice, safe, asked)

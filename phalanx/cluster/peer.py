@@ -84,7 +84,7 @@ class Peer:
         self.ordered = False  # to start an attempt
         self._running = 0  # the attempt that runs here
         self._last: Message = {}  # how the last one ended here
-        self._ordered_to_end = self._explained = False
+        self._ordered_to_end = self._explained = self._ready_unheard = False
         self._stops: list[str] = []
         self._hung: list[Blame] = []
         self._relay: tuple[Relay, Any] | None = None
@@ -123,8 +123,7 @@ class Peer:
         """What an epoch's file says of the run: the oldest attempt whose ranks may still write."""
         if self.start is None:
             return {"attempt": 1}
-        seats = set(self.start["seats"])
-        goes_on = seats <= set(following.nodes) and self.circle.roster.leader == following.leader
+        goes_on = set(self.start["seats"]) <= set(following.nodes) and self.circle.roster.leader == following.leader
         return {"attempt": int(self.start["attempt"]) + (0 if goes_on else 1)}
 
     # ------------------------------------------------------------------------------------------- what an attempt knows
@@ -151,6 +150,8 @@ class Peer:
         elif self.circle.adopted and not self.circle.leading:
             self.circle.losses.clear()
             self.circle.adopted.clear()
+            if self._ready_unheard:
+                self.say_ready()
 
     def _hear(self) -> None:
         while heard := self.circle.heard():
@@ -387,6 +388,7 @@ class Peer:
             self._open_keeper()
 
     def say_ready(self) -> None:
+        self._ready_unheard = self._alone()  # the next leader hears it, whose vote may be older
         self.circle.tell(self.circle.roster.leader, {"ready": self._division, "held": self.held()})
 
     def starting(self) -> tuple[int, Seat | None] | None:
@@ -439,12 +441,11 @@ class Peer:
         for channel, _, _ in self._store_calls:
             channel.close("this node has left")
         self._store_calls = []
-        leading, over = self._leading, self.over
         farewell = None
-        if leading is not None:
-            leading.close()
-            if over is not None:
-                farewell = {"finish": over[0], "text": over[1]}
+        if self._leading is not None:
+            self._leading.close()
+            if self.over is not None:
+                farewell = {"finish": self.over[0], "text": self.over[1]}
         self.circle.close(farewell)
 
 

@@ -3,15 +3,18 @@
 import functools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from phalanx.cluster import epochs
 from phalanx.cluster.beats import Beats
 from phalanx.cluster.circle import Circle
 from phalanx.cluster.door import Door, bind
+from phalanx.cluster.peer import Peer
 from phalanx.cluster.roster import Roster, member_of
 from phalanx.cluster.wire import Message
 from phalanx.records import Placement, RunPaths
@@ -26,7 +29,7 @@ class Nodes:
     """Circles of nodes 0, 1, ... that have met; a node whose number is in `busy` still has ranks."""
 
     def __init__(self, count: int, run: Path) -> None:
-        self.paths, self.busy = RunPaths(run), set[int]()
+        self.paths, self.busy, self.ready = RunPaths(run), set[int](), 1
         places = [bind("127.0.0.1") for _ in range(count)]
         told = [{"node": node, "host": "", "devices": [["cpu", "any", True]]} for node in range(count)]
         members = tuple(member_of({**told[node], **place.told()}) for node, place in enumerate(places))
@@ -42,7 +45,7 @@ class Nodes:
         self.until(lambda: all(self.knows(node) for node in range(count)))
 
     def ballot(self, node: int) -> Message | None:
-        return None if node in self.busy else {"of": node}
+        return None if node in self.busy else {"of": node} | ({"ready": self.ready} if self.ready > 1 else {})
 
     def about(self, following: Roster) -> dict[str, Any]:
         return {"attempt": 2}
@@ -50,16 +53,17 @@ class Nodes:
     def knows(self, node: int) -> bool:
         return all(link.up for link in self.circles[node]._links.values()) and len(self.circles[node]._links) > 0
 
-    def turn(self) -> None:
-        for circle in self.circles.values():
+    def turn(self, only: Sequence[Circle] = ()) -> None:
+        for circle in only or self.circles.values():
             circle.tend()
         time.sleep(0.005)
 
-    def until(self, holds: Callable[[], bool]) -> None:
+    def until(self, holds: Callable[[], bool], only: Sequence[Circle] = ()) -> None:
+        """Have all, or `only` some, take turns."""
         until = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < until, {node: circle.fenced for node, circle in self.circles.items()}
-            self.turn()
+            self.turn(only)
 
     def lose(self, *lost: int) -> None:
         for node in lost:
@@ -68,6 +72,15 @@ class Nodes:
     def told(self) -> list[list[Any]]:
         """What each thinks: epoch, leader, and whether it has to leave."""
         return [[each.roster.epoch, each.roster.leader, each.fenced is not None] for each in self.circles.values()]
+
+    def at_rest(self) -> bool:
+        """Whether nobody who goes on misses anybody, or takes part in what is being agreed on."""
+        left = {node: each for node, each in self.circles.items() if each.fenced is None}
+        return all(
+            each.settled and all(other in left and node not in left[other].lost for other in each.roster.nodes)
+            for node, each in left.items()
+            if each.leading
+        ) and all(any(node in each.roster.nodes for each in left.values() if each.leading) for node in left)
 
     def decided(self) -> bool:
         return all(each.fenced is not None or each.roster.leader not in each.lost for each in self.circles.values())
@@ -88,7 +101,7 @@ def after_a_dead_claimant(placement: Placement, folder: str) -> list[Any]:
     found = []
     for count in (5, 4):
         with nodes(count, f"{folder}/{count}") as there:
-            assert epochs.claim(there.paths, 2, {"leader": 1}) == epochs.MINE
+            assert epochs.claim(there.paths, 2, {"leader": 1, "from": 1}) is None
             there.lose(0, 1)
             there.until(lambda: any(each.lost for each in there.circles.values()))
             there.until(there.decided)
@@ -103,8 +116,8 @@ def test_a_majority_goes_on_after_one_who_died_with_the_epoch_in_hand(tmp_path: 
 
 
 def while_ranks_end(placement: Placement, folder: str) -> list[Any]:
-    """The leader of four dies; what is there while a node has ranks, and after."""
-    with nodes(4, f"{folder}/run") as there:
+    """The leader of five dies; what is there while a node has ranks, and after."""
+    with nodes(5, f"{folder}/run") as there:
         there.busy = {1, 3}
         there.lose(0)
         there.until(lambda: there.paths.epoch(2).exists())
@@ -120,9 +133,123 @@ def while_ranks_end(placement: Placement, folder: str) -> list[Any]:
 
 def test_an_epoch_is_claimed_while_ranks_end_and_begins_when_all_have(tmp_path: Path) -> None:
     before, between, after, votes = run_ranks(while_ranks_end, 1, folder=str(tmp_path))[0]
-    assert before == between == [[1, 0, False]] * 3
-    assert after == [[2, 1, False]] * 3
-    assert votes == [[node, {"of": node}] for node in (1, 2, 3)]
+    assert before == between == [[1, 0, False]] * 4
+    assert after == [[2, 1, False]] * 4
+    assert votes == [[node, {"of": node}] for node in (1, 2, 3, 4)]
+
+
+def while_ranks_of_four_end(placement: Placement, folder: str) -> list[Any]:
+    """The leader of four dies, and the next one before its ranks have ended: the other two are half of them. And what
+    the next one says of its ranks, which changes while others end theirs."""
+    found: list[Any] = []
+    for dies in (True, False):
+        with nodes(4, f"{folder}/{dies}") as there:
+            there.busy = {1, 3}
+            there.lose(0)
+            there.until(lambda: there.circles[1]._voters == {1, 2, 3})
+            for _ in range(20):
+                there.turn()
+            found.append(there.paths.epoch(2).exists())
+            if dies:
+                there.lose(1)
+            else:
+                there.busy = {3}
+                there.until(lambda: 1 in there.circles[1].votes)
+                there.ready = 2
+            there.busy = set()
+            there.until(lambda: all(each.roster.epoch > 1 for each in there.circles.values()))
+            found.append([there.told(), next(iter(there.circles.values())).votes.get(1)])
+    return found
+
+
+def test_of_four_none_claims_an_epoch_while_ranks_end_as_the_others_could_not_pass_it(tmp_path: Path) -> None:
+    early, (left, _), early_too, (all_left, vote) = run_ranks(while_ranks_of_four_end, 1, folder=str(tmp_path))[0]
+    assert not early and not early_too
+    assert left == [[2, 2, False]] * 2
+    assert all_left == [[2, 1, False]] * 3
+    assert vote == {"of": 1, "ready": 2}
+
+
+def ready_unheard(placement: Placement, folder: str) -> list[Any]:
+    """The leader of three dies; a node gets ready for a new division after its vote, and before another leads."""
+
+    def nothing(*_: Any) -> Any:
+        raise AssertionError("it prepares nothing, and does not lead")
+
+    with nodes(3, f"{folder}/run") as there:
+        there.busy = {1}
+        there.lose(0)
+        peer = Peer(SECRET, nothing, nothing)
+        peer.circle = there.circles[2]
+        there.until(lambda: 2 in there.circles[1].votes)
+        peer._division = 2
+        peer.say_ready()
+        there.busy = set()
+        there.until(lambda: bool(there.circles[2].adopted), [there.circles[1], there.circles[2]])
+        peer.tend()
+        there.until(lambda: there.circles[1].spoken)
+        return there.circles[1].heard()
+
+
+def test_what_a_node_got_ready_for_between_two_leaders_the_next_one_hears(tmp_path: Path) -> None:
+    heard = run_ranks(ready_unheard, 1, folder=str(tmp_path))[0]
+    assert heard == [[2, {"ready": 2, "held": []}]]
+
+
+def cut_off_unheard(placement: Placement, folder: str, count: int, lost: list[int], first: int) -> list[Any]:
+    """The leader of `count` loses some, and makes a roster without them that node 1, which it keeps, has not heard of
+    when it loses the leader; the lost ones vote for that one. `first`: which of both goes on first."""
+    with nodes(count, f"{folder}/run") as there:
+        leader, others = there.circles[0], [there.circles[1], *(there.circles[node] for node in lost)]
+        for node in lost:
+            leader._lose(node, "cut")
+        there.until(lambda: leader.roster.epoch == 2, [leader])
+        for circle in others:
+            circle._lose(0, "cut")
+        parts = [[leader, *(there.circles[node] for node in range(2, count) if node not in lost)], others]
+        for part in (parts[first], parts[1 - first]):
+            if part is parts[0]:
+                leader._lose(1, "cut")
+            there.until(lambda: part[0].fenced is not None or part[0].roster.epoch > 2, part)  # noqa: B023
+        for _ in range(100):
+            there.turn()
+        return [[each.roster.epoch, each.roster.nodes] for each in there.circles.values() if each.fenced is None]
+
+
+@pytest.mark.parametrize(
+    ("count", "lost", "first", "left"),
+    [
+        (3, [2], 0, [[3, [0]]]),
+        (3, [2], 1, [[3, [1, 2]]] * 2),
+        (5, [3, 4], 0, [[3, [0, 2]]] * 2),
+        (5, [3, 4], 1, [[3, [1, 3, 4]]] * 3),
+    ],
+)
+def test_of_a_leader_and_a_majority_that_has_not_heard_its_last_roster_one_goes_on(
+    tmp_path: Path, count: int, lost: list[int], first: int, left: list[list[Any]]
+) -> None:
+    found = run_ranks(cut_off_unheard, 1, folder=str(tmp_path), count=count, lost=lost, first=first)[0]
+    assert found == left
+
+
+def past_an_epoch(placement: Placement, folder: str, texts: list[dict[str, Any]]) -> list[Any]:
+    """Of five the leader dies; the next epoch is taken already, as each of the texts says."""
+    found = []
+    for number, text in enumerate(texts):
+        with nodes(5, f"{folder}/{number}") as there:
+            assert epochs.claim(there.paths, 2, text) is None
+            there.lose(0)
+            there.until(lambda: all(each.roster.epoch > 1 or each.fenced for each in there.circles.values()))
+            found.append(there.told())
+    return found
+
+
+def test_only_an_epoch_of_an_election_whose_claimant_all_have_lost_is_passed(tmp_path: Path) -> None:
+    """Not that of a job that begins, of another epoch, or of a higher node, whom voters may not have lost."""
+    texts = [{"leader": 0, "from": 1}, {"leader": 0}, {"leader": 0, "from": 3}, {"leader": 2, "from": 1}]
+    passed, *refused = run_ranks(past_an_epoch, 1, folder=str(tmp_path), texts=texts)[0]
+    assert passed == [[3, 1, False]] * 4
+    assert all(each[0] == [1, 0, True] and not any(leader == 1 for _, leader, _ in each) for each in refused)
 
 
 def with_a_word_for_the_leader(placement: Placement, folder: str) -> list[Any]:
@@ -167,3 +294,35 @@ def test_whoever_dies_when_a_majority_goes_on_and_no_epoch_has_two_leaders(tmp_p
     for told, led in run_ranks(as_they_die, 1, folder=str(tmp_path), seeds=list(range(20)))[0]:
         assert len({tuple(each) for each in told}) == 1 and not told[0][2], told
         assert len({epoch for epoch, _ in led}) == len(led), led
+
+
+def as_they_are_cut(placement: Placement, folder: str, seeds: list[int]) -> list[Any]:
+    """Of three to five nodes some lose others, in one direction or both, at any time, and only some take turns; then
+    all do, until nothing is left to be agreed on. Who leads then, and with whom."""
+    found = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        count = draw.randint(3, 5)
+        with nodes(count, f"{folder}/{seed}") as there:
+            for _ in range(draw.randint(2, 5)):
+                one, other = draw.choice([draw.sample(range(count), 2), draw.sample(range(2), 2), [0, count - 1]])
+                there.circles[one]._lose(other, "cut")
+                if draw.random() < 0.3:
+                    there.circles[other]._lose(one, "cut")
+                awake = [there.circles[node] for node in {one, *draw.sample(range(count), draw.choice([0, 0, 2]))}]
+                for _ in range(draw.choice([1, 20, 60])):
+                    there.turn(awake)
+            there.until(there.at_rest)
+            found.append(
+                [
+                    [node, each.roster.epoch, each.roster.nodes]
+                    for node, each in there.circles.items()
+                    if each.leading and each.fenced is None
+                ]
+            )
+    return found
+
+
+def test_whoever_is_cut_off_from_whom_not_two_lead_for_good(tmp_path: Path) -> None:
+    for leading in run_ranks(as_they_are_cut, 1, folder=str(tmp_path), seeds=list(range(30)))[0]:
+        assert len(leading) <= 1, leading

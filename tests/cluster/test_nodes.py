@@ -189,6 +189,8 @@ def test_nodes_that_are_not_fit_at_the_start_are_left_out_where_there_are_spares
         assert [ended[node][0] for node in seats] == [0, 0], "\n".join(map(str, died))
         assert cluster.noted("told", 1, 0) == [1]
         assert [cluster.noted("place", 1, rank)[0] for rank in range(2)] == [0, 1]  # counted by seats
+        lost = [event["reason"] for each in finished for event in each[2] if event["kind"] == "node_lost"]
+        assert not any("nothing was heard" in reason for reason in lost), lost  # all see a node 0 leave that is not fit
 
 
 def test_a_node_0_that_is_not_fit_says_why_nobody_takes_its_place(cluster: Cluster) -> None:

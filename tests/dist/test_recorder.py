@@ -36,6 +36,23 @@ def test_one_that_is_killed_is_replaced(tmp_path: Path) -> None:
     assert run_ranks(killed_in_between, 1, folder=str(tmp_path)) == [["one", "two"]]
 
 
+def said_again(placement: Placement, folder: str) -> list[list[Any]]:
+    """What is written of stops that a next leader is told again: the one before had written that of attempt 1."""
+    paths = RunPaths(Path(folder))
+    append_line(paths.events, {"kind": Kind.SIGNALLED, "time": time.time(), "attempt": 1, "signal": "SIGTERM"})
+    recorder = Recorder(paths, 10, "tokens")
+    for attempt in (1, 2):
+        recorder.note(Kind.SIGNALLED, {"attempt": attempt, "signal": "SIGINT", "again": True})
+    recorder.note(Kind.SIGNALLED, {"attempt": 2, "signal": "SIGHUP"})
+    recorder.close()
+    return [[event["attempt"], event["signal"], "again" in event] for event in read_lines(paths.events)]
+
+
+def test_what_is_said_again_is_written_once_an_attempt(tmp_path: Path) -> None:
+    found = run_ranks(said_again, 1, folder=str(tmp_path))[0]
+    assert found == [[1, "SIGTERM", False], [2, "SIGINT", False], [2, "SIGHUP", False]]
+
+
 def killed_before_it_wrote(placement: Placement, folder: str, revived: bool) -> list[list[Any]]:
     """What is written of messages that were told to a process that is killed before it reads them; `revived`: before
     the end."""
