@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +21,7 @@ from phalanx.errors import RunError
 from phalanx.records import BASE_WEIGHTS, TOKENIZER_FILES, Kind, RunPaths, read_lines, write_atomic
 
 LOCK_TRIES = 100
+REMOVE_TRIES = 20
 
 
 @contextlib.contextmanager
@@ -231,10 +233,17 @@ def remove_if_unused(paths: RunPaths, created: bool) -> None:
     For a start that was refused; only its holder may take a lock away. Never raises: the refusal has more to say.
     """
     with contextlib.suppress(OSError):
-        if os.listdir(paths.root) == [paths.lock.name]:
-            paths.lock.unlink()
-            if created:
-                paths.root.rmdir()
+        if os.listdir(paths.root) != [paths.lock.name]:
+            return
+        paths.lock.unlink()
+    for _ in range(REMOVE_TRIES if created else 0):
+        try:
+            paths.root.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError:  # another node has put a file there for a moment, to see what is new
+            time.sleep(0.01)
 
 
 def write_start(paths: RunPaths, config: Config, tokenizer: Path | str | None) -> None:

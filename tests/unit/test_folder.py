@@ -2,6 +2,7 @@
 
 import os
 import platform
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,23 @@ def refuse(paths: RunPaths) -> None:
 def test_a_refused_start_takes_its_folder_away(tmp_path: Path) -> None:
     refuse(RunPaths(tmp_path / "runs" / "new"))
     assert not (tmp_path / "runs" / "new").exists()
+
+
+def test_a_refused_start_takes_its_folder_away_though_another_node_looks_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    passing, listdir = paths.root / ".passing", os.listdir
+
+    def looked_at(place: Path) -> list[str]:
+        names = listdir(place)
+        passing.touch()
+        threading.Timer(0.03, passing.unlink).start()
+        return names
+
+    monkeypatch.setattr(os, "listdir", looked_at)
+    refuse(paths)
+    assert not paths.root.exists()
 
 
 @pytest.mark.parametrize("name", ["empty", "link", "."])
