@@ -167,7 +167,8 @@ def recover(run: Run, harm: Callable[[], object]) -> tuple[float, int]:
     if run.nodes > 1:  # a step that no second node had counts for nothing, and is the first new one if walked again
         run.wait(lambda: resumed(run, attempt))
         before = resumed(run, attempt)[0]
-        run.wait(lambda: run.committed() <= before)
+        # Until the files no longer hold the former, or, seen too late for that, until a line tells of the latter.
+        run.wait(lambda: run.committed() <= before or run.recorded()[0] > attempt)
     took = run.wait(lambda: run.committed() > before) - begun - step_s
     began = resumed(run, attempt)
     return took, max(0, safe - (began[0] if began else 0))

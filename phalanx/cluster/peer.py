@@ -121,8 +121,8 @@ class Peer:
 
     def about(self, following: Roster) -> dict[str, Any]:
         """What an epoch's file says of the run: the oldest attempt whose ranks may still write."""
-        if self.start is None:
-            return {"attempt": 1}
+        if self.start is None:  # one that was a spare knows of attempts what those who vote for it say
+            return {"attempt": 1 + max((int(vote["attempt"]) for vote in self.circle.votes.values()), default=0)}
         goes_on = set(self.start["seats"]) <= set(following.nodes) and self.circle.roster.leader == following.leader
         return {"attempt": int(self.start["attempt"]) + (0 if goes_on else 1)}
 
