@@ -89,7 +89,7 @@ def in_lockstep(zero: int, reduce: str) -> bool:
 class Line:
     """What a rank (or any other taker) needs for n pieces: `base + max(n, least) * each`; it takes `most` at most.
 
-    It has room for `few` at a time, and needs `again` more whenever it begins anew.
+    It has room for `few` at a time, no fewer than `least`, and needs `again` more whenever it begins anew.
     """
 
     base: float
@@ -110,6 +110,7 @@ def split(total: int, lines: Sequence[Line]) -> tuple[int, ...]:
     costs rise; all but the last few of them are given at once, at a cost that is too low for all.
     """
     assert total >= 0 and lines and all(line.each > 0 and line.most >= 0 for line in lines), (total, lines)
+    assert all(line.least <= line.few for line in lines), lines
     assert sum(line.most for line in lines) >= total, "more pieces than room"
     taken = _below(total, lines)
     left = total - sum(taken)
