@@ -147,14 +147,18 @@ def middle(found: Sequence[Hardware]) -> Hardware:
     """Of several measurements of the same devices the median of each, and of a node's devices, which are made alike,
     that of all: what disturbs one of them counts for nothing."""
     by_node: dict[int, list[dict[int, float]]] = {}
+    carries: dict[int, list[float]] = {}
     for device in (device for each in found for device in each.devices):
         by_node.setdefault(device.node, []).append(dict(device.times))
+        if device.carries_s_per_byte is not None:
+            carries.setdefault(device.node, []).append(device.carries_s_per_byte)
     devices = []
     for device in found[0].devices:
         times = by_node[device.node]
         sizes = sorted(set.intersection(*map(set, times)))
         median = tuple((size, statistics.median(each[size] for each in times)) for size in sizes)
-        devices.append(replace(device, times=median))
+        carried = statistics.median(carries[device.node]) if device.node in carries else None
+        devices.append(replace(device, times=median, carries_s_per_byte=carried))
     links = [each.link for each in found if each.link is not None]
     link = None
     if links:
@@ -205,7 +209,8 @@ def times(size: Size, folder: Path) -> tuple[list[Row], list[Check]]:
 
 def _device(first: int, group: Group) -> Row:
     return {"device": first, "alike": group.devices, "as it was measured": group.kind.name,
-            "GFLOP/s": group.kind.peak("fp32") / 1e9, "a call, us": 1e6 * group.kind.call_s}  # fmt: skip
+            "GFLOP/s": group.kind.peak("fp32") / 1e9, "a call, us": 1e6 * group.kind.call_s,
+            "to carry a MB, ms": 1e9 * (group.kind.carries_s_per_byte or 0.0)}  # fmt: skip
 
 
 def on_all(question: Question, cluster: Cluster) -> Plan | None:

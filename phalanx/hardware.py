@@ -36,6 +36,8 @@ class Device:
     # (sequences, seconds) of a forward and backward pass of the whole model, by size; empty: could not be measured
     times: tuple[tuple[int, float], ...]
     host_to_device_bytes_per_s: float | None  # None for a CPU, which copies nothing
+    # Of its computing that each byte costs a CPU which it sends and gets in an all-reduce; None for an accelerator
+    carries_s_per_byte: float | None = None
 
 
 @dataclass(frozen=True)
@@ -302,6 +304,7 @@ def _device(tree: Any, rank: int) -> Device:
     if _whole(tree, "rank", where) != rank:
         raise ValueError(f"its devices are not in order of rank: number {rank} has rank {tree['rank']}")
     bandwidth = _item(tree, "host_to_device_bytes_per_s", where)
+    carries = tree.get("carries_s_per_byte")  # files of before have none
     return Device(
         rank=rank,
         node=_whole(tree, "node", where),
@@ -313,6 +316,7 @@ def _device(tree: Any, rank: int) -> Device:
         most=_whole(tree, "most", where, least=1),
         times=_times(_item(tree, "times", where), where),
         host_to_device_bytes_per_s=None if bandwidth is None else _positive(tree, "host_to_device_bytes_per_s", where),
+        carries_s_per_byte=None if carries is None else _positive(tree, "carries_s_per_byte", where),
     )
 
 

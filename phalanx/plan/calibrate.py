@@ -186,6 +186,7 @@ def _device(rank: int, node: int, place: int, device: Present, kind: Kind, most:
         rank=rank, node=node, local_rank=place, host="", name="cpu" if kind.on_host else f"accelerator:{place}",
         model=device.model, memory_bytes=device.memory_bytes, most=most, times=(),
         host_to_device_bytes_per_s=None if kind.on_host else kind.host_bytes_per_s,
+        carries_s_per_byte=kind.carries_s_per_byte,
     )  # fmt: skip
 
 

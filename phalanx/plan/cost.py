@@ -107,12 +107,14 @@ class Model:
         devices, copies, layers, shares = self._numbers(choice)
         runs = [self._fitted(choice, run, max(shares), layers, copies) for run in self._runs(choice, copies, shares)]
         slowest, slowest_s, mean_s = None, -1.0, 0.0
+        ends: list[tuple[float, Kind]] = []  # of each run when its passes are through, and who is the last of it
         for run in runs:
             sequences = max(1.0, run.share / run.parts)  # a pass without any computes one for nothing
             stages = [self._stage(choice, run, number, layers, copies, sequences) for number in range(choice.pipeline)]
             longest = max(stage.total_s for stage in stages)
             fill = (sum(stage.total_s for stage in stages) - longest) / choice.virtual
             took = run.parts * longest + fill
+            ends.append((took, run.kinds[max(range(len(stages)), key=lambda each: stages[each].total_s)]))
             mean_s += run.parts * sum(stage.total_s for stage in stages) / choice.pipeline * run.copies / copies
             if took > slowest_s:
                 slowest, slowest_s = (run, stages, longest, fill), took
@@ -122,13 +124,14 @@ class Model:
         average = min(mean_s, run.parts * longest)  # what the passes would take if all were equally busy
         part = average / max(longest, 1e-30)
         critical = max(stages, key=lambda stage: stage.total_s)
-        taken = links.taken(run.kinds[stages.index(critical)], self.cluster, constants)
+        # Devices that are slow lose more of their time to what is carried, and may be the last for that.
+        with_others = max(took + links.taken(kind, self.cluster, constants) * travel.hidden_s for took, kind in ends)
         others = [self._update_s(choice, each, layers) for each in runs if each is not run]
         update_s = max([travel.update_s, *others])
         found = self._memory(choice, runs, layers, copies)
         terms = {
             "compute": part * (longest - critical.waits_s - critical.offload_s),
-            "communication": part * critical.waits_s + travel.exposed_s + taken * travel.hidden_s,
+            "communication": part * critical.waits_s + travel.exposed_s + with_others - slowest_s,
             "bubble": fill,
             "imbalance": run.parts * longest - average,
             "optimizer": update_s,
@@ -364,8 +367,7 @@ class Model:
             beside = max(group.per_node for group in self.cluster.groups if group.kind == kind)
             node_bytes = max(node_bytes, beside * sent)
             if kind.on_host:
-                moved_s = links.COPIES * sent / (kind.memory_bytes_per_s * constants.memory_share)
-                copying_s = max(copying_s, moved_s)
+                copying_s = max(copying_s, links.carried_s(sent, kind, constants))
         every = work.replicate if isinstance(work.replicate, int) else 1
         sent_s = 8.0 * node_bytes / (self.cluster.between_bits_per_s * constants.far_share)
         return Replicas(every, node_bytes, (max(0.0, sent_s - max(0.0, idle_s)) + copying_s) / every)

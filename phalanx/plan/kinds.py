@@ -41,6 +41,7 @@ class Kind:
     speed: float = 1.0  # times as fast as its data-sheet says; of a CPU, which has none to speak of, always 1
     on_host: bool = False  # a CPU: nothing is queued, its memory is the host's, and it carries all that is sent itself
     call_s: float = 0.0  # of a CPU for an operation, beside what it computes
+    carries_s_per_byte: float | None = None  # of a CPU's computing, for what it sends and gets; None: not measured
 
     def peak(self, dtype: str) -> float:
         """Matrix products per second in a type, flop/s. Raises ConfigError for one that the device has no unit for, or

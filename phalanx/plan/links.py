@@ -75,16 +75,23 @@ def skew_s(ring: Ring, constants: Constants) -> float:
 def taken(kind: Kind, cluster: Cluster, constants: Constants) -> float:
     """Of the time of a collective that computation hides, by how much computation is longer.
 
-    An accelerator's collectives take multiprocessors and memory from it for as long as they last. A CPU copies each
-    byte that it sends and receives into and out of the system's buffers and adds it up: COPIES of it, at the speed of
-    its memory, however long the bytes are under way.
+    An accelerator's collectives take multiprocessors and memory from it for as long as they last. A CPU carries each
+    byte that it sends and receives itself, however long the bytes are under way.
     """
     if not kind.on_host:
         return constants.interference
     rate = kind.link_bytes_per_s * constants.near_share
     if cluster.nodes > 1:
         rate = min(rate, cluster.between_bits_per_s / 8.0 * constants.far_share)
-    return min(1.0, COPIES * rate / (kind.memory_bytes_per_s * constants.memory_share))
+    return min(1.0, carried_s(rate, kind, constants))
+
+
+def carried_s(sent_bytes: float, kind: Kind, constants: Constants) -> float:
+    """Seconds that a CPU does not compute since it sends so many bytes, and gets as many: as was measured, or COPIES of
+    them at the speed of its memory, into and out of the system's buffers and to add them up."""
+    if kind.carries_s_per_byte is not None:
+        return sent_bytes * kind.carries_s_per_byte
+    return COPIES * sent_bytes / (kind.memory_bytes_per_s * constants.memory_share)
 
 
 def send_s(moved_bytes: float, near: bool, kind: Kind, cluster: Cluster, beside: int, constants: Constants) -> float:

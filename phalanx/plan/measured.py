@@ -36,7 +36,11 @@ def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
     for same in _alike(found.devices, speeds):
         lines = [speeds[device.rank] for device in same]
         mean = Speed(fmean(line.sequence_s for line in lines), fmean(line.fixed_s for line in lines))
-        least = replace(same[0], memory_bytes=min(device.memory_bytes for device in same))
+        carries = [device.carries_s_per_byte for device in same if device.carries_s_per_byte is not None]
+        least = replace(
+            same[0], memory_bytes=min(device.memory_bytes for device in same),
+            carries_s_per_byte=fmean(carries) if carries else None,
+        )  # fmt: skip
         kinds += [_kind(least, mean, work, constants)] * len(same)
     if found.learnt is not None and found.learnt.update is not None:
         kinds = [replace(kind, update=found.learnt.update) for kind in kinds]
@@ -117,7 +121,7 @@ def _kind(device: Device, speed: Speed, work: Work, constants: Constants) -> Kin
     """A known kind with the device's own memory, and as fast as its line of times says: at the most sequences that were
     tried; a CPU also with what each operation takes besides, by a pass of the fewest."""
     base = like(device)
-    kind = replace(base, memory_bytes=device.memory_bytes)
+    kind = replace(base, memory_bytes=device.memory_bytes, carries_s_per_byte=device.carries_s_per_byte)
     if device.host_to_device_bytes_per_s is not None:
         kind = replace(kind, host_bytes_per_s=device.host_to_device_bytes_per_s)
     if not device.times:

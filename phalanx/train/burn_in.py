@@ -140,7 +140,7 @@ def memory(found: Tested, device: torch.device) -> Tested:
 
 def exchanged(found: Tested, mesh: Mesh) -> Tested:
     """Time an all-reduce over all ranks, and what each pair of ranks exchanges while others do the same. Collective."""
-    link = link_of(mesh)
+    link, _ = link_of(mesh)
     size = PAIR_BYTES_ON_HOST if mesh.on_host else PAIR_BYTES
     letters = Messages(mesh.shard.get_group(), mesh.device, Traffic(), most=1)
     tensor = torch.zeros(size, dtype=torch.uint8, device=mesh.device)

@@ -264,9 +264,14 @@ def measured(
         state = state_bytes(config, subject, mesh.device, mesh.world, weights, mesh.rank)
         single.traffic.pulse = pulse = mesh.traffic.pulse  # what is tried may be too much, and is not tried again then
         others = _others_measure(mesh)
+        processor, begun = time.process_time(), time.perf_counter()
         times, most = _own(config, subject, single, state, placement.local_world, patience_s, others, limit)
+        processor_s, wall_s = time.process_time() - processor, time.perf_counter() - begun
         if pulse is not None:
             pulse.runs(0)
+    link, carried_s = link_of(mesh)
+    # What a byte takes of the processor, over what this rank has of it: a part of a core, or several.
+    carries = None if carried_s is None or mesh.device.type != "cpu" else carried_s * wall_s / max(processor_s, 1e-9)
     mine = Device(
         rank=mesh.rank,
         node=placement.node,
@@ -278,8 +283,8 @@ def measured(
         most=most,
         times=times,
         host_to_device_bytes_per_s=host_to_device_per_s(mesh.device),
+        carries_s_per_byte=carries,
     )
-    link = link_of(mesh)
     group = JsonGroup(mesh.checkpoint)
     rows = group.gather_objects(asdict(mine))
     whole = None
@@ -426,26 +431,30 @@ def copied_per_s(source: torch.Tensor, target: torch.Tensor, device: torch.devic
     return source.nbytes / best
 
 
-def link_of(mesh: Mesh) -> Link | None:
-    """Of all-reduces over all ranks, among which gradients travel; None of one rank."""
+def link_of(mesh: Mesh) -> tuple[Link | None, float | None]:
+    """Of all-reduces over all ranks, among which gradients travel; and this rank's processor seconds for each byte that
+    it sends in them, and gets. None of one rank."""
     if mesh.world == 1:
-        return None
+        return None, None
     _reduced_s(mesh, 1)  # connections are made at the first
-    latency_s = min(_reduced_s(mesh, 1) for _ in range(5))
+    latency_s = min(_reduced_s(mesh, 1)[0] for _ in range(5))
     size = LINK_BYTES
-    took_s = _reduced_s(mesh, size)
-    while size < 32 * LINK_BYTES and took_s * 4 < LINK_S:
+    tried = [_reduced_s(mesh, size)]
+    while size < 32 * LINK_BYTES and min(tried)[0] * 4 < LINK_S:
         size *= 4
-        took_s = min(_reduced_s(mesh, size) for _ in range(2))
-    return Link(size / took_s, latency_s)
+        tried = [_reduced_s(mesh, size) for _ in range(2)]
+    sent = 2.0 * size * (mesh.world - 1) / mesh.world  # round a ring (Thakur et al. 2005)
+    return Link(size / min(tried)[0], latency_s), max(1e-12, min(processor_s for _, processor_s in tried) / sent)
 
 
-def _reduced_s(mesh: Mesh, size_bytes: int) -> float:
-    """Seconds of an all-reduce of so many bytes on the rank that waited longest; the same on all."""
+def _reduced_s(mesh: Mesh, size_bytes: int) -> tuple[float, float]:
+    """Seconds of an all-reduce of so many bytes on the rank that waited longest, the same on all; and processor seconds
+    of all threads of this process meanwhile."""
     tensor = torch.zeros(max(1, size_bytes // 4), dtype=torch.float32, device=mesh.device)
     accelerator.wait(mesh.device)
     mesh.sum([0.0])
-    begun = time.perf_counter()
+    begun, processor = time.perf_counter(), time.process_time()
     all_reduce(tensor, mesh.shard.get_group(), Traffic()).wait()
     accelerator.wait(mesh.device)
-    return mesh.max([time.perf_counter() - begun])[0]
+    processor_s = time.process_time() - processor
+    return mesh.max([time.perf_counter() - begun])[0], processor_s
