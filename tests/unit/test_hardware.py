@@ -15,7 +15,7 @@ from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware, Link, line
 from phalanx.records import RunPaths
 
-SMALL = Device(0, 0, 0, "here", "cpu", "cpu", 2**33, 16, ((1, 0.3), (3, 0.5)), None)
+SMALL = Device(0, 0, 0, "here", "cpu", "cpu", 2**33, 16, ((1, 0.3), (3, 0.5)), None, 2e-9)
 LARGE = Device(1, 0, 1, "here", "gpu:0", "H200", 2**37, 64, ((1, 0.1), (3, 0.11), (9, 0.15)), 5e10)
 BOTH = Hardware({"hidden": 64, "code": None}, (SMALL, LARGE), Link(1e9, 1e-4))
 
@@ -24,6 +24,13 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     for known in (BOTH, Hardware({}, (SMALL,), None)):
         hardware.write(tmp_path / "h.json", known)
         assert hardware.read(tmp_path / "h.json") == known
+
+
+def test_a_file_from_before_bytes_were_measured_is_read(tmp_path: Path) -> None:
+    tree = hardware.to_json(BOTH)
+    for device in tree["devices"]:
+        del device["carries_s_per_byte"]
+    assert hardware.from_json(json.loads(json.dumps(tree))).devices == (replace(SMALL, carries_s_per_byte=None), LARGE)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +50,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         (("devices", 0, "times"), [[2, 1.0], [1, 2.0]], "times of device 0 are not pairs of rising sizes"),
         (("devices", 0, "times"), [1], "the times of device 0 are not pairs"),
         (("devices", 0, "host_to_device_bytes_per_s"), -1, "_per_s of device 0 is -1, not a number above"),
+        (("devices", 0, "carries_s_per_byte"), 0, "carries_s_per_byte of device 0 is 0, not a number above"),
         (("link",), [], "its link is [], not a table"),
         (("link", "latency_s"), "1", "latency_s of link is '1', not a number above zero"),
     ],

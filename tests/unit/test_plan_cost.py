@@ -431,6 +431,32 @@ def test_a_cpus_replica_is_of_gradients_where_updates_can_be_made_again() -> Non
         assert found.replicas.waits_s == pytest.approx(links.COPIES * sent * own / 1e9)
 
 
+def test_what_carrying_a_byte_costs_a_cpu_is_what_was_measured() -> None:
+    host = replace(PLAIN, memory_bytes_per_s=1e9, on_host=True)
+    measured = replace(host, carries_s_per_byte=3e-9)
+    assert links.carried_s(1e6, host, FULL) == pytest.approx(links.COPIES * 1e6 / 1e9)
+    assert links.carried_s(1e6, measured, FULL) == pytest.approx(3e-3)
+    # Of a second in which 10 MB travel 0.03 s are lost, whatever the memory does; never more than the second.
+    nodes = Cluster((Group(2, 1, measured),), 8e7, 0.0)
+    assert links.taken(measured, nodes, FULL) == pytest.approx(0.03)
+    assert links.taken(replace(measured, carries_s_per_byte=1.0), nodes, FULL) == 1.0
+
+
+def test_the_last_of_unlike_cpus_is_the_one_that_has_computed_and_carried() -> None:
+    """Two compute as long; of what travels meanwhile the slow one carries a byte in ten times the time."""
+    host = replace(PLAIN, memory_bytes_per_s=1e30, on_host=True, carries_s_per_byte=1e-9)
+    slow = replace(host, name="slow", carries_s_per_byte=1e-8)
+    alike = step(SMALL, Cluster((Group(2, 1, host),), 8e7, 0.0), micro_batch=8)
+    for groups in ((Group(1, 1, host), Group(1, 1, slow)), (Group(1, 1, slow), Group(1, 1, host))):
+        found = step(SMALL, Cluster(groups, 8e7, 0.0), micro_batch=8)
+        # At 10 MB/s the one loses a hundredth of the hidden time, and the other a tenth.
+        hidden_s = (found.step_s - alike.step_s) / 0.09
+        assert hidden_s > 0
+        again = step(SMALL, Cluster((Group(2, 1, slow),), 8e7, 0.0), micro_batch=8)
+        assert found.step_s == pytest.approx(again.step_s)
+        assert found.terms["communication"] == pytest.approx(alike.terms["communication"] + 0.09 * hidden_s)
+
+
 def test_a_node_whose_state_others_have_anyway_sends_none() -> None:
     work = replace(KEPT, replicate="every_step")
     assert step(work, alone(4, per_node=2), micro_batch=4, shard_degree=2).replicas is None
