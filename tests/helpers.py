@@ -104,9 +104,15 @@ def is_alive(pid: int) -> bool:
 def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
     """Return as soon as a condition holds; AssertionError when it does not in time."""
     until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, f"still not so after {timeout_s} s"
-        time.sleep(0.005)
+    while True:
+        begun = time.monotonic()
+        if condition():
+            return
+        looked = time.monotonic()
+        assert looked < until, f"still not so after {timeout_s} s"
+        # What reads long files or starts commands to see it shall not keep a core busy, which those have need of that
+        # are waited for.
+        time.sleep(min(0.1, max(0.005, 4 * (looked - begun))))
 
 
 @cache

@@ -1,7 +1,9 @@
-"""A minute of benchmarks/faults.py, with faults that are always the same: signals to ranks and agents from outside,
-some while the run recovers, and faults that it is asked to make."""
+"""Two minutes of benchmarks/faults.py. Some faults are always the same: signals to ranks and agents from outside, some
+while the run recovers, and faults that it is asked to make. Others are drawn: on CI always by the same seeds, elsewhere
+by new ones, and what fails says its seed."""
 
 import os
+import random
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,14 @@ import pytest
 
 from benchmarks import faults
 from benchmarks.faults import Series
-from benchmarks.faulty_runs import OUTSIDE, Plan, Strike
+from benchmarks.faulty_runs import OUTSIDE, Outcome, Plan, Strike, draw_plan
 from phalanx.faults import parse
 from phalanx.records import Placement
 from tests.helpers import run_ranks
 
 KILL_RANK, _, KILL_AGENT, _ = OUTSIDE
+DRAWN = 8  # runs, of about five faults each
+AT_A_TIME = 2  # since they wait for most of their time
 
 
 def struck(kind: str, victim: int, after: float, during: bool = False) -> tuple[Strike, float]:
@@ -55,12 +59,31 @@ PLANS = {
 }
 
 
-def happen(placement: Placement, folder: str, name: str) -> dict[str, Any]:
-    """One run and what became of it, and the undisturbed one that it is compared with."""
+def series(folder: str) -> Series:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # this process is a rank of the harness
         os.environ.pop(variable, None)
-    outcome = Series(Path(folder)).outcome(PLANS[name])
+    return Series(Path(folder))
+
+
+def told(outcome: Outcome) -> dict[str, Any]:
     return {**asdict(outcome), "plan": None, "where": str(outcome.where), "good": faults.is_good(outcome)}
+
+
+def happen(placement: Placement, folder: str, name: str) -> dict[str, Any]:
+    """One run and what became of it, and the undisturbed one that it is compared with."""
+    return told(series(folder).outcome(PLANS[name]))
+
+
+def happen_drawn(placement: Placement, folder: str, seeds: list[int]) -> list[dict[str, Any]]:
+    """The runs of this rank's part of the seeds, one after the other, and what became of them."""
+    mine = Path(folder, str(placement.rank))
+    mine.mkdir()
+    made = series(str(mine))
+    found = []
+    for seed in seeds[placement.rank :: placement.world]:
+        plan = draw_plan(random.Random(seed), 9)
+        found.append({"seed": seed, **told(made.outcome(plan)), "drawn": len(plan.injected or plan.outside)})
+    return found
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -71,3 +94,20 @@ def test_whatever_happens_the_run_ends_as_if_it_had_not(name: str, tmp_path: Pat
     assert len(found["strikes"]) >= len(plan.outside or [*plan.injected, *plan.marks]) - 1, found  # one may come late
     assert all(strike["right"] is not False for strike in found["strikes"]), found
     assert sum(strike["right"] is True for strike in found["strikes"]) >= 2, found
+
+
+def test_whatever_is_drawn_the_run_ends_as_if_it_had_not(tmp_path: Path) -> None:
+    """A seed's run again: `draw_plan(random.Random(seed), 9)`."""
+    first = 0 if os.environ.get("CI") else random.SystemRandom().randrange(2**31)
+    seeds = list(range(first, first + DRAWN))
+    parts = run_ranks(happen_drawn, AT_A_TIME, timeout_s=480, folder=str(tmp_path), seeds=seeds)
+    found = [each for part in parts for each in part]
+    assert sorted(each["seed"] for each in found) == seeds
+    assert [each for each in found if not each["good"]] == []
+    strikes = [{"seed": each["seed"], **strike} for each in found for strike in each["strikes"]]
+    print(f"{len(strikes)} faults in {DRAWN} runs, seeds {first} to {seeds[-1]}")
+    # Some come late: the run is done, or whom they would hit is not there.
+    assert len(strikes) >= sum(each["drawn"] for each in found) / 2, found
+    named = [strike for strike in strikes if strike["right"] is not None]
+    wrong = [strike for strike in named if not strike["right"]]
+    assert len(wrong) <= (1 - faults.RIGHT) * len(named), wrong
