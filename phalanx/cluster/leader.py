@@ -127,7 +127,8 @@ class Leader:
     def _end_without(self, node: int) -> None:
         """A node is lost, and its ranks with it: those of the others end while it is agreed on who is left. What then
         becomes of the job is decided when that is known."""
-        if self.state.phase == Phase.RUNNING and node in self.state.seats and node not in self.state.codes:
+        runs = self.state.phase == Phase.RUNNING or self.state.planned is not None
+        if runs and node in self.state.seats and node not in self.state.codes:
             self._tell_to_end(self.state.attempt, known=True)
 
     def _tell_to_end(self, attempt: int, known: bool) -> None:

@@ -209,6 +209,42 @@ def test_a_node_whose_health_asks_for_it_leaves_only_where_a_spare_takes_its_pla
     assert [action for action in done if isinstance(action, Start)] == [Start(2, 1, (2, 1), 0)]
 
 
+def test_ranks_that_save_are_ended_at_once_when_one_of_them_dies_or_is_lost() -> None:
+    """They would wait for it in a collective, as long as they may take to save."""
+    saving, _ = walk(begun(nodes=3, spares=1), Drained(1, 1, True, "node 1 is drained"))
+    for broken in (Lost(2, 1, "gone"), Ended(2, 1, 1, 1, KILLED)):
+        state, done = walk(saving, broken)
+        assert done == [End(1)]
+        assert [each.node for each in walk(state, Time(2.1 + COLLECT_S))[1]] == [0, 2]  # type: ignore[union-attr]
+        state, done = walk(state, Ended(3, 0, 1, 1, LOST_PEER), Ended(3, 2, 1, ExitCode.STOPPED))
+        assert done[-1] == Start(2, 1, (0, 3, 2), 0)
+        assert state.failures == 1
+
+
+def test_a_node_that_is_drained_while_a_division_with_it_is_prepared_gets_no_seat_there() -> None:
+    state, done = walk(begun(nodes=3), Lost(1, 2, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
+    assert done[-1] == Prepare(2, ((0, 1), (1, 1)))
+    state, done = walk(state, Drained(2, 1, True, "node 1 is drained"))
+    assert done == [Prepare(2, ((0, 1),))]
+    _, done = walk(state, Prepared(3, 2), Ready(4, 0, 2))
+    assert done[-1] == Start(2, 2, (0,), 0)
+
+
+def test_a_node_that_returns_while_a_smaller_division_is_prepared_gets_a_seat_all_the_same() -> None:
+    state, _ = walk(begun(nodes=3), Lost(1, 2, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
+    state, done = walk(state, Joined(2, node(2, ready=0)), Prepared(3, 2), Ready(4, 0, 2), Ready(5, 1, 2))
+    assert done[-1] == Start(2, 2, (0, 1), 0)
+    assert walk(state, Time(6))[1] == []  # it has not what it needs yet
+    # Where it was quicker than the others nothing more is heard of it.
+    state, done = walk(replace(state, nodes=(node(0, ready=2), node(1, ready=2), node(2, ready=2))), Time(6))
+    assert done[-1] == End(2, saving=True)
+    saved = [Ended(7, number, 2, ExitCode.STOPPED) for number in (0, 1)]
+    _, done = walk(state, *saved)
+    assert done == [Prepare(3, ((0, 1), (1, 1), (2, 1)))]
+    refused, _ = walk(state, *saved, Refused(8, 3, "too little memory"), Time(9))
+    assert (refused.phase, walk(refused, Time(10))[1]) == (Phase.RUNNING, [])
+
+
 def has(generation: int, rank: int, *steps: int, replica: bool = False) -> Held:
     return Held(generation, 0, rank, 2, rank, 2, steps, f"layout {rank}", replica)
 
