@@ -82,11 +82,17 @@ def offer_of(
     plan: Plan,
     devices: Sequence[Any],
     nodes: int,
+    first: bool = True,
 ) -> Message:
-    """What all nodes are told of a division; the sign by which they know the run folder is there from now on."""
-    sign = None if paths.url is not None else secrets.token_hex(8)
-    if sign is not None:
-        write_atomic(paths.sign, sign)
+    """What all nodes are told of a division; the sign by which they know the run folder is there from now on. That
+    stays, where it is not the `first` one: what was offered before may yet be gone on with."""
+    sign = None
+    if paths.url is None:
+        with contextlib.suppress(OSError):
+            sign = None if first else paths.sign.read_text(encoding="utf-8")
+        if not sign:
+            sign = secrets.token_hex(8)
+            write_atomic(paths.sign, sign)
     return {
         "config": config_for_all(wanted, prepared),
         "sign": sign,
@@ -323,7 +329,7 @@ class Member:
         write_event(self.paths.events, Kind.RUN_STARTED, prepared.attempt, **facts)
         if prepared.planned is not None:
             write_event(self.paths.events, Kind.PLANNED, prepared.attempt, **prepared.planned)
-        return offer_of(self.wanted, prepared, self.paths, division, plan, devices, self.where.nodes)
+        return offer_of(self.wanted, prepared, self.paths, division, plan, devices, self.where.nodes, first=False)
 
     @contextlib.contextmanager
     def _found(self, secret: str, address: str, port: int) -> Iterator[Again]:

@@ -325,7 +325,7 @@ class Leader:
 
     def _finish(self, code: int, why: str) -> None:
         if code == ExitCode.FAILED:
-            self.notice(Kind.WARNING, {"attempt": max(self.state.attempt, 1), "message": f"giving up: {why}"})
+            self.notice(Kind.GAVE_UP, {"attempt": max(self.state.attempt, 1), "reason": why})
         self.peer.over = code, why
 
     def _leave(self, code: int, why: str) -> None:
@@ -350,6 +350,10 @@ class Leader:
         if self._preparing is None:
             return
         errand, division = self._preparing
+        if self.state.phase != Phase.PREPARING:  # another one is gone on with: nobody may be offered this
+            errand.cancel()
+            self._preparing = None
+            return
         now = time.monotonic()
         try:
             result = errand.result()

@@ -169,9 +169,7 @@ def _drained(state: State, event: Drained) -> Decision:
     state = replace(state, nodes=tuple(changed if node is known else node for node in state.nodes))
     if state.phase == Phase.RUNNING and ((event.drained and seated) or (not event.drained and _grown(state))):
         return _pause(state, event.now, event.why)
-    to_be_left = event.drained and (
-        (state.phase == Phase.READYING and seated) or _is_prepared_for(state, event.node)
-    )
+    to_be_left = event.drained and ((state.phase == Phase.READYING and seated) or _is_prepared_for(state, event.node))
     if state.phase == Phase.IDLE or to_be_left:
         return _regroup(replace(state, phase=Phase.IDLE, plan=()), event.now)
     return state, []
@@ -328,7 +326,7 @@ def _plan(state: State, usable: Iterable[Node]) -> tuple[tuple[int, int], ...]:
 
 
 def _grown(state: State) -> tuple[tuple[int, int], ...]:
-    """The plan over more ranks, where fewer nodes have a seat than the run was started for; empty where there is none."""
+    """The plan over more ranks, where fewer nodes have a seat than the run was started for; empty: there is none."""
     if not state.policy.grow or len(state.slots) >= state.policy.nodes:
         return ()
     plan = _plan(state, [node for node in state.nodes if not node.drained])
