@@ -40,6 +40,7 @@ from phalanx.kept import Choice, choose, missing
 from phalanx.records import ExitCode, Kind
 
 COLLECT_S = 15.0  # what a node gets to end its ranks; its agent kills them in less
+READY_S = 3600.0  # what one gets to have what a division needs: token files may have to be made anew
 PAUSE_S = (0.0, 0.5, 2.0, 10.0, 30.0)  # before the first, second, ... attempt in a row that follows no progress
 AFTERMATH = 2  # causes of that suspicion or more are consequences of others (causes.py)
 
@@ -154,8 +155,8 @@ def _prepared(state: State, event: Prepared) -> Decision:
     models = {node.node: node.model for node in state.nodes}
     slots = tuple(Slot(ranks, models[node]) for node, ranks in state.plan)
     seats = tuple(node for node, _ in state.plan)
-    state = replace(state, phase=Phase.READYING, division=event.division, slots=slots, seats=seats, plan=())
-    return _and([Offer(event.division)], _start_if_ready(state, event.now))
+    state = replace(state, division=event.division, slots=slots, seats=seats, plan=())
+    return _and([Offer(event.division)], _ready_to_start(state, event.now))
 
 
 def _drained(state: State, event: Drained) -> Decision:
@@ -184,6 +185,9 @@ def _has_stand_in(state: State, without: int) -> bool:
 
 
 def _time(state: State, now: float) -> Decision:
+    if state.phase == Phase.READYING and now > state.since + READY_S and (late := _unready(state)):
+        why = f"it was not ready within {READY_S:g} s for what the run needs next"
+        return replace(state, since=now), [Drop(node, why, int(ExitCode.FAILED)) for node in late]
     if state.phase == Phase.READYING:
         return _start_if_ready(state, now)
     if state.phase == Phase.RUNNING and (plan := _grown(state)):
@@ -282,7 +286,7 @@ def _regroup(state: State, now: float) -> Decision:
 
 
 def _ready_to_start(state: State, now: float) -> Decision:
-    return _start_if_ready(replace(state, phase=Phase.READYING, wait_until=None), now)
+    return _start_if_ready(replace(state, phase=Phase.READYING, since=now, wait_until=None), now)
 
 
 def _wait(state: State, now: float) -> Decision:
@@ -334,10 +338,14 @@ def _grown(state: State) -> tuple[tuple[int, int], ...]:
     return plan if more and plan not in state.refused else ()
 
 
-def _start_if_ready(state: State, now: float) -> Decision:
+def _unready(state: State) -> list[int]:
+    """Nodes with a seat that do not have yet what the division needs."""
     seats = set(state.seats)
-    waiting = [node for node in state.nodes if node.node in seats and node.ready != state.division]
-    if waiting or now < state.start_at or not state.seats:
+    return [node.node for node in state.nodes if node.node in seats and node.ready != state.division]
+
+
+def _start_if_ready(state: State, now: float) -> Decision:
+    if _unready(state) or now < state.start_at or not state.seats:
         return state, []
     kept = _kept(state)
     attempt = state.attempt + 1

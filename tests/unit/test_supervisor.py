@@ -36,7 +36,7 @@ from phalanx.cluster.affairs import (
     Time,
     Unfit,
 )
-from phalanx.cluster.supervisor import COLLECT_S, decide
+from phalanx.cluster.supervisor import COLLECT_S, READY_S, decide
 from phalanx.kept import Held
 from phalanx.records import ExitCode, Kind
 
@@ -190,6 +190,17 @@ def test_a_node_that_does_not_end_its_ranks_is_dropped() -> None:
     state, _ = walk(begun(), Ended(1, 0, 1, 1, KILLED))
     assert walk(state, Time(1 + COLLECT_S))[1] == []
     assert kinds(walk(state, Time(1.1 + COLLECT_S))[1]) == ["Drop"]
+
+
+def test_a_node_that_never_gets_ready_is_dropped() -> None:
+    """Its disk may hang for ever while its agent lives."""
+    state, _ = walk(begun(nodes=3), Lost(1, 2, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
+    state, _ = walk(state, Prepared(100, 2), Ready(101, 0, 2))
+    assert walk(state, Time(100 + READY_S))[1] == []
+    state, done = walk(state, Time(101 + READY_S))
+    assert [action.node for action in done if isinstance(action, Drop)] == [1]
+    assert walk(state, Time(102 + READY_S))[1] == []
+    assert walk(state, Lost(103 + READY_S, 1, "it left"))[1] == [Prepare(3, ((0, 1),))]
 
 
 def test_a_drained_node_gives_its_seat_away_after_saving() -> None:
