@@ -57,7 +57,7 @@ def leading(monkeypatch: pytest.MonkeyPatch) -> tuple[Leader, SimpleNamespace, l
         lambda *_: {},
         lambda kind, details: said.append((kind, details)),
         list,
-        list,  # type: ignore[arg-type]
+        list,
     )
     made.event(Lost(0.0, 2, "gone"))
     assert made.state.phase == Phase.PREPARING and [each.nodes for each in Errand.made] == [[0, 1]]
