@@ -1,12 +1,14 @@
 """Losses that are no numbers or spikes, and parameters that change by themselves: what is done about them is exact."""
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from phalanx import faults
+from phalanx.checkpoint.disk import Saver
 from phalanx.errors import PhalanxError
 from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
 from phalanx.train import trainer
@@ -83,7 +85,15 @@ def test_whoever_goes_on_with_a_run_that_went_back_goes_on_with_that(tokens: Pat
 
 
 def train_and_die(placement: Placement, run: str, data: str, changes: dict[str, Any], planned: list[str]) -> str:
-    """As `train`, but the first attempt fails in step 10 once it has gone back."""
+    """As `train`, but the first attempt fails in step 10 once it has gone back; the disk is slow."""
+    save = Saver._save
+
+    def slowly(saver: Saver, job: Any) -> None:
+        time.sleep(0.5)
+        save(saver, job)
+
+    saver_class: Any = Saver
+    saver_class._save = slowly  # of this forked process alone
 
     class Failing:
         went_back = False

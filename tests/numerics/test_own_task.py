@@ -74,6 +74,7 @@ def train(placement: Placement, run: str, images: str, changes: dict[str, Any], 
 
         def train_one(loop: trainer.Loop, step: int) -> str | None:
             if step == dies_in and placement.rank == placement.world - 1:
+                loop.saver.wait()  # there is a checkpoint
                 os._exit(9)
             return walk(loop, step)
 
