@@ -28,7 +28,7 @@ _LOST_COPY = re.compile(
 )  # what replicas say of it
 HANG, DEADLOCK = "Hang", "Deadlock"  # types of causes that an agent finds for a rank
 _OF_OTHERS = ("CollectiveError", "StorageError")  # exceptions that speak of something outside the program
-_LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "CutOff")
 
 
 def describe(error: BaseException) -> dict[str, Any]:
