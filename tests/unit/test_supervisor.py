@@ -373,6 +373,7 @@ def test_no_events_lead_to_two_attempts_at_once_or_for_ever(data: st.DataObject)
                 assert all(world.ready.get(seat, 1) == action.division for seat in action.seats)
                 assert action.step >= world.safe
                 assert len(set(action.seats)) == len(action.seats)
+                assert not any(node.drained for node in state.nodes if node.node in action.seats)
                 assert sum(slot.ranks for slot in state.slots) % group == 0
                 world.running = dict.fromkeys(action.seats, action.attempt)
                 starts += 1
@@ -424,7 +425,7 @@ def _event(data: st.DataObject, state: State, world: World, now: float, pending:
     if kind == "end" and world.running:
         seat = data.draw(st.sampled_from(sorted(world.running)))
         attempt = world.running.pop(seat)
-        if state.phase == Phase.ENDING and state.planned:
+        if state.phase == Phase.ENDING and state.planned and data.draw(st.integers(0, 3)):
             return Ended(now, seat, attempt, ExitCode.STOPPED)
         return Ended(now, seat, attempt, 1, data.draw(st.sampled_from([KILLED, LOST_PEER, BUG])))
     if kind == "lose" and len(world.living) > 1:
