@@ -23,9 +23,8 @@ _LOST_PEER = re.compile(
     r"remote process exited|ncclRemoteError|unhandled system error|process group .*(abort|timeout)",
     re.IGNORECASE,
 )
-_LOST_COPY = re.compile(
-    r"state could not be (read|replicated|copied) (to|from) another node"
-)  # what replicas say of it
+# What a rank says whose replica, or what it begins with, is on a node that has gone.
+_LOST_COPY = re.compile(r"state could not be (read|replicated|copied) (to|from) another node")
 HANG, DEADLOCK = "Hang", "Deadlock"  # types of causes that an agent finds for a rank
 _OF_OTHERS = ("CollectiveError", "StorageError")  # exceptions that speak of something outside the program
 _LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "CutOff")
