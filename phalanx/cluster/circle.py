@@ -2,11 +2,10 @@
 
 Every agent exchanges signs of life and messages with the leader and two deputies, and these with all. Who is silent for
 `heartbeat_s`, or whose connection ends, is lost. The leader then makes a roster without it; where the leader itself is
-lost, the lowest of the others takes the votes of the rest. Either needs a majority of the last roster, or the file
-of the epoch where it is just half (`epochs.py`); whoever gets neither is `fenced`: it must end its ranks and leave.
-Who votes has lost whoever led before, and says later what its ranks have come to; so of many nodes the file is made
-while they end.
-Nothing here waits.
+lost, the lowest of the others takes the votes of the rest. Either needs a majority of the last roster, or the file of
+the epoch where it is just half (`epochs.py`); whoever gets neither is `fenced`: it must end its ranks and leave. Who
+votes has lost whoever led before, and says later what its ranks have come to; so of many nodes the file is made while
+they end. Nothing here waits.
 """
 
 import math
@@ -81,7 +80,7 @@ class Circle:
         self._inbox: list[tuple[int, Message]] = []
         self._insisted: list[Message] = []
         now = time.monotonic()
-        self._heard_at = dict.fromkeys(roster.nodes, now + MEET_S)
+        self._heard_at, self._watched = dict.fromkeys(roster.nodes, now + MEET_S), set[int]()
         self._numbers: dict[str, int] = {}  # the last beat of each token
         self._turn = now
         self._joining: dict[int, Member] = {}
@@ -224,7 +223,11 @@ class Circle:
         self._voice.say(self.roster.epoch, to)
 
     def _judge(self, now: float) -> None:
-        for node in watched_by(self.me.node, self.roster, self.lost):
+        watched = watched_by(self.me.node, self.roster, self.lost)
+        for node in set(watched) - self._watched:  # it may not have seen yet that it has to tell this one
+            self._heard_at[node] = max(self._heard_at.get(node, now), now + self.heartbeat_s)
+        self._watched = set(watched)
+        for node in watched:
             if now > self._heard_at.get(node, now) + self.heartbeat_s:
                 self._lose(node, f"nothing was heard of it for {self.heartbeat_s:g} s")
 
@@ -245,9 +248,8 @@ class Circle:
             return
         self.lost[node] = why
         self.losses.append((member, why))
-        link = self._links.pop(node, Link())
-        if link.channel is not None:
-            link.channel.close(why)
+        if (channel := self._links.pop(node, Link()).channel) is not None:
+            channel.close(why)
 
     # ----------------------------------------------------------------------------------------------------- connections
 

@@ -15,7 +15,7 @@ from phalanx.cluster.beats import Beats
 from phalanx.cluster.circle import Circle
 from phalanx.cluster.door import Door, bind
 from phalanx.cluster.peer import Peer
-from phalanx.cluster.roster import Roster, member_of
+from phalanx.cluster.roster import Roster, member_of, watched_by
 from phalanx.cluster.wire import Message
 from phalanx.records import Placement, RunPaths
 from tests.helpers import run_ranks
@@ -113,6 +113,23 @@ def test_a_majority_goes_on_after_one_who_died_with_the_epoch_in_hand(tmp_path: 
     majority, tie = run_ranks(after_a_dead_claimant, 1, folder=str(tmp_path))[0]
     assert majority == [[3, 2, False]] * 3
     assert tie == [[1, 0, True]] * 2  # that one may live, with the other half
+
+
+def all_heads_at_once(placement: Placement, folder: str) -> list[Any]:
+    """Of seven nodes, long after they have met, the three die at once that all others exchange signs of life with."""
+    with nodes(7, f"{folder}/run") as there:
+        for node, circle in there.circles.items():
+            for other in set(circle.roster.nodes) - set(watched_by(node, circle.roster)):
+                circle._heard_at[other] = time.monotonic() - 100 * PATIENCE_S
+        there.lose(0, 1, 2)
+        there.until(there.at_rest)
+        there.until(lambda: all(each.roster.epoch > 1 or each.fenced for each in there.circles.values()))
+        return there.told()
+
+
+def test_those_who_have_never_heard_of_each_other_go_on_when_all_who_watch_them_die(tmp_path: Path) -> None:
+    told = run_ranks(all_heads_at_once, 1, folder=str(tmp_path))[0]
+    assert told == [[2, 3, False]] * 4
 
 
 def while_ranks_end(placement: Placement, folder: str) -> list[Any]:
