@@ -58,9 +58,8 @@ def decide(state: State, event: Event) -> Decision:
             return _lost(state, event)
         case Joined():
             others = tuple(node for node in state.nodes if node.node != event.node.node)
-            state = replace(state, nodes=(*others, event.node))
-            offers: list[Action] = [] if state.phase == Phase.PREPARING else [Offer(state.division, event.node.node)]
-            return state, offers
+            # At once, also while another division is prepared: it may have to lead before that is there.
+            return replace(state, nodes=(*others, event.node)), [Offer(state.division, event.node.node)]
         case Ready():
             return _ready(state, event)
         case Holds():

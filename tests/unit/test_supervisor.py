@@ -243,7 +243,9 @@ def test_a_node_that_is_drained_while_a_division_with_it_is_prepared_gets_no_sea
 
 def test_a_node_that_returns_while_a_smaller_division_is_prepared_gets_a_seat_all_the_same() -> None:
     state, _ = walk(begun(nodes=3), Lost(1, 2, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
-    state, done = walk(state, Joined(2, node(2, ready=0)), Prepared(3, 2), Ready(4, 0, 2), Ready(5, 1, 2))
+    state, done = walk(state, Joined(2, node(2, ready=0)))
+    assert done == [Offer(1, 2)]  # who knows of no offer could not lead, if it came to that
+    state, done = walk(state, Prepared(3, 2), Ready(4, 0, 2), Ready(5, 1, 2))
     assert done[-1] == Start(2, 2, (0, 1), 0)
     assert walk(state, Time(6))[1] == []  # it has not what it needs yet
     # Where it was quicker than the others nothing more is heard of it.
