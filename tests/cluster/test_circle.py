@@ -43,6 +43,9 @@ class Nodes:
             for node, place in enumerate(places)
         }  # fmt: skip
         self.until(lambda: all(self.knows(node) for node in range(count)))
+        for node, circle in self.circles.items():  # long ago: who does not watch another one has never heard of it
+            for other in set(circle.roster.nodes) - set(watched_by(node, circle.roster)):
+                circle._heard_at[other] = time.monotonic() - 100 * PATIENCE_S
 
     def ballot(self, node: int) -> Message | None:
         return None if node in self.busy else {"of": node} | ({"ready": self.ready} if self.ready > 1 else {})
@@ -116,11 +119,8 @@ def test_a_majority_goes_on_after_one_who_died_with_the_epoch_in_hand(tmp_path: 
 
 
 def all_heads_at_once(placement: Placement, folder: str) -> list[Any]:
-    """Of seven nodes, long after they have met, the three die at once that all others exchange signs of life with."""
+    """Of seven nodes the three die at once that all others exchange signs of life with."""
     with nodes(7, f"{folder}/run") as there:
-        for node, circle in there.circles.items():
-            for other in set(circle.roster.nodes) - set(watched_by(node, circle.roster)):
-                circle._heard_at[other] = time.monotonic() - 100 * PATIENCE_S
         there.lose(0, 1, 2)
         there.until(there.at_rest)
         there.until(lambda: all(each.roster.epoch > 1 or each.fenced for each in there.circles.values()))
