@@ -30,6 +30,7 @@ SOON_S = 0.001  # the least between two turns that nothing but time asks for
 AGAIN_S = 0.3  # between two calls to one who does not answer
 VOTES_S = 15.0  # what the others get to end their ranks and vote; those who are lost are not waited for
 CLAIM_S = 3.0  # what a shared file system gets to create an epoch's file
+TIE_S = 60.0  # the same where nobody may go on without that: the server may be busy with a checkpoint
 
 Claim = Callable[[int, dict[str, Any]], dict[str, Any] | None]  # as epochs.claim, of a run folder
 
@@ -407,7 +408,8 @@ class Circle:
             return
         text = {"leader": self.me.node, "host": self.me.host, "address": [self.me.address, self.me.port]}
         text |= {"from": self.roster.epoch, **self._about(following)}
-        self._claiming = Errand(self._claim, following.epoch, text, timeout_s=CLAIM_S), following
+        patience_s = TIE_S if standing(self._left(following), len(self.roster.nodes)) == "tie" else CLAIM_S
+        self._claiming = Errand(self._claim, following.epoch, text, timeout_s=patience_s), following
 
     def _see_claim(self) -> None:
         assert self._claiming is not None
@@ -472,9 +474,7 @@ class Circle:
         self._stop_claiming()
         self.adopted.append(roster)
         if self.leading:
-            for node in roster.nodes:
-                if node != self.me.node:
-                    self.tell(node, {"roster": roster_to_message(roster)})
+            self.tell_all({"roster": roster_to_message(roster)}, but=self.me.node)
         else:
             self.votes = {}
         for message in self._insisted if before.leader != roster.leader else ():

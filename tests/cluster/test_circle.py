@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.cluster import circle as circles
 from phalanx.cluster import epochs
 from phalanx.cluster.beats import Beats
 from phalanx.cluster.circle import Circle
@@ -43,9 +44,9 @@ class Nodes:
             for node, place in enumerate(places)
         }  # fmt: skip
         self.until(lambda: all(self.knows(node) for node in range(count)))
-        for node, circle in self.circles.items():  # long ago: who does not watch another one has never heard of it
-            for other in set(circle.roster.nodes) - set(watched_by(node, circle.roster)):
-                circle._heard_at[other] = time.monotonic() - 100 * PATIENCE_S
+        for node, each in self.circles.items():  # long ago: who does not watch another one has never heard of it
+            for other in set(each.roster.nodes) - set(watched_by(node, each.roster)):
+                each._heard_at[other] = time.monotonic() - 100 * PATIENCE_S
 
     def ballot(self, node: int) -> Message | None:
         return None if node in self.busy else {"of": node} | ({"ready": self.ready} if self.ready > 1 else {})
@@ -267,6 +268,31 @@ def test_only_an_epoch_of_an_election_whose_claimant_all_have_lost_is_passed(tmp
     passed, *refused = run_ranks(past_an_epoch, 1, folder=str(tmp_path), texts=texts)[0]
     assert passed == [[3, 1, False]] * 4
     assert all(each[0] == [1, 0, True] and not any(leader == 1 for _, leader, _ in each) for each in refused)
+
+
+def slow_files(placement: Placement, folder: str) -> list[Any]:
+    """Of two and of three nodes the first dies, and the file system takes longer than a majority waits for it."""
+    circles.CLAIM_S, found = 0.1, []
+
+    def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> dict[str, Any] | None:
+        time.sleep(1.0)
+        return epochs.claim(paths, epoch, text)
+
+    for count in (2, 3):
+        with nodes(count, f"{folder}/{count}") as there:
+            for each in there.circles.values():
+                each._claim = functools.partial(claim, there.paths)
+            there.lose(0)
+            there.until(lambda: any(each.lost for each in there.circles.values()))
+            there.until(there.decided)
+            found.append([*there.told(), there.paths.epoch(2).exists()])
+    return found
+
+
+def test_half_of_the_nodes_wait_for_a_slow_file_system_and_a_majority_does_not(tmp_path: Path) -> None:
+    half, majority = run_ranks(slow_files, 1, folder=str(tmp_path))[0]
+    assert half == [[2, 1, False], True]
+    assert majority == [[2, 1, False], [2, 1, False], False]
 
 
 def with_a_word_for_the_leader(placement: Placement, folder: str) -> list[Any]:
