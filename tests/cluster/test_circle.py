@@ -133,6 +133,30 @@ def test_those_who_have_never_heard_of_each_other_go_on_when_all_who_watch_them_
     assert told == [[2, 3, False]] * 4
 
 
+def a_head_falls_silent(placement: Placement, folder: str) -> list[Any]:
+    """Of six nodes one of the three that watch all falls silent. Node 3 sees it first, and is one of the three from then
+    on; node 5, of which it has never heard, sees it next, and calls; the leader is last."""
+    with nodes(6, f"{folder}/run") as there:
+        silent = there.circles.pop(1)
+        three, five = there.circles[3], there.circles[5]
+        three._heard_at[1] = time.monotonic() - 2 * PATIENCE_S
+        three.tend()
+        three.tend()
+        five._heard_at[1] = time.monotonic() - 2 * PATIENCE_S
+        five._heard_at[3] = time.monotonic()  # the first that node 3 has sent
+        there.until(lambda: 1 in five.lost and (five.fenced is not None or five._links[3].up), [three, five])
+        for each in there.circles.values():
+            each._heard_at[1] = time.monotonic() - 2 * PATIENCE_S
+        there.until(lambda: all(each.roster.epoch > 1 or each.fenced for each in there.circles.values()))
+        silent.close()
+        return [*there.told(), three.roster.nodes]
+
+
+def test_who_comes_to_watch_others_does_not_take_them_for_lost(tmp_path: Path) -> None:
+    told = run_ranks(a_head_falls_silent, 1, folder=str(tmp_path))[0]
+    assert told == [*[[2, 0, False]] * 5, [0, 2, 3, 4, 5]]
+
+
 def while_ranks_end(placement: Placement, folder: str) -> list[Any]:
     """The leader of five dies; what is there while a node has ranks, and after."""
     with nodes(5, f"{folder}/run") as there:
