@@ -134,8 +134,8 @@ def test_those_who_have_never_heard_of_each_other_go_on_when_all_who_watch_them_
 
 
 def a_head_falls_silent(placement: Placement, folder: str) -> list[Any]:
-    """Of six nodes one of the three that watch all falls silent. Node 3 sees it first, and is one of the three from then
-    on; node 5, of which it has never heard, sees it next, and calls; the leader is last."""
+    """Of six nodes one of the three that watch all falls silent. Node 3 sees it first, and is one of the three then;
+    node 5, of which it has never heard, sees it next, and calls; the leader is last."""
     with nodes(6, f"{folder}/run") as there:
         silent = there.circles.pop(1)
         three, five = there.circles[3], there.circles[5]
