@@ -408,6 +408,9 @@ def main() -> None:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        elif isinstance(error, PermissionError) and error.filename is not None:
+            whose = "change its rights, or give the command as the user whose it is"
+            _complain(f"{os.fsdecode(error.filename)} cannot be read or written ({error.strerror}); {whose}")
         else:
             hint = "this is a fault of Phalanx; --debug shows where"
             _complain(f"{type(error).__name__}: {error} ({hint})")

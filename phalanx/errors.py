@@ -33,6 +33,13 @@ class RunError(PhalanxError):
     exit_code = ExitCode.CONFIG
 
 
+class CutOff(PhalanxError):
+    """The run goes on elsewhere, with a later attempt: what this one would still write is not written. No fault of the
+    rank that finds it out."""
+
+    exit_code = ExitCode.FAILED
+
+
 class Unhealthy(PhalanxError):
     """A node is not fit to be trained on: a sick device, a disk that cannot be written. Found before the start."""
 

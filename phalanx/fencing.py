@@ -8,14 +8,18 @@ import contextlib
 import json
 from typing import Any
 
-from phalanx.errors import RunError
+from phalanx.errors import CutOff
 from phalanx.records import RunPaths
 
 
 def newest(paths: RunPaths) -> dict[str, Any] | None:
     """What the file of the newest epoch says, or its number alone where it is being written; None without any."""
-    numbers = [int(path.stem) for path in paths.epoch(1).parent.glob("*.json") if path.stem.isdecimal()]
-    return told(paths, max(numbers)) if numbers else None
+    numbers = _epochs(paths)
+    return told(paths, numbers[-1]) if numbers else None
+
+
+def _epochs(paths: RunPaths) -> list[int]:
+    return sorted(int(path.stem) for path in paths.epoch(1).parent.glob("*.json") if path.stem.isdecimal())
 
 
 def told(paths: RunPaths, epoch: int) -> dict[str, Any]:
@@ -27,10 +31,12 @@ def told(paths: RunPaths, epoch: int) -> dict[str, Any]:
 
 
 def before_commit(paths: RunPaths, attempt: int) -> None:
-    """Raises RunError where the run goes on elsewhere, with a later attempt than this."""
-    oldest = (newest(paths) or {}).get("attempt")
-    if type(oldest) is int and oldest > attempt:
-        raise RunError(
-            f"this rank belongs to attempt {attempt}, and the run goes on with attempt {oldest} on other nodes; this "
-            "node was cut off from them and ends"
+    """Raises CutOff where the run goes on elsewhere, with a later attempt than this."""
+    # Of a file that is being written it is not known yet; then by what the one before it says.
+    attempts = (told(paths, epoch).get("attempt") for epoch in reversed(_epochs(paths)))
+    oldest = next((each for each in attempts if type(each) is int), 0)
+    if oldest > attempt:
+        raise CutOff(
+            f"this rank belongs to attempt {attempt}, and the run goes on with attempt {oldest}, so nothing more is "
+            "written by this one"
         )

@@ -344,6 +344,10 @@ def cancel(paths: RunPaths, now: bool) -> str:
         return f"job {job.id} was asked to stop: it finishes the step, saves and leaves"
     held = running_here(paths)
     if held is None:
+        if any(lock.exists() and not os.access(lock, os.R_OK | os.W_OK) for lock in (paths.keeper, paths.lock)):
+            raise RunError(
+                f"the run {paths.shown} belongs to another user, who alone can see whether it goes on, and cancel it"
+            )
         raise RunError(f"the run {paths.shown} is not going on, so there is nothing to cancel")
     pid, host = held
     if host != platform.node():

@@ -187,6 +187,8 @@ def _train(paths: RunPaths, launched: Launched, node: int, step: Step | None, st
         while True:
             where = platform.node() if step is None else f"{platform.node()}, job {step.job}, start {step.start}"
             out.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} on {where}\n".encode())
+            if stop.asked is None and paths.cancelled.exists():
+                out.write(b"--- not started, as the run was cancelled: give it to `phalanx launch` again\n")
             began = _size(paths.metrics)
             code = _child(command(paths, launched, node), out.fileno(), stop, paths.cancelled)
             if code >= 0:

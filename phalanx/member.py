@@ -82,11 +82,17 @@ def offer_of(
     plan: Plan,
     devices: Sequence[Any],
     nodes: int,
+    first: bool = True,
 ) -> Message:
-    """What all nodes are told of a division; the sign by which they know the run folder is there from now on."""
-    sign = None if paths.url is not None else secrets.token_hex(8)
-    if sign is not None:
-        write_atomic(paths.sign, sign)
+    """What all nodes are told of a division; the sign by which they know the run folder is there from now on. That
+    stays, where it is not the `first` one: what was offered before may yet be gone on with."""
+    sign = None
+    if paths.url is None:
+        with contextlib.suppress(OSError):
+            sign = None if first else paths.sign.read_text(encoding="utf-8")
+        if not sign:
+            sign = secrets.token_hex(8)
+            write_atomic(paths.sign, sign)
     return {
         "config": config_for_all(wanted, prepared),
         "sign": sign,
@@ -112,15 +118,15 @@ class Where:
 
 @dataclass
 class Member:
-    """`said`: what this node says of itself; `shared`: its run's folder in shared memory; `say` and `show` are for the
-    user who sits here, while another node leads."""
+    """`said`: what this node says of itself; `memory`: its run's folder in shared memory, which it holds; `say` is for
+    the user who sits here, while another node leads."""
 
     wanted: Config
     paths: RunPaths
     devices: Sequence[Device]
     where: Where
     said: Message
-    shared: Path
+    memory: SharedMemory
     say: Callable[[str], None]
     recorder: Recorder | None = None
     first_attempt: int = 0
@@ -147,6 +153,16 @@ class Member:
             write_event(self.paths.events, Kind.HEALTH, attempt, **seen)
         else:
             self.say(words.sentence({"kind": Kind.HEALTH, **seen}))
+
+    @property
+    def shared(self) -> Path:
+        """That folder."""
+        return self.memory.folder
+
+    def _idle(self) -> None:
+        """What is done beside ranks, now and then."""
+        self.watch.tend()
+        self.memory.touch()  # or a run of days would be taken for one that was left behind, once it is killed
 
     @property
     def claim(self) -> Claim | None:
@@ -192,7 +208,7 @@ class Member:
             paths=training.paths,
             devices=[device.name for device in self.devices[:ranks]],
             on_event=functools.partial(self._note, world),
-            on_idle=self.watch.tend,
+            on_idle=self._idle,
             grace_s=training.config.comm.timeout_s,
             patience=launch.patience(training.config),
             after_out_of_memory=self._limit_has_fallen,
@@ -223,9 +239,10 @@ class Member:
                     number = folder.name.rpartition("-")[2]
                     self.say(f"this machine was node {number} of the run before, and has what it had kept as that")
 
-    def leave(self, shared: SharedMemory) -> None:
+    def leave(self) -> None:
         """Take this node's memory of the run away, unless a later job may have to go on from there."""
-        shared.keeps = self._has_more()
+        self.memory.touch()
+        self.memory.keeps = self._has_more()
 
     def _has_more(self) -> bool:
         """Whether this node's memory has a newer step than the disk."""
@@ -323,7 +340,7 @@ class Member:
         write_event(self.paths.events, Kind.RUN_STARTED, prepared.attempt, **facts)
         if prepared.planned is not None:
             write_event(self.paths.events, Kind.PLANNED, prepared.attempt, **prepared.planned)
-        return offer_of(self.wanted, prepared, self.paths, division, plan, devices, self.where.nodes)
+        return offer_of(self.wanted, prepared, self.paths, division, plan, devices, self.where.nodes, first=False)
 
     @contextlib.contextmanager
     def _found(self, secret: str, address: str, port: int) -> Iterator[Again]:

@@ -130,7 +130,7 @@ def train(
         with stoppable():
             found, accelerators = warmed(on_cpu)
         devices = devices_of_ranks(found, accelerators, ranks)
-        for folder in shared_memory.sweep():
+        for folder in shared_memory.sweep(but=shared_memory.folder_of(paths)):
             _say(meeting, f"removed {folder}, which a run had left behind more than a day ago")
         if meeting.node == 0 and not _goes_on(paths, meeting):
             try:
@@ -255,8 +255,8 @@ def _lead(
             # Before all have met: what nobody holds then belongs to no node.
             shared = held.enter_context(shared_memory.held(shared_memory.folder_of(paths, meeting.node)))
             where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
-            run = member.Member(wanted, paths, devices, where, said, shared.folder, functools.partial(_say, meeting))
-            held.callback(run.leave, shared)
+            run = member.Member(wanted, paths, devices, where, said, shared, functools.partial(_say, meeting))
+            held.callback(run.leave)
             replaces = "replace" in wanted.resilience.on_lost_node
             first = held.enter_context(hosted(meeting, said, spares=meeting.spares if replaces else 0))
             tend = hearing(first)
@@ -411,13 +411,13 @@ def _follow(
     said = hello(wanted, devices, meeting, planned=planned)
     with shared_memory.held(shared_memory.folder_of(paths, meeting.node)) as shared:
         where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
-        run = member.Member(wanted, paths, devices, where, said, shared.folder, functools.partial(_say, meeting))
+        run = member.Member(wanted, paths, devices, where, said, shared, functools.partial(_say, meeting))
         works = Works(run.make, run.lead, run.claim, wanted.resilience.heartbeat_s)
         try:
             peer = take_part(said, meeting, works, functools.partial(_leader, paths))
             return peer if isinstance(peer, int) else run.to_the_end(peer)
         finally:
-            run.leave(shared)
+            run.leave()
 
 
 @dataclass(frozen=True)

@@ -413,7 +413,8 @@ def write_event(path: Path, kind: str, attempt: int, **details: Any) -> dict[str
 
 def write_atomic(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old content or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # Processes of two nodes may have one number, as in containers.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)

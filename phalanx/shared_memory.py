@@ -38,7 +38,8 @@ class SharedMemory:
         """Note that somebody holds it: what is written by mapping leaves no trace in a file's times."""
         if time.monotonic() - self.touched > TOUCHED_S:
             self.touched = time.monotonic()
-            os.utime(self.folder / LOCK)
+            with contextlib.suppress(OSError):  # somebody has taken the folder away, as ranks will find
+                os.utime(self.folder / LOCK)
 
 
 def folder_of(paths: RunPaths, node: int = 0, place: Path = PLACE) -> Path:
@@ -108,10 +109,14 @@ def left_behind(folder: Path) -> Generator[Path, None, None]:
             os.close(descriptor)
 
 
-def sweep(place: Path = PLACE, old_s: float = OLD_S) -> list[Path]:
-    """Remove the folders of this user's runs that nobody holds or has held for `old_s` seconds; returns them."""
+def sweep(place: Path = PLACE, old_s: float = OLD_S, but: Path | None = None) -> list[Path]:
+    """Remove the folders of this user's runs that nobody holds or has held for `old_s` seconds; returns them. Those of
+    the same run as `but`, of whichever node, are about to be gone on from."""
+    own = None if but is None else but.name.rpartition("-")[0]
     swept = []
     for folder in sorted(place.glob(f"phalanx-{os.getuid()}-*")):
+        if folder.name.rpartition("-")[0] == own:
+            continue
         try:
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # none of ours, or gone by now

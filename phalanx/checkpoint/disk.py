@@ -37,7 +37,7 @@ from phalanx.checkpoint.read import (
 )
 from phalanx.checkpoint.remote import Remote
 from phalanx.checkpoint.snapshot import Content, HostBuffer, Stored
-from phalanx.errors import PhalanxError, RunError
+from phalanx.errors import CutOff, PhalanxError, RunError
 from phalanx.optim.engine import Piece
 from phalanx.records import Kind, Url
 
@@ -251,7 +251,7 @@ class Saver:
         if verdict["reason"] is not None:
             place.abandon(job.step, job.attempt)  # on every rank, since the ranks may see different disks
         # A run folder that is another's now is no mishap of one save: going on would be in vain.
-        expected = isinstance(error, OSError | PhalanxError) and not isinstance(error, RunError)
+        expected = isinstance(error, OSError | PhalanxError) and not isinstance(error, RunError | CutOff)
         return verdict, None if expected else error
 
     def _report(

@@ -8,6 +8,8 @@ import dataclasses
 import functools
 import json
 import os
+import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -427,7 +429,11 @@ class Memory:
         if self._settled != self._last:
             self._settled = self._last
             if self._replicates and self.replicas is not None:
-                self.replicas.acknowledged()
+                began, waits = time.perf_counter(), self._mesh.bookkeeping
+                with waits.waiting("message"):  # a rank that waits for another node does not hang
+                    self.replicas.acknowledged()
+                if threading.current_thread() is threading.main_thread():  # nor is it slow; a lane holds nobody up
+                    waits.waited(time.perf_counter() - began)
 
     def loaded(self, step: int, state: Slot) -> None:
         """The state is that of `step`; of the starting weights nothing is kept, since they can be made again."""

@@ -76,7 +76,7 @@ class State:
     codes: Mapping[int, int] = field(default_factory=dict)  # of this attempt, by node
     causes: tuple[Cause, ...] = ()
     gone: tuple[int, ...] = ()  # nodes that were lost with ranks of this attempt
-    since: float = 0.0  # when the phase began, of ENDING
+    since: float = 0.0  # when the phase began, of ENDING and READYING
     planned: str | None = None  # why an attempt is ended that has not failed
     plan: tuple[tuple[int, int], ...] = ()  # node and ranks of a division that is prepared
     refused: frozenset[tuple[tuple[int, int], ...]] = frozenset()  # plans that came to nothing

@@ -23,9 +23,11 @@ _LOST_PEER = re.compile(
     r"remote process exited|ncclRemoteError|unhandled system error|process group .*(abort|timeout)",
     re.IGNORECASE,
 )
+# What a rank says whose replica, or what it begins with, is on a node that has gone.
+_LOST_COPY = re.compile(r"state could not be (read|replicated|copied) (to|from) another node")
 HANG, DEADLOCK = "Hang", "Deadlock"  # types of causes that an agent finds for a rank
 _OF_OTHERS = ("CollectiveError", "StorageError")  # exceptions that speak of something outside the program
-_LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "CutOff")
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -106,11 +108,14 @@ def is_aftermath(end: End) -> bool:
 
 
 def suspicion(end: End) -> int:
-    """0: a death by signal; 1: an exception of its own; 2: an abort; 3: an exception that speaks of a lost peer."""
+    """0: a death by signal; 1: an exception of its own; 2: an abort, or state that did not come to another node; 3: an
+    exception that speaks of a lost peer."""
     if end.signal is not None:
         return 2 if end.signal == signal.SIGABRT else 0
     if end.cause is None:
         return 1
+    if _LOST_COPY.search(end.cause["message"]):  # whoever keeps it ends with its node's ranks, whatever ended those
+        return 2
     lost = end.cause["type"] in _LOST_PEER_TYPES or _LOST_PEER.search(end.cause["message"])
     return 3 if lost else 1
 

@@ -2,11 +2,10 @@
 
 Every agent exchanges signs of life and messages with the leader and two deputies, and these with all. Who is silent for
 `heartbeat_s`, or whose connection ends, is lost. The leader then makes a roster without it; where the leader itself is
-lost, the lowest of the others takes the votes of the rest. Either needs a majority of the last roster, or the file
-of the epoch where it is just half (`epochs.py`); whoever gets neither is `fenced`: it must end its ranks and leave.
-Who votes has lost whoever led before, and says later what its ranks have come to; so of many nodes the file is made
-while they end.
-Nothing here waits.
+lost, the lowest of the others takes the votes of the rest. Either needs a majority of the last roster, or the file of
+the epoch where it is just half (`epochs.py`); whoever gets neither is `fenced`: it must end its ranks and leave. Who
+votes has lost whoever led before, and says later what its ranks have come to; so of many nodes the file is made while
+they end. Nothing here waits.
 """
 
 import math
@@ -31,6 +30,7 @@ SOON_S = 0.001  # the least between two turns that nothing but time asks for
 AGAIN_S = 0.3  # between two calls to one who does not answer
 VOTES_S = 15.0  # what the others get to end their ranks and vote; those who are lost are not waited for
 CLAIM_S = 3.0  # what a shared file system gets to create an epoch's file
+TIE_S = 60.0  # the same where nobody may go on without that: the server may be busy with a checkpoint
 
 Claim = Callable[[int, dict[str, Any]], dict[str, Any] | None]  # as epochs.claim, of a run folder
 
@@ -81,7 +81,7 @@ class Circle:
         self._inbox: list[tuple[int, Message]] = []
         self._insisted: list[Message] = []
         now = time.monotonic()
-        self._heard_at = dict.fromkeys(roster.nodes, now + MEET_S)
+        self._heard_at, self._watched = dict.fromkeys(roster.nodes, now + MEET_S), set[int]()
         self._numbers: dict[str, int] = {}  # the last beat of each token
         self._turn = now
         self._joining: dict[int, Member] = {}
@@ -224,7 +224,11 @@ class Circle:
         self._voice.say(self.roster.epoch, to)
 
     def _judge(self, now: float) -> None:
-        for node in watched_by(self.me.node, self.roster, self.lost):
+        watched = watched_by(self.me.node, self.roster, self.lost)
+        for node in set(watched) - self._watched:  # it may not have seen yet that it has to tell this one
+            self._heard_at[node] = max(self._heard_at.get(node, now), now + self.heartbeat_s)
+        self._watched = set(watched)
+        for node in watched:
             if now > self._heard_at.get(node, now) + self.heartbeat_s:
                 self._lose(node, f"nothing was heard of it for {self.heartbeat_s:g} s")
 
@@ -245,9 +249,8 @@ class Circle:
             return
         self.lost[node] = why
         self.losses.append((member, why))
-        link = self._links.pop(node, Link())
-        if link.channel is not None:
-            link.channel.close(why)
+        if (channel := self._links.pop(node, Link()).channel) is not None:
+            channel.close(why)
 
     # ----------------------------------------------------------------------------------------------------- connections
 
@@ -405,7 +408,8 @@ class Circle:
             return
         text = {"leader": self.me.node, "host": self.me.host, "address": [self.me.address, self.me.port]}
         text |= {"from": self.roster.epoch, **self._about(following)}
-        self._claiming = Errand(self._claim, following.epoch, text, timeout_s=CLAIM_S), following
+        patience_s = TIE_S if standing(self._left(following), len(self.roster.nodes)) == "tie" else CLAIM_S
+        self._claiming = Errand(self._claim, following.epoch, text, timeout_s=patience_s), following
 
     def _see_claim(self) -> None:
         assert self._claiming is not None
@@ -470,9 +474,7 @@ class Circle:
         self._stop_claiming()
         self.adopted.append(roster)
         if self.leading:
-            for node in roster.nodes:
-                if node != self.me.node:
-                    self.tell(node, {"roster": roster_to_message(roster)})
+            self.tell_all({"roster": roster_to_message(roster)}, but=self.me.node)
         else:
             self.votes = {}
         for message in self._insisted if before.leader != roster.leader else ():

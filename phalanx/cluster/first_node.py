@@ -5,6 +5,7 @@ the configuration (`offer`), and say that they are ready. When all are, they ent
 0 is one of them, and the meeting is over.
 """
 
+import math
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from phalanx.errors import CollectiveError, ConfigError, PhalanxError, RunError,
 from phalanx.records import ExitCode, Kind
 
 LOOK_S = 2.0  # between two looks whether the address file is still there
+NOTE_S = 60.0  # after which it is said, and said again, who is not ready
 
 
 @dataclass
@@ -58,6 +60,7 @@ class FirstNode:
         self._offer: Callable[[int], Message] | None = None
         self._over = False
         self._missing_since = self._looked = time.monotonic()
+        self._note_at = math.inf
         self.refusal: PhalanxError | None = None  # why a node cannot take part as things are
         self.left_out: dict[int, str] = {}  # nodes that are not fit, which spares make up for, and why
         self.asked: str | None = None  # the first stop signal on another node
@@ -116,7 +119,7 @@ class FirstNode:
     def offer(self, offer: Callable[[int], Message]) -> None:
         """Tell every node, now and when it comes back, what `offer(node)` says; from now on each has to come back as it
         is."""
-        self._offer = offer
+        self._offer, self._note_at = offer, time.monotonic() + NOTE_S
         for node, seat in self._seats.items():
             self._hellos[node] = seat.hello
             seat.channel.say({"offer": offer(node)})
@@ -126,7 +129,12 @@ class FirstNode:
         Unhealthy where that is not fit, else ConfigError."""
         if self.refusal is not None:
             raise self.refusal
-        return self.arrived() and all(seat.answer is not None for seat in self._seats.values())
+        awaited = [node for node, seat in sorted(self._seats.items()) if seat.answer is None]
+        if awaited and time.monotonic() > self._note_at:
+            self._note_at = time.monotonic() + NOTE_S
+            names = f"node{'s' if len(awaited) > 1 else ''} {', '.join(map(str, awaited))}"
+            self.notice(Kind.WARNING, {"message": f"waiting for {names} to get ready; their own output says with what"})
+        return self.arrived() and not awaited
 
     def answers(self) -> list[Message]:
         """What the other nodes said with their being ready, in order of node."""

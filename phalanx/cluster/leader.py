@@ -127,7 +127,8 @@ class Leader:
     def _end_without(self, node: int) -> None:
         """A node is lost, and its ranks with it: those of the others end while it is agreed on who is left. What then
         becomes of the job is decided when that is known."""
-        if self.state.phase == Phase.RUNNING and node in self.state.seats and node not in self.state.codes:
+        runs = self.state.phase == Phase.RUNNING or self.state.planned is not None
+        if runs and node in self.state.seats and node not in self.state.codes:
             self._tell_to_end(self.state.attempt, known=True)
 
     def _tell_to_end(self, attempt: int, known: bool) -> None:
@@ -324,7 +325,7 @@ class Leader:
 
     def _finish(self, code: int, why: str) -> None:
         if code == ExitCode.FAILED:
-            self.notice(Kind.WARNING, {"attempt": max(self.state.attempt, 1), "message": f"giving up: {why}"})
+            self.notice(Kind.GAVE_UP, {"attempt": max(self.state.attempt, 1), "reason": why})
         self.peer.over = code, why
 
     def _leave(self, code: int, why: str) -> None:
@@ -349,6 +350,10 @@ class Leader:
         if self._preparing is None:
             return
         errand, division = self._preparing
+        if self.state.phase != Phase.PREPARING:  # another one is gone on with: nobody may be offered this
+            errand.cancel()
+            self._preparing = None
+            return
         now = time.monotonic()
         try:
             result = errand.result()

@@ -43,7 +43,7 @@ def script_of(asked: Asked) -> str:
         [
             "#!/bin/bash",
             *_headers(asked),
-            "# Written by `phalanx launch`; `sbatch` with this file goes on with the run.",
+            "# Written by `phalanx launch`; `sbatch` with this file goes on with the run, unless that was cancelled.",
             f"run={shlex.quote(str(asked.run.root))}",
             "",
             *_on_node(asked),

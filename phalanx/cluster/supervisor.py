@@ -40,6 +40,7 @@ from phalanx.kept import Choice, choose, missing
 from phalanx.records import ExitCode, Kind
 
 COLLECT_S = 15.0  # what a node gets to end its ranks; its agent kills them in less
+READY_S = 3600.0  # what one gets to have what a division needs: token files may have to be made anew
 PAUSE_S = (0.0, 0.5, 2.0, 10.0, 30.0)  # before the first, second, ... attempt in a row that follows no progress
 AFTERMATH = 2  # causes of that suspicion or more are consequences of others (causes.py)
 
@@ -57,9 +58,8 @@ def decide(state: State, event: Event) -> Decision:
             return _lost(state, event)
         case Joined():
             others = tuple(node for node in state.nodes if node.node != event.node.node)
-            state = replace(state, nodes=(*others, event.node))
-            offers: list[Action] = [] if state.phase == Phase.PREPARING else [Offer(state.division, event.node.node)]
-            return state, offers
+            # At once, also while another division is prepared: it may have to lead before that is there.
+            return replace(state, nodes=(*others, event.node)), [Offer(state.division, event.node.node)]
         case Ready():
             return _ready(state, event)
         case Holds():
@@ -98,9 +98,18 @@ def _ended(state: State, event: Ended) -> Decision:
         return state, []
     causes = state.causes if event.cause is None else (*state.causes, event.cause)
     state = replace(state, codes={**state.codes, event.node: event.code}, causes=causes)
-    if event.code not in (ExitCode.DONE, ExitCode.STOPPED) and state.phase == Phase.RUNNING:
-        return _and([End(state.attempt)], _if_over(replace(state, phase=Phase.ENDING, since=event.now), event.now))
-    return _if_over(state, event.now)
+    ends: list[Action] = []
+    if event.code not in (ExitCode.DONE, ExitCode.STOPPED):
+        state, ends = _broken(state, event.now)
+    return _and(ends, _if_over(state, event.now))
+
+
+def _broken(state: State, now: float) -> Decision:
+    """An attempt has failed: have it end everywhere at once, also where it was only asked to save, which nobody can any
+    more. Once."""
+    if state.phase == Phase.ENDING and state.planned is None:
+        return state, []
+    return replace(state, phase=Phase.ENDING, since=now, planned=None), [End(state.attempt)]
 
 
 def _lost(state: State, event: Lost) -> Decision:
@@ -110,17 +119,18 @@ def _lost(state: State, event: Lost) -> Decision:
     state = replace(state, nodes=tuple(node for node in state.nodes if node.node != event.node))
     seated = event.node in state.seats
     if state.phase in (Phase.RUNNING, Phase.ENDING) and seated and event.node not in state.codes:
-        state = replace(state, gone=(*state.gone, event.node))
-        ends: list[Action] = []
-        if state.phase == Phase.RUNNING:
-            ends, state = [End(state.attempt)], replace(state, phase=Phase.ENDING, since=event.now)
+        state, ends = _broken(replace(state, gone=(*state.gone, event.node)), event.now)
         return _and(ends, _if_over(state, event.now))
     if state.phase in (Phase.RUNNING, Phase.ENDING):
         return _if_over(state, event.now)
-    planned = any(node == event.node for node, _ in state.plan)
-    if (state.phase == Phase.READYING and seated) or (state.phase == Phase.PREPARING and planned):
+    if (state.phase == Phase.READYING and seated) or _is_prepared_for(state, event.node):
         return _regroup(replace(state, phase=Phase.IDLE, plan=()), event.now)
     return state, []
+
+
+def _is_prepared_for(state: State, node: int) -> bool:
+    """Whether a division is being prepared in which a node has a seat."""
+    return state.phase == Phase.PREPARING and any(planned == node for planned, _ in state.plan)
 
 
 def _ready(state: State, event: Ready) -> Decision:
@@ -133,7 +143,7 @@ def _ready(state: State, event: Ready) -> Decision:
         return _start_if_ready(state, event.now)
     if state.phase == Phase.IDLE:
         return _regroup(state, event.now)
-    if state.phase == Phase.RUNNING and event.division == state.division and _larger(state):
+    if state.phase == Phase.RUNNING and event.division == state.division and _grown(state):
         return _pause(state, event.now, f"node {event.node} is there again")
     return state, []
 
@@ -144,8 +154,8 @@ def _prepared(state: State, event: Prepared) -> Decision:
     models = {node.node: node.model for node in state.nodes}
     slots = tuple(Slot(ranks, models[node]) for node, ranks in state.plan)
     seats = tuple(node for node, _ in state.plan)
-    state = replace(state, phase=Phase.READYING, division=event.division, slots=slots, seats=seats, plan=())
-    return _and([Offer(event.division)], _start_if_ready(state, event.now))
+    state = replace(state, division=event.division, slots=slots, seats=seats, plan=())
+    return _and([Offer(event.division)], _ready_to_start(state, event.now))
 
 
 def _drained(state: State, event: Drained) -> Decision:
@@ -157,10 +167,11 @@ def _drained(state: State, event: Drained) -> Decision:
         return state, []
     changed = replace(known, drained=event.drained)
     state = replace(state, nodes=tuple(changed if node is known else node for node in state.nodes))
-    if state.phase == Phase.RUNNING and ((event.drained and seated) or (not event.drained and _larger(state))):
+    if state.phase == Phase.RUNNING and ((event.drained and seated) or (not event.drained and _grown(state))):
         return _pause(state, event.now, event.why)
-    if state.phase == Phase.IDLE or (state.phase == Phase.READYING and event.drained and seated):
-        return _regroup(replace(state, phase=Phase.IDLE), event.now)
+    to_be_left = event.drained and ((state.phase == Phase.READYING and seated) or _is_prepared_for(state, event.node))
+    if state.phase == Phase.IDLE or to_be_left:
+        return _regroup(replace(state, phase=Phase.IDLE, plan=()), event.now)
     return state, []
 
 
@@ -173,8 +184,15 @@ def _has_stand_in(state: State, without: int) -> bool:
 
 
 def _time(state: State, now: float) -> Decision:
+    if state.phase == Phase.READYING and now > state.since + READY_S and (late := _unready(state)):
+        why = f"it was not ready within {READY_S:g} s for what the run needs next"
+        return replace(state, since=now), [Drop(node, why, int(ExitCode.FAILED)) for node in late]
     if state.phase == Phase.READYING:
         return _start_if_ready(state, now)
+    if state.phase == Phase.RUNNING and (plan := _grown(state)):
+        ready = {node.node for node in state.nodes if node.ready == state.division}
+        if all(node in ready for node, _ in plan):  # one came while this attempt was being prepared
+            return _pause(state, now, "there are more nodes than have ranks")
     if state.phase == Phase.ENDING and not _awaited(state):
         return _if_over(state, now)  # a leader that has just taken over
     if state.phase == Phase.ENDING and now > state.since + COLLECT_S and state.planned is None:
@@ -249,7 +267,7 @@ def _regroup(state: State, now: float) -> Decision:
     usable = [node for node in state.nodes if not node.drained]
     here = {node.node for node in usable}
     kept = tuple(node if node in here else -1 for node in state.seats)
-    if -1 not in kept and not (state.policy.grow and _larger(state)):
+    if -1 not in kept and not (state.policy.grow and _grown(state)):
         return _ready_to_start(replace(state, seats=kept), now)
     waited = state.wait_until is not None and now > state.wait_until
     for way in state.policy.on_lost_node if -1 in kept else ("shrink",):
@@ -267,7 +285,7 @@ def _regroup(state: State, now: float) -> Decision:
 
 
 def _ready_to_start(state: State, now: float) -> Decision:
-    return _start_if_ready(replace(state, phase=Phase.READYING, wait_until=None), now)
+    return _start_if_ready(replace(state, phase=Phase.READYING, since=now, wait_until=None), now)
 
 
 def _wait(state: State, now: float) -> Decision:
@@ -310,18 +328,23 @@ def _plan(state: State, usable: Iterable[Node]) -> tuple[tuple[int, int], ...]:
     return tuple(plan)
 
 
-def _larger(state: State) -> bool:
-    """Whether fewer nodes have a seat than the run was started for, and more could."""
+def _grown(state: State) -> tuple[tuple[int, int], ...]:
+    """The plan over more ranks, where fewer nodes have a seat than the run was started for; empty: there is none."""
     if not state.policy.grow or len(state.slots) >= state.policy.nodes:
-        return False
+        return ()
     plan = _plan(state, [node for node in state.nodes if not node.drained])
-    return sum(ranks for _, ranks in plan) > sum(slot.ranks for slot in state.slots) and plan not in state.refused
+    more = sum(ranks for _, ranks in plan) > sum(slot.ranks for slot in state.slots)
+    return plan if more and plan not in state.refused else ()
+
+
+def _unready(state: State) -> list[int]:
+    """Nodes with a seat that do not have yet what the division needs."""
+    seats = set(state.seats)
+    return [node.node for node in state.nodes if node.node in seats and node.ready != state.division]
 
 
 def _start_if_ready(state: State, now: float) -> Decision:
-    seats = set(state.seats)
-    waiting = [node for node in state.nodes if node.node in seats and node.ready != state.division]
-    if waiting or now < state.start_at or not state.seats:
+    if _unready(state) or now < state.start_at or not state.seats:
         return state, []
     kept = _kept(state)
     attempt = state.attempt + 1

@@ -67,4 +67,5 @@ def go_back(loop: "Loop", wrong: Wrong) -> int:
     loop.begin_at(step, header)
     if details.get("first"):
         loop.save(step)
+        loop.saver.wait()  # who dies from here on takes the way that was chosen
     return step

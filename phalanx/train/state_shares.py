@@ -1,5 +1,6 @@
 """Which part of the optimizer's state each rank holds: equal parts, and less where memory is short."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,10 @@ def keeping_of(config: "Config", placement: Placement, mesh: Mesh) -> Keeping:
     parts = [rank % degree for rank in range(mesh.world)]
     several = placement.nodes > 1 and not all(elsewhere(parts, mesh.topology.node_of))
     options = keeps_of(config.resilience.memory, config.resilience.replicate, several, config.optim.rule == "adamw")
-    left = sum(path.stat().st_size for path in Path(placement.shared).rglob("*") if path.is_file())
+    left = 0
+    for path in Path(placement.shared).rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # the process that keeps replicas may take one away just now
+            left += path.stat().st_size if path.is_file() else 0
     # Where it cannot be kept at all, that is said by who keeps it, with numbers.
     options = options if options[-1] == NONE else (*options, NONE)
     return Keeping(options, left / placement.local_world)

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from phalanx.cluster import circle as circles
 from phalanx.cluster import epochs
 from phalanx.cluster.beats import Beats
 from phalanx.cluster.circle import Circle
 from phalanx.cluster.door import Door, bind
 from phalanx.cluster.peer import Peer
-from phalanx.cluster.roster import Roster, member_of
+from phalanx.cluster.roster import Roster, member_of, watched_by
 from phalanx.cluster.wire import Message
 from phalanx.records import Placement, RunPaths
 from tests.helpers import run_ranks
@@ -43,6 +44,9 @@ class Nodes:
             for node, place in enumerate(places)
         }  # fmt: skip
         self.until(lambda: all(self.knows(node) for node in range(count)))
+        for node, each in self.circles.items():  # long ago: who does not watch another one has never heard of it
+            for other in set(each.roster.nodes) - set(watched_by(node, each.roster)):
+                each._heard_at[other] = time.monotonic() - 100 * PATIENCE_S
 
     def ballot(self, node: int) -> Message | None:
         return None if node in self.busy else {"of": node} | ({"ready": self.ready} if self.ready > 1 else {})
@@ -113,6 +117,44 @@ def test_a_majority_goes_on_after_one_who_died_with_the_epoch_in_hand(tmp_path: 
     majority, tie = run_ranks(after_a_dead_claimant, 1, folder=str(tmp_path))[0]
     assert majority == [[3, 2, False]] * 3
     assert tie == [[1, 0, True]] * 2  # that one may live, with the other half
+
+
+def all_heads_at_once(placement: Placement, folder: str) -> list[Any]:
+    """Of seven nodes the three die at once that all others exchange signs of life with."""
+    with nodes(7, f"{folder}/run") as there:
+        there.lose(0, 1, 2)
+        there.until(there.at_rest)
+        there.until(lambda: all(each.roster.epoch > 1 or each.fenced for each in there.circles.values()))
+        return there.told()
+
+
+def test_those_who_have_never_heard_of_each_other_go_on_when_all_who_watch_them_die(tmp_path: Path) -> None:
+    told = run_ranks(all_heads_at_once, 1, folder=str(tmp_path))[0]
+    assert told == [[2, 3, False]] * 4
+
+
+def a_head_falls_silent(placement: Placement, folder: str) -> list[Any]:
+    """Of six nodes one of the three that watch all falls silent. Node 3 sees it first, and is one of the three then;
+    node 5, of which it has never heard, sees it next, and calls; the leader is last."""
+    with nodes(6, f"{folder}/run") as there:
+        silent = there.circles.pop(1)
+        three, five = there.circles[3], there.circles[5]
+        three._heard_at[1] = time.monotonic() - 2 * PATIENCE_S
+        three.tend()
+        three.tend()
+        five._heard_at[1] = time.monotonic() - 2 * PATIENCE_S
+        five._heard_at[3] = time.monotonic()  # the first that node 3 has sent
+        there.until(lambda: 1 in five.lost and (five.fenced is not None or five._links[3].up), [three, five])
+        for each in there.circles.values():
+            each._heard_at[1] = time.monotonic() - 2 * PATIENCE_S
+        there.until(lambda: all(each.roster.epoch > 1 or each.fenced for each in there.circles.values()))
+        silent.close()
+        return [*there.told(), three.roster.nodes]
+
+
+def test_who_comes_to_watch_others_does_not_take_them_for_lost(tmp_path: Path) -> None:
+    told = run_ranks(a_head_falls_silent, 1, folder=str(tmp_path))[0]
+    assert told == [*[[2, 0, False]] * 5, [0, 2, 3, 4, 5]]
 
 
 def while_ranks_end(placement: Placement, folder: str) -> list[Any]:
@@ -250,6 +292,31 @@ def test_only_an_epoch_of_an_election_whose_claimant_all_have_lost_is_passed(tmp
     passed, *refused = run_ranks(past_an_epoch, 1, folder=str(tmp_path), texts=texts)[0]
     assert passed == [[3, 1, False]] * 4
     assert all(each[0] == [1, 0, True] and not any(leader == 1 for _, leader, _ in each) for each in refused)
+
+
+def slow_files(placement: Placement, folder: str) -> list[Any]:
+    """Of two and of three nodes the first dies, and the file system takes longer than a majority waits for it."""
+    circles.CLAIM_S, found = 0.1, []
+
+    def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> dict[str, Any] | None:
+        time.sleep(1.0)
+        return epochs.claim(paths, epoch, text)
+
+    for count in (2, 3):
+        with nodes(count, f"{folder}/{count}") as there:
+            for each in there.circles.values():
+                each._claim = functools.partial(claim, there.paths)
+            there.lose(0)
+            there.until(lambda: any(each.lost for each in there.circles.values()))
+            there.until(there.decided)
+            found.append([*there.told(), there.paths.epoch(2).exists()])
+    return found
+
+
+def test_half_of_the_nodes_wait_for_a_slow_file_system_and_a_majority_does_not(tmp_path: Path) -> None:
+    half, majority = run_ranks(slow_files, 1, folder=str(tmp_path))[0]
+    assert half == [[2, 1, False], True]
+    assert majority == [[2, 1, False], [2, 1, False], False]
 
 
 def with_a_word_for_the_leader(placement: Placement, folder: str) -> list[Any]:

@@ -1,20 +1,19 @@
 """Losses that are no numbers or spikes, and parameters that change by themselves: what is done about them is exact."""
 
-import contextlib
 import dataclasses
-import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from phalanx import faults
-from phalanx.checkpoint.read import step_folder
+from phalanx.checkpoint.disk import Saver
 from phalanx.errors import PhalanxError
-from phalanx.records import MANIFEST, Kind, Placement, RunPaths, read_lines, read_steps
+from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
 from phalanx.train import trainer
 from phalanx.train.skips import Skips
-from tests.helpers import run_ranks, wait_until
+from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import same_bits
 
@@ -86,22 +85,21 @@ def test_whoever_goes_on_with_a_run_that_went_back_goes_on_with_that(tokens: Pat
 
 
 def train_and_die(placement: Placement, run: str, data: str, changes: dict[str, Any], planned: list[str]) -> str:
-    """As `train`, but the first attempt fails in step 10 once it has gone back, and that is on disk."""
-    described = runs.job(run, data, CALM | changes, placement.world)
-    described = dataclasses.replace(described, faults=tuple(faults.parse(planned)))
+    """As `train`, but the first attempt fails in step 10 once it has gone back; the disk is slow."""
+    save = Saver._save
 
-    def saved_anew() -> bool:
-        with contextlib.suppress(FileNotFoundError):  # the one before is being replaced
-            manifest = step_folder(described.paths.has_checkpoints, 8) / MANIFEST
-            return bool(json.loads(manifest.read_text())["header"]["skips"])
-        return False
+    def slowly(saver: Saver, job: Any) -> None:
+        time.sleep(0.5)
+        save(saver, job)
+
+    saver_class: Any = Saver
+    saver_class._save = slowly  # of this forked process alone
 
     class Failing:
         went_back = False
 
         def on_step(self, record: dict[str, Any]) -> None:
             if self.went_back and record["step"] == 9 and placement.attempt == 1:
-                wait_until(saved_anew)
                 raise RuntimeError("as the test wants")
 
         def on_event(self, event: dict[str, Any]) -> None:
@@ -109,6 +107,8 @@ def train_and_die(placement: Placement, run: str, data: str, changes: dict[str, 
 
         def close(self) -> None: ...
 
+    described = runs.job(run, data, CALM | changes, placement.world)
+    described = dataclasses.replace(described, faults=tuple(faults.parse(planned)))
     return str(int(trainer.run(described, runs.on_one_thread(placement), [Failing()])))
 
 

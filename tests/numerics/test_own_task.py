@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import recipe
-from phalanx.checkpoint.read import find
 from phalanx.comm.mesh import join
 from phalanx.models.draws import Draws
 from phalanx.parallel.materialize import materialise
@@ -23,7 +22,7 @@ from phalanx.train.build import build
 from phalanx.train.export import export_run
 from phalanx.train.resolve import resolve_with_files
 from phalanx.train.step import evaluate, run_micro_batches
-from tests.helpers import ROOT, run_ranks, wait_until
+from tests.helpers import ROOT, run_ranks
 from tests.numerics import runs
 from tests.unit.test_own import SOUND, idx
 
@@ -65,8 +64,7 @@ def job(run: Path, images: str, changes: dict[str, Any], world: int) -> trainer.
 
 
 def train(placement: Placement, run: str, images: str, changes: dict[str, Any], dies_in: int | None = None) -> int:
-    """One rank of a run, from start or newest checkpoint; `dies_in` a step, at the first attempt, without a word, once
-    the checkpoint before it is there."""
+    """One rank of a run, from start or newest checkpoint; `dies_in` a step, at the first attempt, without a word."""
     described = job(Path(run), images, changes, placement.world)
     where = dataclasses.replace(placement, threads=1)
     if dies_in is not None and placement.attempt == 1:
@@ -76,7 +74,7 @@ def train(placement: Placement, run: str, images: str, changes: dict[str, Any], 
 
         def train_one(loop: trainer.Loop, step: int) -> str | None:
             if step == dies_in and placement.rank == placement.world - 1:
-                wait_until(lambda: bool(find(described.paths.checkpoints)))  # it is saved while steps go on
+                loop.saver.wait()  # there is a checkpoint
                 os._exit(9)
             return walk(loop, step)
 

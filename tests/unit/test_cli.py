@@ -13,8 +13,9 @@ import pytest
 import typer
 import yaml
 
-from phalanx import __version__, cli, recipe
+from phalanx import __version__, cli, jobs, recipe
 from phalanx.config import Config, leaves
+from phalanx.errors import RunError
 from phalanx.models.spec import PRESETS
 from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps
 from tests.dist.command import phalanx as forked
@@ -287,6 +288,35 @@ def test_an_interrupted_preparation_says_that_it_can_go_on(tmp_path: Path) -> No
     assert done.stderr.splitlines()[-1].startswith(
         "interrupted; the parts that are done are kept, and the same command"
     )
+
+
+def test_what_may_not_be_read_is_a_sentence_and_no_fault_of_phalanx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may read everything, so it is said here that it may not."""
+    events = tmp_path / "events.jsonl"
+
+    def refused(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(events))
+
+    monkeypatch.setattr("phalanx.job_commands._status", refused)
+    monkeypatch.setattr(sys, "argv", ["phalanx", "status", str(tmp_path)])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == ExitCode.FAILED
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {events} cannot be read or written (Permission denied); ")
+    assert "fault of Phalanx" not in said
+
+
+def test_another_users_run_is_not_said_to_be_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = RunPaths(tmp_path)
+    paths.lock.touch()
+    with pytest.raises(RunError, match="is not going on"):
+        jobs.cancel(paths, now=False)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != paths.lock)
+    with pytest.raises(RunError, match="belongs to another user"):
+        jobs.cancel(paths, now=False)
 
 
 @pytest.mark.parametrize("place", [0, 1, 3])

@@ -12,6 +12,7 @@ CODES = {
     errors.DataError: ExitCode.CONFIG,
     errors.CheckpointError: ExitCode.FAILED,
     errors.RunError: ExitCode.CONFIG,
+    errors.CutOff: ExitCode.FAILED,
     errors.Unhealthy: ExitCode.UNHEALTHY,
     errors.Diverged: ExitCode.CONFIG,
     errors.Corrupted: ExitCode.FAILED,

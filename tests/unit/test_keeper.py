@@ -72,6 +72,14 @@ def test_what_is_shown_is_the_log_of_the_node_that_leads(tmp_path: Path) -> None
     assert jobs.leading(paths) == 0
 
 
+def test_a_start_after_a_cancellation_says_why_it_does_nothing(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.launch.mkdir()
+    paths.cancelled.touch()
+    assert keeper._train(paths, LAUNCHED, 0, None, keeper._Stop()) == ExitCode.STOPPED
+    assert "--- not started, as the run was cancelled" in paths.node_log(0).read_text()
+
+
 def test_each_node_is_told_what_to_run(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "my run")
     words = keeper.command(paths, LAUNCHED, 1)

@@ -86,6 +86,24 @@ def test_an_atomic_write_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["config.yaml"]
 
 
+def test_two_writers_whose_processes_have_one_number_leave_a_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on two nodes, in containers of their own: one writes while the other one forces its file to the disk."""
+    path, sync = tmp_path / "over", os.fsync
+
+    def meanwhile(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        write_atomic(path, "of the other node")
+        assert path.read_text() == "of the other node"
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    write_atomic(path, "of this one")
+    assert path.read_text() == "of this one"
+    assert os.listdir(tmp_path) == ["over"]
+
+
 STEPS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), max_size=30)
 
 

@@ -45,6 +45,16 @@ def test_only_old_folders_that_nobody_holds_are_swept(tmp_path: Path) -> None:
     assert sweep(tmp_path, old_s=-1.0) == [folders["held"], folders["new"]]
 
 
+def test_what_a_run_is_about_to_go_on_from_is_not_swept_however_long_it_ran(tmp_path: Path) -> None:
+    run, other = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "other")
+    folders = [folder_of(run, 0, tmp_path), folder_of(run, 11, tmp_path), folder_of(other, 0, tmp_path)]
+    for folder in folders:
+        with held(folder):
+            pass
+    assert sweep(tmp_path, old_s=-1.0, but=folders[1]) == [folders[2]]
+    assert folders[0].exists() and folders[1].exists()
+
+
 def test_what_this_machine_kept_as_another_node_is_found_unless_somebody_holds_it(tmp_path: Path) -> None:
     run, other = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "other")
     folders = [folder_of(run, node, tmp_path) for node in range(4)]

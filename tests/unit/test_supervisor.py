@@ -36,7 +36,7 @@ from phalanx.cluster.affairs import (
     Time,
     Unfit,
 )
-from phalanx.cluster.supervisor import COLLECT_S, decide
+from phalanx.cluster.supervisor import COLLECT_S, READY_S, decide
 from phalanx.kept import Held
 from phalanx.records import ExitCode, Kind
 
@@ -192,6 +192,17 @@ def test_a_node_that_does_not_end_its_ranks_is_dropped() -> None:
     assert kinds(walk(state, Time(1.1 + COLLECT_S))[1]) == ["Drop"]
 
 
+def test_a_node_that_never_gets_ready_is_dropped() -> None:
+    """Its disk may hang for ever while its agent lives."""
+    state, _ = walk(begun(nodes=3), Lost(1, 2, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
+    state, _ = walk(state, Prepared(100, 2), Ready(101, 0, 2))
+    assert walk(state, Time(100 + READY_S))[1] == []
+    state, done = walk(state, Time(101 + READY_S))
+    assert [action.node for action in done if isinstance(action, Drop)] == [1]
+    assert walk(state, Time(102 + READY_S))[1] == []
+    assert walk(state, Lost(103 + READY_S, 1, "it left"))[1] == [Prepare(3, ((0, 1),))]
+
+
 def test_a_drained_node_gives_its_seat_away_after_saving() -> None:
     state, done = walk(begun(spares=1), Drained(1, 0, True, "node 0 is drained"))
     assert done[-1] == End(1, saving=True)
@@ -207,6 +218,44 @@ def test_a_node_whose_health_asks_for_it_leaves_only_where_a_spare_takes_its_pla
     assert done[-1] == End(1, saving=True)
     _, done = walk(state, Ended(2, 0, 1, 1, KILLED), Ended(2, 1, 1, 1, LOST_PEER))  # it could not save any more
     assert [action for action in done if isinstance(action, Start)] == [Start(2, 1, (2, 1), 0)]
+
+
+def test_ranks_that_save_are_ended_at_once_when_one_of_them_dies_or_is_lost() -> None:
+    """They would wait for it in a collective, as long as they may take to save."""
+    saving, _ = walk(begun(nodes=3, spares=1), Drained(1, 1, True, "node 1 is drained"))
+    for broken in (Lost(2, 1, "gone"), Ended(2, 1, 1, 1, KILLED)):
+        state, done = walk(saving, broken)
+        assert done == [End(1)]
+        assert [each.node for each in walk(state, Time(2.1 + COLLECT_S))[1]] == [0, 2]  # type: ignore[union-attr]
+        state, done = walk(state, Ended(3, 0, 1, 1, LOST_PEER), Ended(3, 2, 1, ExitCode.STOPPED))
+        assert done[-1] == Start(2, 1, (0, 3, 2), 0)
+        assert state.failures == 1
+
+
+def test_a_node_that_is_drained_while_a_division_with_it_is_prepared_gets_no_seat_there() -> None:
+    state, done = walk(begun(nodes=3), Lost(1, 2, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
+    assert done[-1] == Prepare(2, ((0, 1), (1, 1)))
+    state, done = walk(state, Drained(2, 1, True, "node 1 is drained"))
+    assert done == [Prepare(2, ((0, 1),))]
+    _, done = walk(state, Prepared(3, 2), Ready(4, 0, 2))
+    assert done[-1] == Start(2, 2, (0,), 0)
+
+
+def test_a_node_that_returns_while_a_smaller_division_is_prepared_gets_a_seat_all_the_same() -> None:
+    state, _ = walk(begun(nodes=3), Lost(1, 2, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
+    state, done = walk(state, Joined(2, node(2, ready=0)))
+    assert done == [Offer(1, 2)]  # who knows of no offer could not lead, if it came to that
+    state, done = walk(state, Prepared(3, 2), Ready(4, 0, 2), Ready(5, 1, 2))
+    assert done[-1] == Start(2, 2, (0, 1), 0)
+    assert walk(state, Time(6))[1] == []  # it has not what it needs yet
+    # Where it was quicker than the others nothing more is heard of it.
+    state, done = walk(replace(state, nodes=(node(0, ready=2), node(1, ready=2), node(2, ready=2))), Time(6))
+    assert done[-1] == End(2, saving=True)
+    saved = [Ended(7, number, 2, ExitCode.STOPPED) for number in (0, 1)]
+    _, done = walk(state, *saved)
+    assert done == [Prepare(3, ((0, 1), (1, 1), (2, 1)))]
+    refused, _ = walk(state, *saved, Refused(8, 3, "too little memory"), Time(9))
+    assert (refused.phase, walk(refused, Time(10))[1]) == (Phase.RUNNING, [])
 
 
 def has(generation: int, rank: int, *steps: int, replica: bool = False) -> Held:
@@ -326,6 +375,7 @@ def test_no_events_lead_to_two_attempts_at_once_or_for_ever(data: st.DataObject)
                 assert all(world.ready.get(seat, 1) == action.division for seat in action.seats)
                 assert action.step >= world.safe
                 assert len(set(action.seats)) == len(action.seats)
+                assert not any(node.drained for node in state.nodes if node.node in action.seats)
                 assert sum(slot.ranks for slot in state.slots) % group == 0
                 world.running = dict.fromkeys(action.seats, action.attempt)
                 starts += 1
@@ -377,7 +427,7 @@ def _event(data: st.DataObject, state: State, world: World, now: float, pending:
     if kind == "end" and world.running:
         seat = data.draw(st.sampled_from(sorted(world.running)))
         attempt = world.running.pop(seat)
-        if state.phase == Phase.ENDING and state.planned:
+        if state.phase == Phase.ENDING and state.planned and data.draw(st.integers(0, 3)):
             return Ended(now, seat, attempt, ExitCode.STOPPED)
         return Ended(now, seat, attempt, 1, data.draw(st.sampled_from([KILLED, LOST_PEER, BUG])))
     if kind == "lose" and len(world.living) > 1:

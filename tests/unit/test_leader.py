@@ -1,0 +1,84 @@
+"""What the leading agent does beside deciding."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from phalanx.cluster import leader
+from phalanx.cluster.affairs import Lost, Node, Phase, Policy, Slot, State
+from phalanx.cluster.leader import Leader
+from phalanx.cluster.roster import Member, Roster
+from phalanx.records import Kind
+
+MEMBERS = tuple(Member(n, f"host{n}", f"{n:016x}", "127.0.0.1", 1, 2, (("cpu", "any", True),)) for n in range(4))
+
+
+class Errand:
+    """A division that is being prepared."""
+
+    made: ClassVar[list["Errand"]] = []
+
+    def __init__(
+        self, function: Any, division: int, plan: Sequence[tuple[int, int]], *_: Any, timeout_s: float
+    ) -> None:
+        self.division, self.nodes = division, [node for node, _ in plan]
+        self.over = self.cancelled = False
+        Errand.made.append(self)
+
+    def result(self) -> tuple[Any] | None:
+        return ({"division": self.division, "seats": self.nodes},) if self.over else None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def leading(monkeypatch: pytest.MonkeyPatch) -> tuple[Leader, SimpleNamespace, list[tuple[int, Any]], list[Any]]:
+    """The leader of three nodes and a spare that has just come, while a division of two is prepared as node 2 was lost
+    before; its peer, what it tells other nodes, and what it says."""
+    monkeypatch.setattr(leader, "Errand", Errand)
+    Errand.made = []
+    told: list[tuple[int, Any]] = []
+    said: list[Any] = []
+    circle = SimpleNamespace(
+        before=None, roster=Roster(3, 0, MEMBERS), me=MEMBERS[0], votes={}, losses=[], adopted=[], settled=True,
+        living=lambda: [0, 1, 2, 3], tell_all=lambda message: told.append((-1, message)),
+        tell=lambda node, message: told.append((node, message)),
+    )  # fmt: skip
+    peer = SimpleNamespace(circle=circle, offer={"division": 1, "seats": [0, 1, 2]}, start=None, over=None)
+    nodes = tuple(Node(number, f"host{number}", 1, "any", ready=1) for number in (0, 1, 2))
+    slots = (Slot(1, "any"),) * 3
+    state = State(Policy(nodes=3), nodes=nodes, slots=slots, seats=(0, 1, 2), division=1, attempt=1)
+    made = Leader(
+        peer,
+        state,
+        {},
+        lambda *_: {},
+        lambda kind, details: said.append((kind, details)),
+        list,
+        list,
+    )
+    made.event(Lost(0.0, 2, "gone"))
+    assert made.state.phase == Phase.PREPARING and [each.nodes for each in Errand.made] == [[0, 1]]
+    return made, peer, told, said
+
+
+def test_a_division_that_is_not_wanted_any_more_is_offered_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, peer, told, _ = leading(monkeypatch)
+    spares = tuple(Node(number, f"host{number}", 1, "any", ready=1) for number in (2, 3))
+    made.state = State(**{**vars(made.state), "nodes": made.state.nodes + spares})
+    made.event(Lost(1.0, 1, "gone"))  # a spare fits now, so the ranks stay divided as they were
+    assert made.state.phase == Phase.RUNNING and told[-1][1]["start"]["seats"] == [0, 3, 2]
+    Errand.made[0].over = True
+    made.tend()
+    assert Errand.made[0].cancelled and peer.offer["division"] == 1
+    assert not any("offer" in message for _, message in told)
+
+
+def test_a_job_that_fails_for_good_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, peer, _, said = leading(monkeypatch)
+    made.state = State(**{**vars(made.state), "policy": Policy(nodes=3, on_lost_node=())})
+    made.event(Lost(1.0, 1, "gone"))
+    assert peer.over is not None and peer.over[0] == 1
+    assert (said[-1][0], said[-1][1]["reason"]) == (Kind.GAVE_UP, peer.over[1])
