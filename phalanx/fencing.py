@@ -6,6 +6,7 @@ checkpoint beside the one of those who go on. No torch here.
 
 import contextlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx.errors import RunError
@@ -26,11 +27,20 @@ def told(paths: RunPaths, epoch: int) -> dict[str, Any]:
     return {**(said if isinstance(said, dict) else {}), "epoch": epoch}
 
 
-def before_commit(paths: RunPaths, attempt: int) -> None:
+def is_over(told: Mapping[str, Any], attempt: int, epoch: int | None) -> bool:
+    """Whether ranks of an attempt, ordered in an `epoch`, may not write any more, as the file of the newest one says:
+    attempts of a later epoch have taken their place, or later ones of the same. None: one node had the run alone."""
+    since, oldest = told.get("since"), told.get("attempt")
+    if type(oldest) is not int:
+        return False
+    return oldest > attempt if epoch is None or type(since) is not int else (since, oldest) > (epoch, attempt)
+
+
+def before_commit(paths: RunPaths, attempt: int, epoch: int | None = None) -> None:
     """Raises RunError where the run goes on elsewhere, with a later attempt than this."""
-    oldest = (newest(paths) or {}).get("attempt")
-    if type(oldest) is int and oldest > attempt:
+    told = newest(paths) or {}
+    if is_over(told, attempt, epoch):
         raise RunError(
-            f"this rank belongs to attempt {attempt}, and the run goes on with attempt {oldest} on other nodes; this "
-            "node was cut off from them and ends"
+            f"this rank belongs to attempt {attempt}, and since epoch {told['epoch']} the run goes on with another one "
+            "on other nodes; this node was cut off from them and ends"
         )

@@ -99,6 +99,7 @@ class Attempt:
                 kept=kept,
                 nodes=self.part.nodes,
                 partner=self.part.partner,
+                epoch=self.part.epoch,
             )
             self._fork(placement)
         pids = {process.rank: process.pid for process in self.processes}

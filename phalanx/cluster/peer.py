@@ -30,6 +30,7 @@ from phalanx.cluster.relay import CALL_S, Relay, beside_the_store, hand_over, to
 from phalanx.cluster.replica_keeper import ROLE, ReplayOf, ReplicaKeeper, never
 from phalanx.cluster.roster import Member, Roster
 from phalanx.cluster.stopping import Signals
+from phalanx.cluster.succession import still_writing
 from phalanx.cluster.watchdog import Blame, Word
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import PhalanxError
@@ -120,11 +121,8 @@ class Peer:
         }  # fmt: skip
 
     def about(self, following: Roster) -> dict[str, Any]:
-        """What an epoch's file says of the run: the oldest attempt whose ranks may still write."""
-        if self.start is None:  # one that was a spare knows of attempts what those who vote for it say
-            return {"attempt": 1 + max((int(vote["attempt"]) for vote in self.circle.votes.values()), default=0)}
-        goes_on = set(self.start["seats"]) <= set(following.nodes) and self.circle.roster.leader == following.leader
-        return {"attempt": int(self.start["attempt"]) + (0 if goes_on else 1)}
+        """What an epoch's file says of the run: whose ranks may still write."""
+        return still_writing(self.start, self.circle.roster, following, self.circle.votes)
 
     # ------------------------------------------------------------------------------------------- what an attempt knows
 
@@ -413,7 +411,8 @@ class Peer:
         next_one = self.circle.roster.member(int(seats[(seat.slot + 1) % len(seats)]))
         partner = None if next_one is None or len(seats) == 1 else (next_one.address, next_one.port)
         world = sum(self.start["ranks"])
-        part = Part(seat.slot, seat.first_rank, world, self._interface(), len(seats), partner)
+        epoch = int(self.start["epoch"])
+        part = Part(seat.slot, seat.first_rank, world, self._interface(), len(seats), partner, epoch)
         return dataclasses.replace(
             self._job,
             world=seat.ranks,
