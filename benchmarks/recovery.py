@@ -34,7 +34,7 @@ if __name__ == "__main__":  # first of all: whoever forks ranks must have no thr
     agent.preload(("numpy", "torch", "torch._dynamo", "phalanx.cli", "phalanx.train.trainer", "phalanx.nodes"))
 
 from benchmarks import node_faults, torchft_peer
-from benchmarks.commit_cost import cost
+from benchmarks.committed_steps import cost
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from benchmarks.node_faults import MBIT, Place
 from benchmarks.started import Run, children, start

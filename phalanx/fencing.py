@@ -6,6 +6,7 @@ checkpoint beside the one of those who go on. No torch here.
 
 import contextlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx.errors import CutOff
@@ -30,13 +31,22 @@ def told(paths: RunPaths, epoch: int) -> dict[str, Any]:
     return {**(said if isinstance(said, dict) else {}), "epoch": epoch}
 
 
-def before_commit(paths: RunPaths, attempt: int) -> None:
+def is_over(file: Mapping[str, Any], attempt: int, epoch: int | None) -> bool:
+    """Whether ranks of an attempt, ordered in an `epoch`, may not write any more, as the file of an epoch says:
+    attempts of a later epoch have taken their place, or later ones of the same. None: one node had the run alone."""
+    since, oldest = file.get("since"), file.get("attempt")
+    if type(oldest) is not int:
+        return False
+    return oldest > attempt if epoch is None or type(since) is not int else (since, oldest) > (epoch, attempt)
+
+
+def before_commit(paths: RunPaths, attempt: int, epoch: int | None = None) -> None:
     """Raises CutOff where the run goes on elsewhere, with a later attempt than this."""
-    # Of a file that is being written it is not known yet; then by what the one before it says.
-    attempts = (told(paths, epoch).get("attempt") for epoch in reversed(_epochs(paths)))
-    oldest = next((each for each in attempts if type(each) is int), 0)
-    if oldest > attempt:
+    # What a file says that is being written is not known yet; then what the one before it says counts.
+    files = (told(paths, number) for number in reversed(_epochs(paths)))
+    known = next((each for each in files if type(each.get("attempt")) is int), {})
+    if is_over(known, attempt, epoch):
         raise CutOff(
-            f"this rank belongs to attempt {attempt}, and the run goes on with attempt {oldest}, so nothing more is "
-            "written by this one"
+            f"this rank belongs to attempt {attempt}, and since epoch {known['epoch']} the run goes on with another "
+            "one on other nodes; this node was cut off from them and ends"
         )

@@ -39,6 +39,8 @@ WORD_S = 10.0  # what node 0 gets to say how the run ended, before it is looked 
 SAID_S = 1.0  # what srun gets to hand on what a node has said, before its step is ended
 ASK_S, AGAIN_S = 300.0, 5.0  # how long Slurm is asked to end a job whose script is gone, and how often
 QUIET_S = 600.0  # a run whose records have not grown for so long has nobody left who trains
+ASKED_S = 90.0  # once asked to stop, of which who trains makes a note; a shared folder may be shown a minute late
+GROWN_S = 2.0  # between two looks whether they have grown
 AGAIN, END = "again", "end"
 
 
@@ -292,7 +294,7 @@ def _leave(paths: RunPaths, step: Step, code: int, follow: str, stop: _Stop) -> 
         time.sleep(0.2)
     if step.node == 0 or _is_there(step.caller):
         return
-    if code not in (ExitCode.DONE, ExitCode.STOPPED) and not _is_quiet(paths):
+    if code not in (ExitCode.DONE, ExitCode.STOPPED) and not _is_quiet(paths, stop):
         return  # others train on
     _end_job(paths, step, follow, stop)
 
@@ -342,14 +344,17 @@ def _is_there(caller: tuple[str, int] | None) -> bool:
     return True
 
 
-def _is_quiet(paths: RunPaths) -> bool:
-    """Whether the records do not grow for QUIET_S; false as soon as they do."""
+def _is_quiet(paths: RunPaths, stop: _Stop) -> bool:
+    """Whether the records do not grow for QUIET_S, or for ASKED_S after a stop signal; false as soon as they do."""
+    stop.asked = None  # what has ended the training is no word on this
     sizes = _size(paths.metrics), _size(paths.events)
-    until = time.monotonic() + QUIET_S
+    until, heard = time.monotonic() + QUIET_S, False
     while time.monotonic() < until:
-        time.sleep(2)
+        time.sleep(GROWN_S)
         if (_size(paths.metrics), _size(paths.events)) != sizes:
             return False
+        if stop.asked is not None and not heard:
+            until, heard = min(until, time.monotonic() + ASKED_S), True
     return True
 
 

@@ -102,7 +102,7 @@ class Placement:
     """Where one worker runs. `device` is "cpu" or an accelerator with its index; `attempt` counts from 1; `threads` of
     the host are the user's choice, 0: this rank's part of the cores; `shared` is the folder in this node's shared
     memory where things outlive the rank, `kept` what of it the attempt begins with (None: with what is on the disk);
-    `nodes` have ranks, and the agent of the one after this one is at `partner`, if there is more than one."""
+    of several `nodes` with ranks the agent of the next one is at `partner`, and the order came in their `epoch`."""
 
     rank: int
     world: int
@@ -117,6 +117,7 @@ class Placement:
     kept: Kept | None = None
     nodes: int = 1
     partner: Address | None = None
+    epoch: int | None = None
 
 
 @dataclass

@@ -3,10 +3,12 @@
 Starting Python and importing torch costs seconds, a fork of a process that has done so costs milliseconds; so the agent
 imports what the workers need (`preload`) and starts nothing itself: it has one thread, never touches an accelerator and
 never computes. Workers do not try to survive a broken process group: when one ends abnormally all are killed and the
-next attempt starts at once. `run` is the agent of a job on one node; of several each runs its part (`peer.py`). No
-torch here; the caller says what to preload and what a worker runs.
+next attempt starts at once, of processes that are forked while those die (`early.py`). `run` is the agent of a job on
+one node; of several each runs its part (`peer.py`). No torch here; the caller says what to preload and what a worker
+runs.
 """
 
+import contextlib
 import gc
 import importlib
 import itertools
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 
 from phalanx.cluster.attempt import IDLE_S, Attempt
 from phalanx.cluster.causes import is_deterministic, place_of
+from phalanx.cluster.early import Early
 from phalanx.cluster.job import Job
 from phalanx.cluster.stopping import Signals
 from phalanx.cluster.supervisor import PAUSE_S
@@ -72,9 +75,9 @@ def run(job: Job) -> int:
     """
     failures, reached = 0, job.progress()
     places: list[tuple[int | None, str, str] | None] = []  # where attempts failed
-    with Signals() as signals:
+    with Signals() as signals, contextlib.closing(Early()) as early:
         for number in itertools.count(job.first_attempt):
-            attempt = Attempt(job, number, signals)
+            attempt = Attempt(job, number, signals, early)
             try:
                 attempt.start()
                 code = attempt.watch()

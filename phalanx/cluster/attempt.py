@@ -13,6 +13,7 @@ from typing import Any
 
 from phalanx import pulse
 from phalanx.cluster.causes import End, first_cause, is_aftermath
+from phalanx.cluster.early import Early
 from phalanx.cluster.fork import fork, kill_group, out_of_memory_kills
 from phalanx.cluster.job import Job, Part
 from phalanx.cluster.stopping import Signals
@@ -42,11 +43,13 @@ class _Process:
 
 @dataclass
 class Attempt:
-    """`number` counts from 1 over all nodes; `signals` are those that this agent gets."""
+    """`number` counts from 1 over all nodes; `signals` are those that this agent gets; `early`: who waits to be ranks,
+    of it and later of the next one."""
 
     job: Job
     number: int
     signals: Signals
+    early: Early = field(default_factory=Early)
     processes: list[_Process] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)  # in order of detection
     forwarded: set[int] = field(default_factory=set)
@@ -99,15 +102,18 @@ class Attempt:
                 kept=kept,
                 nodes=self.part.nodes,
                 partner=self.part.partner,
+                epoch=self.part.epoch,
             )
             self._fork(placement)
+        self.early.close()
         pids = {process.rank: process.pid for process in self.processes}
         self.job.on_event(Kind.ATTEMPT_STARTED, {"attempt": self.number, "pids": pids})
 
     def _fork(self, placement: Placement) -> None:
         keep = [] if placement.store is None or placement.store.listen_fd is None else [placement.store.listen_fd]
         interface = self.part.interface
-        pid, pidfd = fork(lambda: run_worker(self.job.worker, placement, self.job.paths, interface), keep)
+        taken = self.early.take(self.job, placement, interface)
+        pid, pidfd = taken or fork(lambda: run_worker(self.job.worker, placement, self.job.paths, interface), keep)
         self.processes.append(_Process(placement.rank, pid, pidfd))
 
     def _make_logs(self, paths: RunPaths) -> None:
@@ -267,7 +273,7 @@ class Attempt:
             if left <= 0:
                 break
             self._wait(left, heed_signals=False)
-        self.kill()
+        self.kill(another=not self.signals.asked)
         ends = [end for end in self.ends if end.abnormal]
         elsewhere = others is not None and others.broken()
         if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
@@ -312,11 +318,14 @@ class Attempt:
             self.job.on_event(Kind.WORKER_DIED, {"attempt": self.number, **details, "reason": reason})
         return int(ExitCode.FAILED)
 
-    def kill(self) -> None:
-        """SIGKILL every worker that still lives and reap it; nothing to do where all have ended."""
+    def kill(self, another: bool = False) -> None:
+        """SIGKILL every worker that still lives and reap it; nothing to do where all have ended. `another` attempt may
+        follow, whose ranks are forked meanwhile."""
         for process in self._living():
             process.killed = True
             kill_group(process.pid)
+        if another:
+            self.early.fork(self.job)
         until = time.monotonic() + DEATH_S
         while self._living() and time.monotonic() < until:
             self._wait(until - time.monotonic(), heed_signals=False)

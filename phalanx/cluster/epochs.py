@@ -2,8 +2,9 @@
 
 Creating a file that must not exist is atomic, also on network file systems; so when a network falls into two halves of
 the same size, one of them goes on and the other one knows that it may not. What a file says is for those who look for
-the run: who leads, and where; and for its ranks: `attempt` is the oldest whose ranks may still write. `from` is the
-epoch whose members made it; a job that begins with an epoch of its own says none.
+the run: who leads, and where; and for its ranks: `attempt` is the oldest whose ranks may still write, and `since` the
+epoch in which that was ordered (`succession.still_writing`). `from` is the epoch whose members made it; a job that
+begins with an epoch of its own says none.
 """
 
 import json
@@ -47,5 +48,5 @@ def claim_next(paths: RunPaths, text: dict[str, Any]) -> int:
     """Claim the epoch after the newest, for a job that begins; returns its number. Raises as `claim`."""
     while True:
         epoch = 1 + int((newest(paths) or {"epoch": 0})["epoch"])
-        if claim(paths, epoch, text) is None:
+        if claim(paths, epoch, {"since": epoch, **text}) is None:
             return epoch

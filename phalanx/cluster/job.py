@@ -54,6 +54,7 @@ class Part:
     interface: str | None  # the network interface that leads to the other nodes, where it is known
     nodes: int = 1  # that have ranks
     partner: Address | None = None  # where the agent of the next one of them is
+    epoch: int | None = None  # in which its attempt was ordered
 
 
 def _nothing() -> None:

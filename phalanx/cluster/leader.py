@@ -379,7 +379,8 @@ class Leader:
         ranks = [slot.ranks for slot in self.state.slots]
         self._ends = {}
         order = {
-            "attempt": action.attempt, "division": action.division, "seats": list(action.seats), "ranks": ranks,
+            "attempt": action.attempt, "epoch": self.circle.roster.epoch,
+            "division": action.division, "seats": list(action.seats), "ranks": ranks,
             "step": action.step, "kept": None if action.kept is None else choice_to_message(action.kept),
             "budget": budget_of(self.state), "slots": 2 if self.state.policy.replicate_every == 1 else 3,
         }  # fmt: skip

@@ -23,6 +23,7 @@ from phalanx.cluster.beats import Beats
 from phalanx.cluster.causes import End
 from phalanx.cluster.circle import Circle, Claim
 from phalanx.cluster.door import Address, Door
+from phalanx.cluster.early import Early
 from phalanx.cluster.herald import Herald
 from phalanx.cluster.job import Job, Part
 from phalanx.cluster.orders import Seat, kept_of, replicas_of_before, seat_of, taken_from_others
@@ -30,6 +31,7 @@ from phalanx.cluster.relay import CALL_S, Relay, beside_the_store, hand_over, to
 from phalanx.cluster.replica_keeper import ROLE, ReplayOf, ReplicaKeeper, never
 from phalanx.cluster.roster import Member, Roster
 from phalanx.cluster.stopping import Signals
+from phalanx.cluster.succession import still_writing
 from phalanx.cluster.watchdog import Blame, Word
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import PhalanxError
@@ -89,6 +91,7 @@ class Peer:
         self._hung: list[Blame] = []
         self._relay: tuple[Relay, Any] | None = None
         self._keeper: ReplicaKeeper | None = None
+        self.early = Early()
         self._begins_with: Kept | None = None  # the attempt that runs here
         self._run = b""  # what the run is known by; asked for when its ranks begin, as later its folder may hang
         self._store_calls: list[tuple[Channel, Message, float]] = []
@@ -120,11 +123,8 @@ class Peer:
         }  # fmt: skip
 
     def about(self, following: Roster) -> dict[str, Any]:
-        """What an epoch's file says of the run: the oldest attempt whose ranks may still write."""
-        if self.start is None:  # one that was a spare knows of attempts what those who vote for it say
-            return {"attempt": 1 + max((int(vote["attempt"]) for vote in self.circle.votes.values()), default=0)}
-        goes_on = set(self.start["seats"]) <= set(following.nodes) and self.circle.roster.leader == following.leader
-        return {"attempt": int(self.start["attempt"]) + (0 if goes_on else 1)}
+        """What an epoch's file says of the run: whose ranks may still write."""
+        return still_writing(self.start, self.circle.roster, following, self.circle.votes)
 
     # ------------------------------------------------------------------------------------------- what an attempt knows
 
@@ -391,8 +391,8 @@ class Peer:
         self._ready_unheard = self._alone()  # the next leader hears it, whose vote may be older
         self.circle.tell(self.circle.roster.leader, {"ready": self._division, "held": self.held()})
 
-    def starting(self) -> tuple[int, Seat | None] | None:
-        """The attempt that is to be started, and this node's seat in it; once."""
+    def starting(self) -> tuple[int, Seat] | None:
+        """The attempt that is to be started, and this node's seat in it, if it has one; once."""
         ordered, self.ordered = self.ordered, False
         if not ordered or self.circle.roster.leader in self.circle.lost:
             return None  # or by one who is lost
@@ -403,7 +403,8 @@ class Peer:
                 self._kept(self._job.shared)
             self._run = b""
             self._open_keeper()  # for the time when this node takes the place of another
-            return int(self.start["attempt"]), None
+            self.early.close()
+            return None
         return int(self.start["attempt"]), seat
 
     def job(self, seat: Seat) -> Job:
@@ -413,7 +414,7 @@ class Peer:
         next_one = self.circle.roster.member(int(seats[(seat.slot + 1) % len(seats)]))
         partner = None if next_one is None or len(seats) == 1 else (next_one.address, next_one.port)
         world = sum(self.start["ranks"])
-        part = Part(seat.slot, seat.first_rank, world, self._interface(), len(seats), partner)
+        part = Part(seat.slot, seat.first_rank, world, self._interface(), len(seats), partner, self.start["epoch"])
         return dataclasses.replace(
             self._job,
             world=seat.ranks,
@@ -438,6 +439,7 @@ class Peer:
     def close(self) -> None:
         """Leave; the last words of a leader are still said."""
         self.end()
+        self.early.close()
         for channel, _, _ in self._store_calls:
             channel.close("this node has left")
         self._store_calls = []
@@ -469,14 +471,12 @@ def run(peer: Peer, grace_s: float, signals: Signals) -> int:
             return int(ExitCode.STOPPED if peer.circle.fenced is None else ExitCode.FAILED)
         peer.prepare()
         if (order := peer.starting()) is not None:
-            number, seat = order
-            if seat is not None:
-                _attempt(peer, number, seat, signals)
+            _attempt(peer, *order, signals)
 
 
 def _attempt(peer: Peer, number: int, seat: Seat, signals: Signals) -> None:
     job = peer.job(seat)
-    attempt = Attempt(job, number, signals)
+    attempt = Attempt(job, number, signals, peer.early)
     code, ends, lowered = int(ExitCode.FAILED), attempt.ends, False
     try:
         attempt.start()

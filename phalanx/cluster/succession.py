@@ -1,4 +1,5 @@
-"""What a leader begins with: the state of a job that starts, or what its successor makes of what every node was told.
+"""What a leader begins with: the state of a job that starts, or what its successor makes of what every node was told;
+and what its epoch's file says of ranks that were started before.
 
 Pure functions. An offer tells all nodes of the division (`slots`, `seats`, `policy`), an order to start of the attempt
 and of what is left of the budgets; a vote says what a node is ready for.
@@ -36,6 +37,26 @@ def budget_of(state: State) -> Message:
         "failures": state.failures, "reached": state.reached, "committed": state.committed, "first": state.first,
         "crash": list(state.crash),
     }  # fmt: skip
+
+
+def still_writing(
+    start: Message | None, before: Roster, following: Roster, votes: Mapping[int, Message]
+) -> dict[str, int]:
+    """What the file of an epoch says of the ranks that may still write: the oldest `attempt`, and `since` which epoch
+    attempts have been ordered that may. `start` is the last order that the leader of the roster that is `following` has
+    heard, `votes` what it knows yet of those who have voted for it.
+
+    Numbers of attempts alone do not tell: a leader that is cut off may start ranks once more, of which nobody else
+    hears, and one that came as a spare may have heard of no attempt at all. So whoever is new in the lead lets nobody
+    write whom it has not started itself.
+    """
+    if before.leader != following.leader:
+        heard = [int(vote["attempt"]) for vote in votes.values()] + ([] if start is None else [int(start["attempt"])])
+        return {"since": following.epoch, "attempt": 1 + max(heard, default=0)}
+    if start is None:  # what it may order while the file is made
+        return {"since": before.epoch, "attempt": 1}
+    goes_on = set(start["seats"]) <= set(following.nodes)
+    return {"since": int(start["epoch"]), "attempt": int(start["attempt"]) + (0 if goes_on else 1)}
 
 
 def beginning_state(

@@ -94,7 +94,7 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         group, keep = JsonGroup(mesh.checkpoint), config.checkpoint.keep
         may_commit = functools.partial(mirror.before_commit, job.paths, {})
         if job.paths.url is None:
-            may_commit = functools.partial(fencing.before_commit, job.paths, placement.attempt)
+            may_commit = functools.partial(fencing.before_commit, job.paths, placement.attempt, placement.epoch)
         tell = injector.noting(records.event)
         saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, tell, may_commit, injector.writing)
         subject = subject_of(config, job.spec, job.paths)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx import nodes
+from phalanx import fencing, nodes
 from phalanx.cluster import epochs, other_node, wire
 from phalanx.cluster.affairs import Policy
 from phalanx.cluster.door import Door
@@ -28,7 +28,7 @@ from phalanx.cluster.peer import Peer, run
 from phalanx.cluster.stopping import Signals
 from phalanx.cluster.succession import division_of
 from phalanx.cluster.wire import Message
-from phalanx.errors import ConfigError, PhalanxError, Unhealthy
+from phalanx.errors import ConfigError, PhalanxError, RunError, Unhealthy
 from phalanx.records import Placement, RunPaths
 from tests.unit import agent_jobs
 from tests.unit.agent_jobs import note
@@ -70,6 +70,22 @@ def second_time(placement: Placement) -> int:
     if placement.attempt == 1:
         time.sleep(60)
     note(placement, "place", [placement.node, placement.rank])
+    return 0
+
+
+def until_fenced(placement: Placement) -> int:
+    """The first attempt lasts until its ranks may not write any more, and is killed; those of the next one may."""
+    note(placement, "ready", os.getpid())
+    may_write = functools.partial(fencing.before_commit, RunPaths(FOLDER / "run"), placement.attempt, placement.epoch)
+    try:
+        may_write()
+        while placement.attempt == 1:
+            time.sleep(0.01)
+            may_write()
+    except RunError as error:
+        note(placement, "fenced", str(error))
+        time.sleep(60)
+    note(placement, "epoch", placement.epoch)
     return 0
 
 

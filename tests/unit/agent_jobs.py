@@ -4,6 +4,8 @@
 time and the exit code last.
 """
 
+import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -12,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from phalanx import hardware, pulse
 from phalanx.cluster import attempt
 from phalanx.cluster.agent import Job, run
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.kept import Kept, KeptFile
 from phalanx.records import ExitCode, Placement, RunPaths
 
 FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
@@ -211,9 +215,27 @@ def looks_around(placement: Placement) -> int:
     return 0
 
 
+def second_time(placement: Placement) -> int:
+    """The last rank of the first attempt is killed; those of the next one meet, and say what they know."""
+    if placement.attempt == 1:
+        if placement.rank == placement.world - 1:
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    assert placement.store is not None
+    told, has_store = dataclasses.asdict(placement), placement.store.listen_fd is not None
+    told["store"] = [placement.store.host, has_store and os.get_inheritable(placement.store.listen_fd or 0)]
+    names = [Path(frame.filename).name for frame in traceback.extract_stack()]
+    note(placement, "told", told | {"early": "early.py" in names})
+    looks_around(placement)
+    return meet(placement)
+
+
 def main() -> None:
     """Run the job that the arguments name."""
     options = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    if not options.pop("early", True):
+        attempt.Early.fork = lambda self, job: None  # type: ignore[method-assign]
 
     def tell(kind: str, details: dict[str, Any]) -> None:
         print(json.dumps({"kind": kind, "time": time.monotonic(), **details}), flush=True)
@@ -232,10 +254,15 @@ def main() -> None:
         job.after_out_of_memory = hardware.lowered(RunPaths(FOLDER / "run"))
         attempt.out_of_memory_kills = lambda: len(list(FOLDER.glob("starved-*.json")))
         attempt.group_kills = attempt.out_of_memory_kills
+    if job.worker is second_time:
+        files = KeptFile(0, "/dev/shm/\udcff", "ab"), KeptFile(1, "r-1", "ab", ("10.0.0.1", 5))
+        job.kept = lambda: Kept(7, files)
     before = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (1, 2, 10, 15)])
     code = run(job)
     after = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (1, 2, 10, 15)])
     assert before == after, "run() left descriptors or signal handlers behind"
+    with contextlib.suppress(ChildProcessError):
+        raise AssertionError(f"run() left a child behind: {os.waitpid(-1, os.WNOHANG)}")
     print(json.dumps({"code": code}))
 
 

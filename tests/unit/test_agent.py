@@ -289,6 +289,32 @@ def test_a_worker_is_a_process_of_its_own(tmp_path: Path) -> None:
     os.close(write_end)
 
 
+def test_ranks_that_were_forked_early_are_as_those_forked_when_they_are_needed(tmp_path: Path) -> None:
+    found = []
+    for early in (True, False):
+        folder = tmp_path / str(early)
+        folder.mkdir()
+        code, events = run_job("second_time", 3, folder, max_restarts=1, early=early)
+        assert code == 0
+        assert kinds(events) == ["attempt_started", "worker_died", "restarted", "attempt_started"]
+        assert len({pid for event in events for pid in event.get("pids", {}).values()}) == 6
+        for rank in range(3):
+            told, around = noted(folder, "told", 2, rank), noted(folder, "around", 2, rank)
+            assert told.pop("early") is early
+            assert around["files"].pop(0) == str(folder / f"run/logs/attempt-002/rank-{rank:05d}.log")
+            assert around["files"].pop(0) == str(folder / f"run/logs/attempt-002/rank-{rank:05d}.log")
+            found.append([told, around | {"files": [name.partition("[")[0] for name in around["files"]]}])
+            assert log(folder, 2, rank) == "printed\ncomplained\n"
+    assert found[:3] == found[3:]
+    assert [told["store"] for told, _ in found[:3]] == [["127.0.0.1", False]] * 3
+    assert found[0][0]["kept"]["files"][1]["address"] == ["10.0.0.1", 5]
+
+
+@pytest.mark.parametrize(("worker", "code"), [("config_error", 2), ("exits_7", 7)])
+def test_who_was_forked_early_for_no_other_attempt_is_gone(tmp_path: Path, worker: str, code: int) -> None:
+    assert run_job(worker, 2, tmp_path)[0] == code  # it looks for children itself
+
+
 def in_own_process(text: str, **options: Any) -> subprocess.CompletedProcess[str]:
     prelude = (
         "import os, subprocess, sys, threading, time, pathlib\n"
@@ -317,6 +343,59 @@ except KeyError as error:
     print(error, len(pids), [os.path.exists(f"/proc/{pid}") for pid in pids])
 """)
     assert done.stdout == "'from on_idle' 2 [False, False]\n", done.stderr
+
+
+EARLY = """
+import dataclasses
+from phalanx.cluster import early
+from phalanx.records import Placement
+waiting = early.Early()
+def pids():
+    return [pid for pid, _, _ in waiting._waiting]
+def lives(pid):
+    return os.path.exists(f"/proc/{pid}")
+"""
+
+
+def test_who_waits_to_be_a_rank_dies_with_the_agent() -> None:
+    done = in_own_process(EARLY + "waiting.fork(Job(2, print))\nprint(*pids(), flush=True)\nos.kill(os.getpid(), 9)\n")
+    assert done.returncode == -signal.SIGKILL
+    both = [int(pid) for pid in done.stdout.split()]
+    assert len(both) == 2, done.stderr
+    wait_until(lambda: not any(is_alive(pid) for pid in both))
+
+
+def test_who_was_forked_early_for_something_else_is_killed_and_who_has_died_is_a_dead_rank() -> None:
+    done = in_own_process(
+        EARLY
+        + """
+place = Placement(0, 1, 0, 1, 0, "cpu", store=None, epoch=3, partner=("10.0.0.1", 5))
+def knows(placement):
+    return 3 if dataclasses.replace(placement, threads=0) == place else 4  # the environment may say how many
+first, other = Job(2, knows), Job(2, lambda placement: 0)
+waiting.fork(first)
+before = pids()
+print(waiting.take(other, place, "lo"), [lives(pid) for pid in before])
+waiting.fork(first)
+before = pids()
+waiting.fork(first)  # nobody took them
+print([lives(pid) for pid in before], len(pids()))
+os.kill(pids()[1], 9)
+print([os.waitstatus_to_exitcode(os.waitpid(waiting.take(first, place, "lo")[0], 0)[1]) for _ in range(2)])
+print(waiting.take(first, place, "lo"))
+forks = [early.fork]
+def full(*arguments):
+    if not forks:
+        raise BlockingIOError("no room for another process")
+    return forks.pop()(*arguments)
+early.fork = full
+waiting.fork(first)
+print(len(pids()))
+waiting.close()
+waiting.close()
+"""
+    )
+    assert done.stdout == "None [False, False]\n[False, False] 2\n[3, -9]\nNone\n1\n", done.stderr
 
 
 def test_a_second_thread_is_refused_by_name() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import commit, replicas
+from benchmarks import replicas, slot_to_slot
 from benchmarks.replicas import GRADIENTS, ITEM_BYTES, PART, STATE
 from phalanx.records import Placement
 from tests.helpers import run_ranks
@@ -30,6 +30,6 @@ def test_bytes_are_judged_by_what_has_to_be_sent() -> None:
 
 
 def test_an_update_is_measured_in_place_and_from_slot_to_slot() -> None:
-    row = commit.measure(1, 1)
-    assert all(row[f"{way}, ms"] > 0 for way in (commit.IN_PLACE, commit.SLOT_TO_SLOT, commit.COPY))
+    row = slot_to_slot.measure(1, 1)
+    assert all(row[f"{way}, ms"] > 0 for way in (slot_to_slot.IN_PLACE, slot_to_slot.SLOT_TO_SLOT, slot_to_slot.COPY))
     assert row["slot to slot over in place"] == pytest.approx(row["from slot to slot, ms"] / row["in place, ms"])

@@ -1,7 +1,8 @@
-"""Ranks whose attempt is over write no checkpoint any more, and are not to blame for that."""
+"""Whether a rank may still write, as the newest file of epochs says; and that it is not to blame for that."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,16 +12,53 @@ from phalanx.cluster.causes import End, describe, is_aftermath
 from phalanx.errors import CutOff
 from phalanx.records import ExitCode, RunPaths
 
+TELLS = "since epoch 2 the run goes on with another one on other nodes; this node was cut off from them and ends"
 
-def test_who_belongs_to_an_attempt_of_before_writes_nothing(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    fencing.before_commit(paths, 1)  # a run on one node has no epochs
-    epochs.claim(paths, 1, {"attempt": 1, "leader": 0})
-    fencing.before_commit(paths, 1)
-    epochs.claim(paths, 2, {"attempt": 2, "leader": 1})
-    fencing.before_commit(paths, 2)
-    with pytest.raises(CutOff, match="attempt 1, and the run goes on with attempt 2"):
-        fencing.before_commit(paths, 1)
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "epoch", "over"),
+    [
+        (4, 1, True),  # of the same number, and of the leader before
+        (9, 1, True),
+        (3, 2, True),
+        (4, 2, False),
+        (1, 3, False),
+        (3, None, True),  # of one node alone, before there were several
+        (4, None, False),
+    ],
+)
+def test_a_rank_may_write_that_was_started_in_the_newest_epoch(
+    attempt: int, epoch: int | None, over: bool, paths: RunPaths
+) -> None:
+    fencing.before_commit(paths, attempt, epoch)  # there are no files
+    for number in (1, 2):
+        assert epochs.claim(paths, number, {"since": number, "attempt": 2 * number}) is None
+    if over:
+        with pytest.raises(CutOff, match=TELLS):
+            fencing.before_commit(paths, attempt, epoch)
+    else:
+        fencing.before_commit(paths, attempt, epoch)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"attempt": "9"}'])
+def test_a_lone_file_that_is_being_written_says_nothing(text: str, paths: RunPaths) -> None:
+    paths.epoch(1).parent.mkdir()
+    paths.epoch(1).write_text(text)
+    fencing.before_commit(paths, 1, 1)
+
+
+def test_a_job_that_begins_leaves_nobody_of_an_earlier_one_writing(paths: RunPaths) -> None:
+    told: dict[str, Any] = {"attempt": 1, "leader": 0}
+    assert [epochs.claim_next(paths, told) for _ in range(2)] == [1, 2]
+    assert fencing.newest(paths) == {"epoch": 2, "since": 2, **told}
+    with pytest.raises(CutOff, match=TELLS):
+        fencing.before_commit(paths, 1, 1)
+    fencing.before_commit(paths, 1, 2)
 
 
 @pytest.mark.parametrize("begun", ["", "{", '{"epoch": 3}', "[]", '{"attempt": "4"}'])

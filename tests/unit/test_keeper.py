@@ -129,6 +129,30 @@ def test_slurm_is_asked_again_to_end_a_job_whose_script_is_gone(
 
 
 @pytest.mark.parametrize(
+    ("asked", "grows", "ended"), [(True, False, True), (True, True, False), (False, True, False), (False, False, None)]
+)
+def test_who_has_failed_and_is_asked_to_stop_waits_no_longer_for_others_who_would_say_so(
+    asked: bool, grows: bool, ended: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job's script is gone, and one node has failed: the job is ended where nobody else trains. A signal that had
+    come before it failed says nothing."""
+    paths, step, calls = RunPaths(tmp_path), Step("7", "0", 1, 2, 1, ("127.0.0.1", free_port())), list[str]()
+    for name, value in (("WORD_S", 0.0), ("ASKED_S", 0.5), ("GROWN_S", 0.05), ("QUIET_S", 60.0 if asked else 1.5)):
+        monkeypatch.setattr(keeper, name, value)
+    monkeypatch.setattr(keeper.slurm, "cancel", calls.append)
+    stop = keeper._Stop()
+    stop.asked = signal.SIGTERM
+    if asked:
+        threading.Timer(0.3, stop, (signal.SIGTERM, None)).start()
+    if grows:
+        threading.Timer(0.5, lambda: paths.events.write_text("{}\n")).start()
+    began = time.monotonic()
+    keeper._leave(paths, step, int(ExitCode.FAILED), END, stop)
+    assert calls == ([] if ended is False else ["7"])
+    assert (time.monotonic() - began >= 1.5) is (ended is None)
+
+
+@pytest.mark.parametrize(
     ("happens", "calls"),
     [
         ("PENDING", ["requeue 7"]),  # another node was first

@@ -1,6 +1,8 @@
-"""A leader that dies between any two of the things it does, or in the midst of one: whoever leads next goes on."""
+"""A leader that dies between any two of the things it does, or in the midst of one: whoever leads next goes on. One
+that is only cut off goes on for a while, too, and nothing that its ranks write counts."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx import fencing
 from phalanx.cluster.affairs import (
     Action,
     Drained,
@@ -17,6 +20,7 @@ from phalanx.cluster.affairs import (
     Event,
     Finish,
     Holds,
+    Joined,
     Lost,
     Offer,
     Phase,
@@ -28,7 +32,15 @@ from phalanx.cluster.affairs import (
     Time,
 )
 from phalanx.cluster.roster import Member, Roster, standing
-from phalanx.cluster.succession import beginning_state, budget_of, division_of, succeeding_state, taken_up
+from phalanx.cluster.succession import (
+    beginning_state,
+    budget_of,
+    division_of,
+    node_of,
+    still_writing,
+    succeeding_state,
+    taken_up,
+)
 from phalanx.cluster.supervisor import decide
 from phalanx.cluster.wire import Message
 
@@ -66,7 +78,9 @@ class Job:
         self.policy, self.roster = policy, Roster(1, 0, members)
         self.agents = {number: Agent(offer, offer) for number in numbers}
         self.fuse: int | None = None
-        self.now, self.over, self.offers = 0.0, False, False
+        self.now, self.over, self.offers, self.early, self.cut_off = 0.0, False, False, False, False
+        self.file: Message = {"since": 1, "attempt": 1}  # that of the newest epoch
+        self.ordered: list[tuple[int, int]] = []  # epochs and numbers of attempts
         self.heard: list[Event] = []  # by the leader, and not yet taken
         self.state = beginning_state(offer, self.roster, 1, 0, {})
         self.take(Time(0.0))
@@ -98,12 +112,14 @@ class Job:
                 self.agents[self.roster.leader].offer = offer
                 self.heard.append(Prepared(self.now, action.division))
             case Start():
+                self.ordered.append((self.roster.epoch, action.attempt))
                 self.tell_all({"start": {
-                    "attempt": action.attempt, "division": action.division, "seats": list(action.seats),
-                    "budget": budget_of(self.state),
+                    "attempt": action.attempt, "epoch": self.roster.epoch, "division": action.division,
+                    "seats": list(action.seats), "budget": budget_of(self.state),
                 }})  # fmt: skip
             case Drop():
-                raise AssertionError("nobody is slow here")
+                assert self.cut_off, "nobody is slow here"
+                self.over = True  # it is a minority
             case Finish():
                 self.over = True
 
@@ -152,7 +168,36 @@ class Job:
     def reform(self) -> None:
         """The roster is without those who are gone."""
         members = [member for member in self.roster.members if member.node in self.agents]
-        self.roster = self.roster.with_members(members, self.roster.leader)
+        self.agree(self.roster.with_members(members, self.roster.leader), {})
+
+    def agree(self, following: Roster, votes: Mapping[int, Message]) -> None:
+        """The file of the next epoch is made; early, before anybody who votes has said what its ranks came to."""
+        start = self.agents[following.leader].start
+        self.file = still_writing(start, self.roster, following, {} if self.early else votes)
+        self.roster = following
+
+    def join(self, node: int) -> None:
+        """A node comes, which has heard of no order."""
+        self.agents[node] = Agent(offer := self.agents[self.roster.leader].offer, offer, ready=0)
+        member = Member(node, f"host{node}", f"{node:016x}", "127.0.0.1", 1, 2, DEVICES)
+        self.agree(self.roster.with_members([*self.roster.members, member], self.roster.leader), {})
+        self.heard.append(Joined(self.now, node_of(member)))
+
+    def wait(self) -> None:
+        """Time passes, until there is nothing left to do."""
+        for _ in range(3):
+            self.settle()
+            if not self.over:
+                self.now += 40.0
+                self.take(Time(self.now))
+
+    def cut(self, nodes: Collection[int]) -> "Job":
+        """Nodes, the leader among them, hear nothing of the others any more, and have not noticed yet: their part."""
+        part = copy.deepcopy(self)
+        part.cut_off = True
+        for node in self.living():
+            del (self if node in nodes else part).agents[node]
+        return part
 
     def succeed(self) -> None:
         """The leader is dead: ranks end everywhere, and the lowest that lives leads on, if it has a majority."""
@@ -164,11 +209,12 @@ class Job:
         if standing(len(living), len(before.members)) != "majority":
             self.over = True
             return
-        self.roster = before.with_members([m for m in before.members if m.node in living], living[0])
+        following = before.with_members([m for m in before.members if m.node in living], living[0])
         votes: dict[int, Message] = {}
         for node, agent in self.agents.items():
             attempt = 0 if agent.start is None else agent.start["attempt"]
             votes[node] = {"ready": agent.ready, "offered": agent.offer["division"], "attempt": attempt}
+        self.agree(following, votes)
         mine = self.agents[living[0]]
         before_that, mine.offer = mine.offer, taken_up(mine.offer, mine.start, votes)
         self.state = succeeding_state(mine.offer, mine.start, before, votes, 1)
@@ -232,6 +278,72 @@ def test_whoever_leads_next_goes_on_wherever_the_leader_died(data: st.DataObject
         assert job.state.phase in (Phase.RUNNING, Phase.IDLE), job.state
         if job.state.phase == Phase.RUNNING:
             assert all(job.agents[seat].running == job.state.attempt for seat in job.state.seats)
+
+
+def fail(job: Job, node: int) -> None:
+    """A node's ranks fail; what becomes of it."""
+    job.now += 40.0
+    attempt = job.agents[node].running
+    job.agents[node].end()
+    job.heard.append(Ended(job.now, node, attempt, 1))
+    job.wait()
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_no_rank_of_a_leader_that_is_cut_off_may_write_and_every_other_may(data: st.DataObject) -> None:
+    """Both sides start ranks again, under the same numbers too; the next leader may have heard of no attempt."""
+    nodes = data.draw(st.integers(1, 3))
+    job = Job(nodes, data.draw(st.integers(0, 4)), Policy(nodes=nodes, max_restarts=99, on_lost_node=("replace",)))
+    parts: list[Job] = []
+    for number in range(data.draw(st.integers(1, 8))):
+        what = data.draw(st.sampled_from(["rank", "spare", "node", "leader", "cut", "cut"]))
+        runs = [node for node in job.living() if job.agents[node].running]
+        if what == "rank" and runs:
+            fail(job, data.draw(st.sampled_from(runs)))
+        elif what == "spare":
+            job.join(10 + number)
+        elif what == "node" and (others := [node for node in job.living() if node != job.roster.leader]):
+            job.lose(data.draw(st.sampled_from(others)))
+            job.reform()
+        elif what == "leader" and len(job.agents) > 2:
+            job.early = data.draw(st.booleans())
+            job.succeed()
+        elif what == "cut":
+            few = (len(job.living()) - 1) // 2
+            others = data.draw(st.permutations([node for node in job.living() if node != job.roster.leader]))
+            if few:
+                parts.append(job.cut([job.roster.leader, *others[: data.draw(st.integers(0, few - 1))]]))
+                job.early = data.draw(st.booleans())
+                job.succeed()
+        job.wait()
+        if job.over:
+            break
+        for part in parts:  # it takes them a while to notice
+            runs = [node for node in part.living() if part.agents[node].running]
+            if data.draw(st.booleans()) and runs:
+                fail(part, data.draw(st.sampled_from(runs)))
+            assert all(fencing.is_over(job.file, attempt, epoch) for epoch, attempt in part.ordered)
+        for agent in job.agents.values():
+            if agent.running:
+                assert agent.start is not None
+                assert not fencing.is_over(job.file, agent.running, agent.start["epoch"])
+
+
+def test_two_attempts_of_one_number_are_told_apart_by_their_epochs() -> None:
+    """A leader and the only other node with ranks are cut off from three spares, and start their ranks again."""
+    job = Job(2, 3, Policy(nodes=2, max_restarts=9, on_lost_node=("replace",)))
+    part = job.cut([0, 1])
+    for node in (0, 1, 0):
+        fail(part, node)
+    job.early = True
+    job.succeed()
+    job.wait()
+    assert part.ordered == [(1, 1), (1, 2), (1, 3), (1, 4)]
+    assert job.ordered == [(1, 1), (2, 2)]
+    assert job.file == {"since": 2, "attempt": 2}
+    assert [fencing.is_over(job.file, attempt, epoch) for epoch, attempt in part.ordered] == [True] * 4
+    assert not fencing.is_over(job.file, 2, 2)
 
 
 def test_what_a_successor_has_to_know_travels_as_it_is() -> None:

@@ -1,10 +1,11 @@
 """What it costs an update to leave the step before whole, so that the next one can be committed by a single store.
 
-    python3 benchmarks/commit.py [--quick] [--json FILE]
+    python3 benchmarks/slot_to_slot.py [--quick] [--json FILE]
 
 One process, one thread, AdamW in float32. The state of both steps lies in shared memory, as in a run. In place: memory
 is written where it was read, and who is killed meanwhile leaves neither step. From slot to slot: as in a run whose
-steps are committed. The copy alone is what the difference is made of.
+steps are committed. The copy alone is what the difference is made of. What whole steps of a run cost so is measured by
+`recovery.py` (with `committed_steps.py`).
 """
 
 import mmap
@@ -82,7 +83,7 @@ def main() -> None:
                 row["slot to slot over in place"], RATIO)
         for row in rows
     ]  # fmt: skip
-    report(result("commit", machine(None, 1), rows, checks), given.json)
+    report(result("slot_to_slot", machine(None, 1), rows, checks), given.json)
 
 
 if __name__ == "__main__":

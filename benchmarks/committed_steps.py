@@ -1,4 +1,7 @@
-"""What it costs to have every step committed: two runs in the same ranks, which take turns, with and without."""
+"""What it costs a run to have every step committed: two of them in the same ranks, which take turns, with and without.
+
+A part of `recovery.py`. What of it is due to the update, which leaves the step before whole, is in `slot_to_slot.py`.
+"""
 
 import functools
 import json
