@@ -15,13 +15,13 @@ from phalanx.combinations import problems_with
 from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware, Link
 from phalanx.models.spec import PRESETS, parameter_count
-from phalanx.plan import failures, large, measured, parse
+from phalanx.plan import cost, failures, large, measured, parse
 from phalanx.plan.advice import Question
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
-from phalanx.plan.cost import predict
 from phalanx.plan.intervals import daly_s
-from phalanx.plan.recipe_keys import STATE_BYTES, free, work_of
+from phalanx.plan.predict import predict
+from phalanx.plan.recipe_keys import STATE_BYTES, checked, free, work_of
 from phalanx.rules import RULES
 from tests.helpers import ROOT
 
@@ -63,6 +63,24 @@ def test_the_keys_make_a_recipe_that_starts(tmp_path: Path) -> None:
     assert told["runners_up"][0]["step_s"] >= expected["step_s"]
     assert {help_["what"].split()[0] for help_ in told["helps"]} == {"a", "devices", "one"}
     assert all(help_["times"] > 0.999 for help_ in told["helps"])
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "held"),
+    [
+        ("llama-3-8b", "7xL40S", "parallel.sequence=false"),  # stages, and blocks' inputs moved to the host
+        ("llama-3.2-1b", "2x(8xH200), 4x(4xB200), 400Gb/s", "optim.slots=2"),  # zero 3, which has one
+        ("llama-3.2-1b", "1xH100, 1xT4", "parallel.data=fsdp2"),  # parts of the state by room
+    ],
+)
+def test_all_that_is_proposed_is_what_a_start_accepts(name: str, cluster: str, held: str) -> None:
+    config = free(recipe.load(ROOT / "recipes" / f"{name}.yaml", [held]), [held])
+    found = Question(config, None, (held,)).on(parse.cluster(cluster))
+    assert found.plans
+    for plan in found.plans:
+        chosen = checked(config, plan)
+        if plan.devices == plan.cluster.devices:
+            assert predict(chosen, plan.cluster).estimate.step_s == pytest.approx(plan.estimate.step_s)
 
 
 def test_the_table_reads_in_a_hundred_columns(tmp_path: Path) -> None:
@@ -261,7 +279,9 @@ def test_noise_between_neighbours_is_no_difference_and_a_cpu_takes_time_to_be_ca
     asked = replace(measured._work_of(work), global_batch=1)
     for sequences, seconds in ((1, 1.5), (3, 3.5), (5, 5.5)):
         alone = Cluster((Group(1, 1, slow),))
-        said = predict(replace(asked, global_batch=sequences), alone, Choice(micro_batch=sequences)).terms["compute"]
+        said = cost.predict(replace(asked, global_batch=sequences), alone, Choice(micro_batch=sequences)).terms[
+            "compute"
+        ]
         assert said == pytest.approx(seconds / 1.02, rel=0.03)
 
 
