@@ -264,11 +264,17 @@ def _fits(question: Question, cluster: Cluster) -> bool:
 
 
 def _settings(question: Question, cluster: Cluster) -> list[str]:
-    """Keys that take less memory."""
+    """Keys that take less memory; first those that leave the curve as it is."""
     found = []
     freed = replace(question, config=free(question.config, ()), overrides=())
     if question.overrides and _fits(freed, cluster):
         found.append("leave out what the command line holds fixed: without it there is a layout that fits")
+    resilience = question.config.resilience
+    if resilience.memory is not False and any(kind.on_host for kind in cluster.kinds):  # where steps are kept, too
+        words = "resilience.memory=false"
+        off = () if resilience.replicate in ("auto", "off") else ("resilience.replicate=off",)
+        if _fits(question.changed(words, *off), cluster):
+            found.append(f"{' '.join((words, *off))}: no steps in memory, so that failures go back to a checkpoint")
     if question.config.optim.rule == "adamw":
         words = "optim.rule=adamw8bit"
         if _fits(question.changed(words), cluster):

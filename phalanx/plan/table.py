@@ -244,7 +244,7 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
     rows = [("what happened", happened)]
     if record["ended"]:
         at_s, why = record["ended"]
-        rows.append(("given up", f"after {seconds(at_s)}: {why}; raise resilience.max_restarts, or save more often"))
+        rows.append(("given up", f"after {seconds(at_s)}: {why}; {_remedy(why)}"))
     if job["checkpoint_steps"] is not None:
         every = f"a checkpoint every {job['checkpoint_steps']} steps, {seconds(job['checkpoint_s'])} each"
         rows.append(("saving", f"{every} ({'as asked for' if job['checkpoint_held'] else 'Young, Daly'})"))
@@ -289,6 +289,13 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
             cells += [count(row["tokens_per_s"]), f"{100 * row['of_ideal']:.0f} %"] if fits else ["does not fit", ""]
         scale.add_row(*cells)
     return Group(head, Text(), _grid(rows), Text(), table, Text(), scale)
+
+
+def _remedy(why: str) -> str:
+    """What to do about a job that was given up."""
+    if why.startswith("nodes were lost"):
+        return "have more --spares, or wait for those that come back (resilience.on_lost_node, wait_for_node_s)"
+    return "raise resilience.max_restarts, or save more often"
 
 
 # ---------------------------------------------------------------------------------------------------------------- forms

@@ -146,6 +146,13 @@ def test_a_model_that_fits_nowhere_says_how_much_is_short_and_three_ways_out(tmp
     assert enough["used"]["devices"] > 2
 
 
+def test_on_a_cpu_the_cheapest_way_out_is_to_keep_no_steps(tmp_path: Path) -> None:
+    words = (ROOT / "recipes" / "llama-3.2-1b.yaml", "--cluster", "CPU")
+    told = json.loads(phalanx("plan", *words, "--json").output)
+    assert told["ways_out"][0].startswith("resilience.memory=false:")
+    planned(tmp_path / "plan.json", *words, "resilience.memory=false")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -155,6 +162,7 @@ def test_a_model_that_fits_nowhere_says_how_much_is_short_and_three_ways_out(tmp
         ([LLAMA, "--cluster", "2x(8xA1000)"], "character 6"),
         ([LLAMA, "--cluster", NODES, "--tokens", "many"], "--tokens"),
         ([LLAMA, "--cluster", NODES, "--price", "2"], "--tokens"),
+        ([LLAMA, "--cluster", NODES, "--tokens", "1B", "--price", "inf"], "--price inf is no price"),
         ([LLAMA, "--cluster", NODES, "--explain", "faster"], "key=value"),
         ([LLAMA, "--cluster", NODES, "--explain", "parallel.tensr=2"], "tensr"),
         ([LLAMA, "--cluster", NODES, "parallel.tensor=5"], "parallel.tensor"),
@@ -175,6 +183,8 @@ def test_a_model_that_fits_nowhere_says_how_much_is_short_and_three_ways_out(tmp
         (["--simulate", "--gpus", "8", "--copies-every", "4"], "without --keep copies"),
         (["--simulate", "--gpus", "8", "--commit-time", "1s"], "without --keep memory or copies"),
         (["--simulate", "--gpus", "12"], "whole nodes"),
+        (["--simulate", "--gpus", "8", "--spares", "1000000"], "--spares 1000000 are nodes of more than 131,072"),
+        (["--simulate", "--gpus", "8", "--keep", "copies"], "--keep copies needs another node"),
         (["--simulate", "--gpus", "8", "--mtbf", "often"], "--mtbf"),
         ([LLAMA, "--cluster", NODES, "--simulate", "--gpus", "8"], "two clusters"),
     ],
@@ -393,9 +403,24 @@ def test_saving_is_by_the_rate_of_failures_of_so_many_devices() -> None:
 
 
 def test_a_job_that_no_failure_takes_back_to_a_checkpoint_needs_none() -> None:
-    done = phalanx("plan", "--simulate", "--gpus", 8, "--mtbf", "3h", "--days", 1, "--keep", "copies")
+    words = ("plan", "--simulate", "--gpus", 16, "--mtbf", "3h", "--days", 1, "--keep", "copies")
+    done = phalanx(*words)
     assert done.exit_code == 0, done.output
     assert "never" in done.output
+    one, *more = json.loads(phalanx(*words, "--json").output)["scaling"]
+    assert one["checkpoint_every_s"] > 0  # of one node, which has no other one that keeps anything
+    assert {row["checkpoint_every_s"] for row in more} == {None}
+
+
+def test_one_node_is_not_said_to_have_copies_and_more_spares_are_a_remedy_for_lost_nodes() -> None:
+    words = ("plan", "--simulate", "--gpus", 8, "--mtbf", "3h", "--days", 9)
+    told = json.loads(phalanx(*words, "--json").output)
+    assert set(told["if_kept"]) == {"checkpoints", "memory"}
+    assert told["ended"][1].startswith("nodes were lost")
+    shown = " ".join(phalanx(*words).output.split())
+    assert "cannot go on without them; have more --spares" in shown
+    shown = " ".join(phalanx(*words, "--mtbf", "1s").output.split())
+    assert "raise resilience.max_restarts" in shown
 
 
 def test_sizes_that_are_too_small_for_what_is_held_fixed_are_told_of() -> None:
