@@ -111,7 +111,7 @@ class Model:
             sequences = max(1.0, run.share / run.parts)  # a pass without any computes one for nothing
             stages = [self._stage(choice, run, number, layers, copies, sequences) for number in range(choice.pipeline)]
             longest = max(stage.total_s for stage in stages)
-            fill = (sum(stage.total_s for stage in stages) - longest) / choice.virtual
+            fill = _fill_s([stage.total_s for stage in stages], run.parts, choice.virtual)
             took = run.parts * longest + fill
             mean_s += run.parts * sum(stage.total_s for stage in stages) / choice.pipeline * run.copies / copies
             if took > slowest_s:
@@ -395,6 +395,18 @@ def predict(work: Work, cluster: Cluster, choice: Choice, constants: Constants =
     """What a step of `work` costs on `cluster`, laid out as `choice`. Raises ConfigError for numbers that do not come
     out even; who asks for many layouts keeps a `Model`."""
     return Model(work, cluster, constants).predict(choice)
+
+
+def _fill_s(stages_s: list[float], parts: int, virtual: int) -> float:
+    """Seconds of a step of so many micro-batches beyond those of the slowest stage's own passes.
+
+    1F1B: the first micro-batch goes through all others. `virtual` interleaved chunks divide that (Narayanan et al.
+    2021), where there are as many micro-batches as stages; of fewer, the first goes through all, and only the others
+    follow by chunks. A test holds both against the orders that run.
+    """
+    longest, whole = max(stages_s), sum(stages_s)
+    few = whole + (parts - 1) * longest / virtual
+    return max((whole - longest) / virtual, few - parts * longest)
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:

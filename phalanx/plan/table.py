@@ -44,7 +44,9 @@ def _layout(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     tensor, pipeline = keys["parallel.tensor"], keys["parallel.pipeline"]
     copies = f"{used['copies']} cop{'y' if used['copies'] == 1 else 'ies'} of the model"
     shape = [copies, *([f"{pipeline} stages"] if pipeline > 1 else []), *([f"{tensor} slices"] if tensor > 1 else [])]
-    rows = [("layout", f"{' x '.join(shape)} on {used['devices']} devices, in {record['model']['precision']}")]
+    rows = [
+        ("layout", f"{' x '.join(shape)} on {_several(used['devices'], 'device')}, in {record['model']['precision']}")
+    ]
     rows.append(("", f"keys of {record['out']}: {' '.join(as_overrides(_short(keys)))}"))
     stages, shares, state = keys["parallel.stages"], keys["balance.work"], keys["balance.state"]
     if stages != "auto" and (len(set(stages)) > 1 or len(stages) <= FEW_STAGES):
@@ -231,7 +233,7 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
     job, span_s = record["job"], record["span_s"]
     style = "bold red" if record["ended"] else "bold green"
     head = Text.assemble(
-        (f"{job['devices']:,} devices on {job['nodes']:,} nodes for {seconds(span_s)}", "bold"),
+        (f"{_several(job['devices'], 'device')} on {_several(job['nodes'], 'node')} for {seconds(span_s)}", "bold"),
         f", a failure every {seconds(job['mtbf_s'])}\n",
         ("given up" if record["ended"] else f"goodput {100 * record['goodput']:.2f} %", style),
         f" ({100 * record['closed_form']:.2f} % by Daly's formula, of failures alone); {record['steps']:,} steps of "
@@ -299,6 +301,10 @@ def _remedy(why: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- forms
+
+
+def _several(count_: int, what: str) -> str:
+    return f"{count_:,} {what}{'s' * (count_ != 1)}"
 
 
 def _table(title: str) -> Table:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from phalanx.errors import ConfigError
 from phalanx.models.spec import PRESETS, flops_per_token, parameter_count
 from phalanx.optim import overlap
+from phalanx.parallel import stages
+from phalanx.parallel.stages import HELD
 from phalanx.plan import compute, exchange, links
 from phalanx.plan.choice import Choice, Engine
 from phalanx.plan.cluster import Cluster, Group
@@ -284,6 +286,22 @@ def test_the_bubble_is_that_of_one_forward_one_backward(pipeline: int, micro_bat
     assert found.terms["bubble"] == pytest.approx(ideal * (pipeline - 1) / micro_batches, rel=0.02)
     halved = step(ALIKE, fast, pipeline=pipeline, micro_batch=16 // micro_batches, virtual=2)
     assert halved.terms["bubble"] == pytest.approx(found.terms["bubble"] / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
+def test_a_pipeline_takes_what_its_orders_take_also_of_few_micro_batches(schedule: str, micro_batches: int) -> None:
+    from phalanx.parallel.schedules import orders
+
+    virtual, plan = HELD[schedule], stages.divide(16, 4, schedule)
+    spans = stages.simulate(
+        orders(schedule, plan, micro_batches), plan, lambda action: {"F": 1, "B": 2}[action.kind] / 3 / virtual
+    )
+    fast = Cluster((Group(1, 4, replace(PLAIN, link_bytes_per_s=1e30)),))
+    work = replace(ALIKE, layers=16, global_batch=micro_batches)
+    found = step(work, fast, pipeline=4, virtual=virtual, micro_batch=1)
+    pass_s = found.terms["compute"] / micro_batches
+    assert found.step_s == pytest.approx(stages.step_s(spans) * pass_s, rel=0.01)
 
 
 def test_a_stage_with_more_layers_is_waited_for() -> None:
