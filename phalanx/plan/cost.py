@@ -23,6 +23,7 @@ from phalanx.plan.memory import Held, held, parameters_of
 from phalanx.plan.work import Work
 
 Keep = Literal["checkpoints", "memory", "copies"]  # what outlives a failure: of steps, beside checkpoints
+RING_BYTES = 1e9  # of a tensor by which rings are compared
 TERMS = ("compute", "communication", "bubble", "imbalance", "optimizer", "commit", "offload", "other")
 
 
@@ -233,11 +234,7 @@ class Model:
         return min(kinds, key=lambda kind: kind.peak(counted(self.work, kind)) * kind.sustained)
 
     def _nodes(self, devices: int) -> int:
-        nodes = 0
-        for begin, behind, group in self.cluster.spans:
-            if begin < devices:
-                nodes += -(-(min(behind, devices) - begin) // group.per_node)
-        return nodes
+        return self.cluster.node_of(devices - 1) + 1
 
     def _ring(self, first: int, ranks: int, stride: int) -> Ring:
         key = (first, ranks, stride)
@@ -247,10 +244,7 @@ class Model:
 
     def _is_near(self, one: int, other: int) -> bool:
         """Whether two devices are on the same node."""
-        for begin, behind, group in self.cluster.spans:
-            if begin <= one < behind:
-                return begin <= other < behind and (one - begin) // group.per_node == (other - begin) // group.per_node
-        return False
+        return self.cluster.node_of(one) == self.cluster.node_of(other)
 
     # ---------------------------------------------------------------------------------------------------------- seconds
 
@@ -306,12 +300,13 @@ class Model:
                 backward += compute.longer(edge.backward_s, edge.host_backward_s, constants)
                 waits += 0.5 * layer.exchange_s
         if choice.pipeline > 1:
+            handed = moved / choice.tensor if choice.sequence else moved  # then each has its part of the sequence alone
             beside = min(copies * choice.tensor, cluster.group_of(first).per_node)
             width = copies * choice.tensor
             for other in (number - 1, number + 1):
                 if 0 <= other < choice.pipeline:
                     near = self._is_near(first, first + (other - number) * width)
-                    sent = links.send_s(moved, near, kind, cluster, beside, constants) + constants.skew_s
+                    sent = links.send_s(handed, near, kind, cluster, beside, constants) + constants.skew_s
                     waits += choice.virtual * sent
                     if other < number:
                         forward += choice.virtual * sent
@@ -329,7 +324,7 @@ class Model:
             kind = run.kinds[number]
             first = number * width
             degree = choice.shard_degree or copies
-            shard = self._ring(first, degree, choice.tensor)
+            shard = self._shard_ring(first, degree, choice.tensor, copies // degree)
             spread = self._ring(first, copies // degree, choice.tensor * degree)
             least = min(choice.state) / sum(choice.state) if choice.state else 1.0 / degree
             found = exchange.travel(
@@ -339,6 +334,18 @@ class Model:
             if found.total_s > worst.total_s:
                 worst = found
         return worst
+
+    def _shard_ring(self, first: int, degree: int, tensor: int, count: int) -> Ring:
+        """Of the `count` rings from `first` on, each of which has a copy of the state, the one that takes longest: they
+        lie on unlike devices, or not all within a node."""
+        width, numbers = degree * tensor, {0}
+        for begin, _, group in self.cluster.spans if count > 1 else ():
+            # Where a group begins, and behind it; and where rings and nodes do not begin together, as many as do.
+            unlike = group.per_node if width % group.per_node and group.per_node % width else 1
+            number = max(0, begin - first) // width
+            numbers |= {each for each in range(number, number + unlike + 1) if each < count}
+        rings = [self._ring(first + number * width, degree, tensor) for number in sorted(numbers)]
+        return max(rings, key=lambda ring: links.shard_s(RING_BYTES, ring, self.cluster, self.constants))
 
     def _update_s(self, choice: Choice, run: Run, layers: tuple[int, ...]) -> float:
         """Of the stage that takes longest. All wait for what any copy updates, also one that computes longest and owns

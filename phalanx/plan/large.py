@@ -221,14 +221,14 @@ def _scaled(job: Job, devices: int, question: tuple[Question, Cluster, Found] | 
 def mixed(cluster: Cluster, devices: int) -> Cluster:
     """About as many devices in whole nodes, of each group as large a part as there is now: what is left by rounding
     down goes to the groups that lack most."""
-    nodes = max(1, round(devices * cluster.nodes / cluster.devices))
-    exact = [nodes * group.nodes / cluster.nodes for group in cluster.groups]
+    there = sum(group.nodes for group in cluster.groups)
+    nodes = max(1, round(devices * there / cluster.devices))
+    exact = [nodes * group.nodes / there for group in cluster.groups]
     whole = [int(part) for part in exact]
     lacking = sorted(range(len(exact)), key=lambda number: whole[number] - exact[number])
     for number in lacking[: nodes - sum(whole)]:
         whole[number] += 1
-    groups = [replace(group, nodes=count) for group, count in zip(cluster.groups, whole, strict=True) if count]
-    return replace(cluster, groups=tuple(groups))
+    return cluster.sized(whole)
 
 
 def _power(cluster: Cluster, devices: int, question: Question) -> float:

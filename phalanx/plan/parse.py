@@ -9,7 +9,6 @@ direction; the latency that of a message. Without them it is as DEFAULT_SPEED an
 
 import math
 import re
-from dataclasses import replace
 
 from phalanx.errors import ConfigError
 from phalanx.plan.cluster import Cluster, Group
@@ -177,18 +176,16 @@ def amount(text: str, what: str) -> float:
 
 
 def text_of(there: Cluster) -> str:
-    """The cluster as `cluster` reads it."""
-    parts = [
-        f"{group.per_node}x{group.kind.name}"
-        if group.nodes == 1
-        else f"{group.nodes}x({group.per_node}x{group.kind.name})"
-        for group in there.groups
-    ]
-    return ", ".join([*parts, f"{there.between_bits_per_s / 1e9:g}Gb/s"] if there.nodes > 1 else parts)
+    """The cluster as `cluster` reads it, but for unlike devices of one node, which a plus joins."""
+    text = ""
+    for group in there.groups:
+        text += (" + " if group.beside else ", ") if text else ""
+        devices = f"{group.per_node}x{group.kind.name}"
+        text += devices if group.nodes == 1 else f"{group.nodes}x({devices})"
+    return f"{text}, {there.between_bits_per_s / 1e9:g}Gb/s" if there.nodes > 1 else text
 
 
 def with_nodes(there: Cluster, group: int, more: int) -> Cluster:
     """The same with `more` nodes (less, where negative) in one of its groups."""
-    changed = replace(there.groups[group], nodes=there.groups[group].nodes + more)
-    groups = (*there.groups[:group], changed, *there.groups[group + 1 :])
-    return replace(there, groups=tuple(each for each in groups if each.nodes > 0))
+    counts = [each.nodes + (more if number == group else 0) for number, each in enumerate(there.groups)]
+    return there.sized(counts)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from phalanx.plan import compute, cost, memory
 from phalanx.plan.choice import Choice, Recompute
-from phalanx.plan.cluster import Cluster, Group
+from phalanx.plan.cluster import Cluster
 from phalanx.plan.constants import DEFAULT, Constants
 from phalanx.plan.cost import Estimate, Model
 from phalanx.plan.failures import Failures
@@ -127,6 +127,8 @@ def search(
     found = _Found(failures)
     for part, turned in [(cluster, False)] if space.whole else _parts(cluster):
         _Search(work, part, space, constants, found, turned).run()
+    if not space.whole:
+        _with_fewer(work, space, constants, found, found.ranked()[: 2 * keep])
     for plan in found.ranked()[: 2 * keep]:
         refining = _Search(work, plan.cluster, space, constants, found, False)
         for choice in found.hopeful(plan):
@@ -138,22 +140,39 @@ def search(
 def _parts(cluster: Cluster) -> Iterator[tuple[Cluster, bool]]:
     """The cluster, and what is left of it without some of its groups, since a slow one may cost more than it does; each
     also turned round."""
-    groups = cluster.groups
+    groups, numbers = cluster.groups, range(len(cluster.groups))
     if len(groups) <= MOST_GROUPS:
-        subsets: list[tuple[Group, ...]] = [
-            subset for size in range(len(groups), 0, -1) for subset in itertools.combinations(groups, size)
+        subsets: list[tuple[int, ...]] = [
+            subset for size in range(len(groups), 0, -1) for subset in itertools.combinations(numbers, size)
         ]
     else:
-        by_speed = sorted(groups, key=lambda group: -max(group.kind.flop_per_s.values()))
+        by_speed = sorted(numbers, key=lambda number: -max(groups[number].kind.flop_per_s.values()))
         subsets = [tuple(by_speed[:size]) for size in range(len(groups), 0, -1)]
     seen = set()
     for subset in subsets:
         # Stages lie one behind the other: the kind with the head, or with the most in flight, may be either.
         for turned in (False, True):
-            part = replace(cluster, groups=tuple(reversed(subset)) if turned else subset)
+            part = cluster.of(subset[::-1] if turned else subset)
             if part.names not in seen:
                 seen.add(part.names)
                 yield part, turned
+
+
+def _with_fewer(work: Work, space: Space, constants: Constants, found: "_Found", plans: list[Plan]) -> None:
+    """Plans for some nodes of few unlike ones, in the degrees of those for all: a slow node less may be less to wait
+    for. As long as that helps one more is left out."""
+    seen = set()
+    for plan in plans:  # which grows
+        groups, degrees = plan.cluster.groups, (plan.choice.tensor, plan.choice.pipeline)
+        if len(groups) == 1 or plan.cluster.nodes > FEW:
+            continue
+        for number, group in enumerate(groups):
+            part = plan.cluster.sized([each.nodes - (place == number) for place, each in enumerate(groups)])
+            if group.nodes > 1 and (part.names, degrees) not in seen:
+                seen.add((part.names, degrees))
+                _Search(work, part, replace(space, degrees=(degrees,)), constants, found, False).run()
+                made = [other for other in found.ranked() if other.cluster.names == part.names]
+                plans += [other for other in made[:1] if other.lasting_s < plan.lasting_s]
 
 
 class _Found:

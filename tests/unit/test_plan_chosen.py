@@ -189,6 +189,21 @@ def test_nodes_of_unlike_memory_are_told_apart() -> None:
     assert half.groups[1].kind.peak("fp32") == pytest.approx(2 * half.groups[0].kind.peak("fp32"))
 
 
+def test_unlike_devices_of_one_node_have_no_other_node() -> None:
+    """Neither a network between them, nor anybody who keeps their steps."""
+    nodes = ((A100, V100),)
+    there = present.cluster_of(nodes)
+    assert [(group.nodes, group.beside) for group in there.groups] == [(1, False), (1, True)]
+    assert there.nodes == 1 and parse.text_of(there) == "1xA100-80GB + 1xV100-32GB"
+    estimate = predict(small(), there).estimate
+    assert (estimate.kept, estimate.replicas) == ("memory", None)
+    two = present.cluster_of((*nodes, *nodes))
+    assert two.nodes == 2
+    assert predict(small(), two).estimate.kept == "copies"
+    slower = predict(small(), replace(there, between_bits_per_s=1e6)).estimate
+    assert slower.step_s == estimate.step_s
+
+
 # ------------------------------------------------------------------------------------------------------------- compared
 
 EXPECTED = {

@@ -19,6 +19,7 @@ from phalanx.plan import cost, failures, large, measured, parse
 from phalanx.plan.advice import Question
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
+from phalanx.plan.constants import DEFAULT
 from phalanx.plan.intervals import daly_s
 from phalanx.plan.predict import predict
 from phalanx.plan.recipe_keys import STATE_BYTES, checked, free, work_of
@@ -202,6 +203,10 @@ def test_a_bert_and_unlike_types() -> None:
     work = work_of(config, spec, cluster)
     assert (work.gated, work.biases, work.precision, work.gather_bytes) == (False, True, "fp16", 4)
     assert work.parameters() == pytest.approx(parameter_count(spec), rel=0.02)
+    mixed = recipe.update(config, {"train.dtype": "mixed"})
+    alike = work_of(mixed, spec, parse.cluster("4xA100-40GB"))
+    assert (alike.precision, alike.gather_bytes) == ("bf16", 4)  # each makes its own type of fp32, alike or not
+    assert work_of(mixed, spec, parse.cluster("4xCPU")).precision == "fp32"
 
 
 def test_what_is_used_computes_in_its_own_type(tmp_path: Path) -> None:
@@ -311,11 +316,14 @@ def test_noise_within_a_node_leaves_its_devices_one_group() -> None:
     assert groups(1.0, 1.1, 1.2, 1.4) == [(1, 3), (1, 1)]  # the fourth is within a quarter of the third alone
     assert groups(1.0, 1.2, 1.0, 1.2, nodes="0011") == [(2, 2)]
     assert groups(1.0, 1.2, models="xy") == [(1, 1), (1, 1)]
+    two = tuple(device(rank, "xy"[rank], 1.0, host_to_device_bytes_per_s=None) for rank in range(2))
+    found = measured.cluster_of(Hardware({**WORK, "dtype": "fp32"}, two, Link(3e8, 4e-5)))
+    assert found.nodes == 1  # and the link is that between its devices
+    assert {group.kind.link_bytes_per_s for group in found.groups} == {3e8 / DEFAULT.near_share}
 
 
 def test_an_all_reduce_takes_what_it_was_measured_to_take() -> None:
     from phalanx.plan import links
-    from phalanx.plan.constants import DEFAULT
 
     nodes = tuple(device(rank, "NVIDIA A100-SXM4-40GB", 0.4, node=rank) for rank in range(4))
     found = measured.cluster_of(Hardware(WORK, nodes, Link(1e9, 1e-5)))
