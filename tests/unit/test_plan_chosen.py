@@ -321,10 +321,24 @@ def test_what_is_not_plausible_is_not_learnt() -> None:
     config, _ = recipe.resolve(small(train={"micro_batch": 4, "dtype": "bf16"}), device="gpu", world=1)
     nodes = ((A100,),)
     thought = predict(config, present.cluster_of(nodes)).estimate.step_s
-    rows = [record(step, step_s=thought / 100, busy_s=None, update_s=None) for step in range(1, 31)]
+    rows = [record(step, step_s=thought / 100, busy_s=None, update_s=None, shares=[64]) for step in range(1, 31)]
     lesson = calibrate.learn(calibrate.Run("it", config, nodes, None, rows))
     assert any("is not plausible: 1.25 is taken" in said for said in lesson.said)
     assert lesson.after_s > 10 * lesson.measured_s
+
+
+def test_steps_of_other_ranks_and_damaged_records_teach_nothing(tmp_path: Path) -> None:
+    """As where the newest start, on fewer ranks, has done no steps; and a line that somebody has been at."""
+    config, _ = recipe.resolve(small(train={"micro_batch": 4}), device="cpu", world=1)
+    rows = [record(step) for step in range(1, 31)]
+    with pytest.raises(ConfigError, match="has done no steps; those that there are were done by 2"):
+        calibrate.learn(calibrate.Run("it", config, ((CPU,),), None, rows))
+    damaged = [{key: value for key, value in row.items() if key != "step_s"} for row in rows]
+    assert calibrate.steps_of_newest([*rows[:3], *damaged]) == rows[:3]
+    for row in damaged:
+        append_line(RunPaths(tmp_path).metrics, row)
+    with pytest.raises(ConfigError, match="nothing follows from it"):
+        experience.of_run(RunPaths(tmp_path))
 
 
 def test_a_short_run_teaches_nothing() -> None:
