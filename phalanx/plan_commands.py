@@ -155,6 +155,8 @@ def plan_command(
     lived = None if run is None else _lived(run)
     failures = Failures(mtbf_s) if lived is None else lived.failures(mtbf_s)
     wanted = record.Wanted(None if tokens is None else parse.amount(tokens, "--tokens"), price, wish, lived)
+    if price is not None and not math.isfinite(price):
+        raise ConfigError(f"--price {price} is no price; give what a device takes for an hour, such as 2.5")
     if price is not None and tokens is None:
         raise ConfigError("--price needs to know how much is trained on; give --tokens, such as --tokens 300B")
     if recipe_path is None and not simulate:
@@ -271,8 +273,18 @@ def _job(
         restart_s = job.restart_s if lived.recovery_s is None else lived.recovery_s
         checkpoint_s = job.checkpoint_s if lived.checkpoint_s is None else max(LEAST_S, lived.checkpoint_s)
         job = replace(job, restart_s=restart_s, checkpoint_s=checkpoint_s)
-    if found is None and gpus is None:
-        raise ConfigError("--simulate needs to know how many devices there are; give --gpus, or a recipe and a cluster")
+    if found is None:
+        if gpus is None:
+            raise ConfigError(
+                "--simulate needs to know how many devices there are; give --gpus, or a recipe and a cluster"
+            )
+        if gpus <= per_node:
+            job = replace(job, possible=tuple(each for each in large.ALL if each != "copies"))
+        if job.keep not in job.possible:
+            raise ConfigError(
+                f"--keep {job.keep} needs another node to keep them, and --gpus {gpus} are one of {per_node} devices; "
+                "leave it out, or give more --gpus"
+            )
     if found is not None:
         question, _, plans = found
         best = plans.best

@@ -118,12 +118,12 @@ def _of_types(cluster: Cluster) -> Iterator[Cluster]:
         lambda kind: not kind.on_host and "bf16" in kind.flop_per_s,
         lambda kind: not kind.on_host and "bf16" not in kind.flop_per_s,
     )
-    seen = [cluster.groups]
+    seen = [tuple(range(len(cluster.groups)))]
     for fits in wanted:
-        groups = tuple(group for group in cluster.groups if fits(group.kind))
-        if groups and groups not in seen:
-            seen.append(groups)
-            yield replace(cluster, groups=groups)
+        numbers = tuple(number for number, group in enumerate(cluster.groups) if fits(group.kind))
+        if numbers and numbers not in seen:
+            seen.append(numbers)
+            yield cluster.of(numbers)
 
 
 # ------------------------------------------------------------------------------------------------------- other layouts
@@ -264,11 +264,17 @@ def _fits(question: Question, cluster: Cluster) -> bool:
 
 
 def _settings(question: Question, cluster: Cluster) -> list[str]:
-    """Keys that take less memory."""
+    """Keys that take less memory; first those that leave the curve as it is."""
     found = []
     freed = replace(question, config=free(question.config, ()), overrides=())
     if question.overrides and _fits(freed, cluster):
         found.append("leave out what the command line holds fixed: without it there is a layout that fits")
+    resilience = question.config.resilience
+    if resilience.memory is not False and any(kind.on_host for kind in cluster.kinds):  # where steps are kept, too
+        words = "resilience.memory=false"
+        off = () if resilience.replicate in ("auto", "off") else ("resilience.replicate=off",)
+        if _fits(question.changed(words, *off), cluster):
+            found.append(f"{' '.join((words, *off))}: no steps in memory, so that failures go back to a checkpoint")
     if question.config.optim.rule == "adamw":
         words = "optim.rule=adamw8bit"
         if _fits(question.changed(words), cluster):
@@ -318,7 +324,7 @@ def _larger_devices(question: Question, cluster: Cluster) -> list[str]:
     roomier = sorted((kind for kind in KINDS.values() if kind.memory_bytes > least), key=lambda kind: kind.memory_bytes)
     for kind in roomier:
         groups = tuple(
-            Group(group.nodes, group.per_node, kind if group.kind.memory_bytes < kind.memory_bytes else group.kind)
+            replace(group, kind=kind) if group.kind.memory_bytes < kind.memory_bytes else group
             for group in cluster.groups
         )
         larger = not found or kind.memory_bytes > KINDS[found[-1].split()[0]].memory_bytes

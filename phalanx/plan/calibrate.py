@@ -36,6 +36,7 @@ LINKS = (1e-3, 8.0)
 HALVINGS = 40
 LEAST_S = 1e-9  # of anything that is divided by
 LITTLE = 0.02  # of a step: communication of which less is waited for says nothing of links
+NEEDED = ("step", "step_s", "data_s")  # of a step's record
 NOT_TOLD = ("norm_eps", "init_std", "dropout")  # shapes that make no difference to a device
 
 
@@ -72,6 +73,7 @@ def learn(run: Run) -> Lesson:
             f"of which the first {compared.WARM_UP} are left out; let it go on, or name a longer one"
         )
     taken = run.steps[compared.WARM_UP :]
+    _refuse_others(run, taken)
     parts = compared.measured_parts(taken, run.config.parallel.data == "sharded")
     measured_s = compared.median(record["step_s"] for record in taken)
     cluster, constants, _ = present.known_as(run.nodes, run.known)
@@ -86,6 +88,18 @@ def learn(run: Run) -> Lesson:
         said.append(f"the host: {seconds(learnt.host_s)} a step beside all else")
     after = _foretold(run, found)
     return Lesson(found, tuple(said), measured_s, before.estimate.step_s, after.estimate.step_s)
+
+
+def _refuse_others(run: Run, taken: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigError where the steps are of other ranks than those that the newest start has been given."""
+    world = sum(map(len, run.nodes))
+    copies = axes_of(run.config).data(world)
+    divided = division_of(taken[-1])
+    if divided is not None and len(divided.shares) != copies:
+        raise ConfigError(
+            f"the newest start of the run {run.name}, with {copies} copies of the model, has done no steps; those that "
+            f"there are were done by {len(divided.shares)}: let it go on for a while"
+        )
 
 
 def _foretold(run: Run, found: Hardware) -> Prediction:
@@ -281,6 +295,7 @@ def in_words(lesson: Lesson) -> list[str]:
 
 
 def steps_of_newest(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The steps of the attempt that came last."""
+    """The steps of the attempt that came last, but for records that lack what is learnt from."""
+    steps = [step for step in steps if all(isinstance(step.get(name), int | float) for name in NEEDED)]
     newest = max((step.get("attempt", 1) for step in steps), default=1)
     return [step for step in steps if step.get("attempt", 1) == newest]

@@ -1,6 +1,7 @@
 """Which devices there are and what joins them, as plain numbers."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from phalanx.errors import ConfigError
@@ -9,11 +10,13 @@ from phalanx.plan.kinds import Kind
 
 @dataclass(frozen=True)
 class Group:
-    """`nodes` nodes alike, with `per_node` devices of one kind each."""
+    """`nodes` nodes alike, with `per_node` devices of one kind each; `beside`: the first of them is the last node of
+    the group before, which has unlike devices there."""
 
     nodes: int
     per_node: int
     kind: Kind
+    beside: bool = False
 
     @property
     def devices(self) -> int:
@@ -47,7 +50,7 @@ class Cluster:
 
     @cached_property
     def nodes(self) -> int:
-        return sum(group.nodes for group in self.groups)
+        return sum(group.nodes - group.beside for group in self.groups)
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, Group], ...]:
@@ -71,6 +74,34 @@ class Cluster:
             if group.kind not in found:
                 found.append(group.kind)
         return tuple(found)
+
+    def node_of(self, device: int) -> int:
+        """The number of a device's node."""
+        before = 0
+        for first, behind, group in self.spans:
+            before -= group.beside
+            if device < behind:
+                return before + (device - first) // group.per_node
+            before += group.nodes
+        raise IndexError(f"there is no device {device} among {self.devices}")
+
+    def of(self, numbers: Sequence[int]) -> "Cluster":
+        """Some of the groups, in that order: those that have a node in common are beside one another still."""
+        found: list[Group] = []
+        ends = [(self.node_of(first), self.node_of(behind - 1)) for first, behind, _ in self.spans]
+        for place, number in enumerate(numbers):
+            first, last = ends[number]
+            before = ends[numbers[place - 1]] if place else None
+            common = before is not None and (before[0] in (first, last) or before[1] in (first, last))
+            found.append(replace(self.groups[number], beside=common))
+        return replace(self, groups=tuple(found))
+
+    def sized(self, nodes: Sequence[int]) -> "Cluster":
+        """With so many nodes of each group; those with none are left out."""
+        part = self.of([number for number, count in enumerate(nodes) if count > 0])
+        counts = [count for count in nodes if count > 0]
+        groups = (replace(group, nodes=count) for group, count in zip(part.groups, counts, strict=True))
+        return replace(part, groups=tuple(groups))
 
     def group_of(self, device: int) -> Group:
         for first, behind, group in self.spans:

@@ -23,6 +23,7 @@ from phalanx.plan.memory import Held, held, parameters_of
 from phalanx.plan.work import Work
 
 Keep = Literal["checkpoints", "memory", "copies"]  # what outlives a failure: of steps, beside checkpoints
+RING_BYTES = 1e9  # of a tensor by which rings are compared
 TERMS = ("compute", "communication", "bubble", "imbalance", "optimizer", "commit", "offload", "other")
 
 
@@ -112,7 +113,7 @@ class Model:
             sequences = max(1.0, run.share / run.parts)  # a pass without any computes one for nothing
             stages = [self._stage(choice, run, number, layers, copies, sequences) for number in range(choice.pipeline)]
             longest = max(stage.total_s for stage in stages)
-            fill = (sum(stage.total_s for stage in stages) - longest) / choice.virtual
+            fill = _fill_s([stage.total_s for stage in stages], run.parts, choice.virtual)
             took = run.parts * longest + fill
             ends.append((took, run.kinds[max(range(len(stages)), key=lambda each: stages[each].total_s)]))
             mean_s += run.parts * sum(stage.total_s for stage in stages) / choice.pipeline * run.copies / copies
@@ -236,11 +237,7 @@ class Model:
         return min(kinds, key=lambda kind: kind.peak(counted(self.work, kind)) * kind.sustained)
 
     def _nodes(self, devices: int) -> int:
-        nodes = 0
-        for begin, behind, group in self.cluster.spans:
-            if begin < devices:
-                nodes += -(-(min(behind, devices) - begin) // group.per_node)
-        return nodes
+        return self.cluster.node_of(devices - 1) + 1
 
     def _ring(self, first: int, ranks: int, stride: int) -> Ring:
         key = (first, ranks, stride)
@@ -250,10 +247,7 @@ class Model:
 
     def _is_near(self, one: int, other: int) -> bool:
         """Whether two devices are on the same node."""
-        for begin, behind, group in self.cluster.spans:
-            if begin <= one < behind:
-                return begin <= other < behind and (one - begin) // group.per_node == (other - begin) // group.per_node
-        return False
+        return self.cluster.node_of(one) == self.cluster.node_of(other)
 
     # ---------------------------------------------------------------------------------------------------------- seconds
 
@@ -309,12 +303,13 @@ class Model:
                 backward += compute.longer(edge.backward_s, edge.host_backward_s, constants)
                 waits += 0.5 * layer.exchange_s
         if choice.pipeline > 1:
+            handed = moved / choice.tensor if choice.sequence else moved  # then each has its part of the sequence alone
             beside = min(copies * choice.tensor, cluster.group_of(first).per_node)
             width = copies * choice.tensor
             for other in (number - 1, number + 1):
                 if 0 <= other < choice.pipeline:
                     near = self._is_near(first, first + (other - number) * width)
-                    sent = links.send_s(moved, near, kind, cluster, beside, constants) + constants.skew_s
+                    sent = links.send_s(handed, near, kind, cluster, beside, constants) + constants.skew_s
                     waits += choice.virtual * sent
                     if other < number:
                         forward += choice.virtual * sent
@@ -332,7 +327,7 @@ class Model:
             kind = run.kinds[number]
             first = number * width
             degree = choice.shard_degree or copies
-            shard = self._ring(first, degree, choice.tensor)
+            shard = self._shard_ring(first, degree, choice.tensor, copies // degree)
             spread = self._ring(first, copies // degree, choice.tensor * degree)
             least = min(choice.state) / sum(choice.state) if choice.state else 1.0 / degree
             found = exchange.travel(
@@ -342,6 +337,18 @@ class Model:
             if found.total_s > worst.total_s:
                 worst = found
         return worst
+
+    def _shard_ring(self, first: int, degree: int, tensor: int, count: int) -> Ring:
+        """Of the `count` rings from `first` on, each of which has a copy of the state, the one that takes longest: they
+        lie on unlike devices, or not all within a node."""
+        width, numbers = degree * tensor, {0}
+        for begin, _, group in self.cluster.spans if count > 1 else ():
+            # Where a group begins, and behind it; and where rings and nodes do not begin together, as many as do.
+            unlike = group.per_node if width % group.per_node and group.per_node % width else 1
+            number = max(0, begin - first) // width
+            numbers |= {each for each in range(number, number + unlike + 1) if each < count}
+        rings = [self._ring(first + number * width, degree, tensor) for number in sorted(numbers)]
+        return max(rings, key=lambda ring: links.shard_s(RING_BYTES, ring, self.cluster, self.constants))
 
     def _update_s(self, choice: Choice, run: Run, layers: tuple[int, ...]) -> float:
         """Of the stage that takes longest. All wait for what any copy updates, also one that computes longest and owns
@@ -397,6 +404,18 @@ def predict(work: Work, cluster: Cluster, choice: Choice, constants: Constants =
     """What a step of `work` costs on `cluster`, laid out as `choice`. Raises ConfigError for numbers that do not come
     out even; who asks for many layouts keeps a `Model`."""
     return Model(work, cluster, constants).predict(choice)
+
+
+def _fill_s(stages_s: list[float], parts: int, virtual: int) -> float:
+    """Seconds of a step of so many micro-batches beyond those of the slowest stage's own passes.
+
+    1F1B: the first micro-batch goes through all others. `virtual` interleaved chunks divide that (Narayanan et al.
+    2021), where there are as many micro-batches as stages; of fewer, the first goes through all, and only the others
+    follow by chunks. A test holds both against the orders that run.
+    """
+    longest, whole = max(stages_s), sum(stages_s)
+    few = whole + (parts - 1) * longest / virtual
+    return max((whole - longest) / virtual, few - parts * longest)
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:

@@ -65,16 +65,17 @@ def travel(
     fewer = (1.0 - least) / (1.0 - 1.0 / shard.ranks) if shard.ranks > 1 else 1.0
     trained = parameters * work.trained
 
-    def sharded(moved: float, ring: Ring, operations: int) -> float:
+    def sharded(elements: float, each_bytes: float, ring: Ring, operations: int) -> float:
         """Seconds of a tensor that travels in so many operations."""
-        alone_s = links.shard_s(moved / operations, ring, cluster, constants)
+        shorter = 1.0 if work.far_bytes is None else min(1.0, work.far_bytes / each_bytes)
+        alone_s = links.shard_s(elements * each_bytes / operations, ring, cluster, constants, shorter)
         return operations * (alone_s + links.skew_s(ring, constants))
 
     state = parameters * owns
     if choice.engine == "megatron" or choice.zero == 0 or choice.engine == "ddp":
         operations = units if choice.engine == "ddp" else 1
-        reduce = sharded(trained * work.reduce_bytes, shard, operations)
-        gather = sharded(trained * (work.gather_bytes if choice.zero else work.reduce_bytes), shard, operations)
+        reduce = sharded(trained, work.reduce_bytes, shard, operations)
+        gather = sharded(trained, work.gather_bytes if choice.zero else work.reduce_bytes, shard, operations)
         moves = reduce + gather
         update = update_s(work, kind, state if choice.zero else parameters, constants)
         if choice.engine == "megatron":
@@ -82,10 +83,10 @@ def travel(
         exposed = max(moves / units, moves - backward * (1.0 - 1.0 / units))
         return Travel(exposed, moves - exposed, update)
     update = update_s(work, kind, state, constants)
-    reduce = fewer * sharded(trained * work.reduce_bytes, shard, units)
+    reduce = fewer * sharded(trained, work.reduce_bytes, shard, units)
     if spread.ranks > 1:
-        reduce += 2.0 * sharded(trained * work.reduce_bytes * owns, spread, units)
-    gather = fewer * sharded((trained if choice.zero < 3 else parameters) * work.gather_bytes, shard, units)
+        reduce += 2.0 * sharded(trained * owns, work.reduce_bytes, spread, units)
+    gather = fewer * sharded(trained if choice.zero < 3 else parameters, work.gather_bytes, shard, units)
     reduces = micro_batches if choice.reduce == "per_micro_batch" or choice.engine == "fsdp" else 1
     if choice.engine == "fsdp" or choice.zero == 3:
         regathered = gather if choice.zero == 3 else 0.0

@@ -34,7 +34,8 @@ def of_run(paths: RunPaths) -> Experience:
     """Raises ConfigError where there is no run, or it has neither failed nor saved anything while it went on."""
     if not paths.metrics.exists():
         raise ConfigError(f"{paths.shown} holds no {paths.metrics.name}, so it is no run; name the folder of one")
-    steps, lines = read_steps(paths.metrics), list(read_lines(paths.metrics))
+    steps = list(filter(_is_whole, read_steps(paths.metrics)))
+    lines = list(filter(_is_whole, read_lines(paths.metrics)))
     events = list(read_lines(paths.events))
     recoveries, savings = _recoveries(lines, events), _savings(steps, events)
     if not recoveries and not savings:
@@ -87,6 +88,11 @@ def _savings(steps: Sequence[Record], events: Sequence[Record]) -> list[float]:
         held_s = after["time"] - at["time"] - after["step_s"] - late_s - evaluated.get(step, 0.0)
         found.append(max(0.0, held_s))
     return found
+
+
+def _is_whole(record: Record) -> bool:
+    """Whether the record of a step says when it was, and how long it took."""
+    return all(_is_number(record, key) for key in ("step", "step_s", "time"))
 
 
 def _is_number(record: Record, key: str) -> bool:

@@ -81,6 +81,10 @@ class Job:
     def nodes(self) -> int:
         return self.devices // self.per_node
 
+    def kept_on(self, devices: int) -> Keep:
+        """What outlives a failure on so many devices: one node has no other one that could keep anything."""
+        return "memory" if self.keep == "copies" and devices <= self.per_node else self.keep
+
     def paid_s(self, keep: Keep) -> float:
         """By which each step is longer for that to outlive a failure."""
         commit_s = 0.0 if keep == "checkpoints" else self.commit_s
@@ -142,6 +146,8 @@ def simulated(
             f"--gpus {job.devices} are no whole nodes of {job.per_node} devices, or more than {MOST_DEVICES:,}; give a "
             "multiple, or another --per-node"
         )
+    if job.spares * job.per_node > MOST_DEVICES:
+        raise ConfigError(f"--spares {job.spares} are nodes of more than {MOST_DEVICES:,} devices; give fewer")
     keep, checkpoint_steps = job.keep, job.checkpoint_steps(job.keep)
     outcome = simulate(
         Scenario(
@@ -188,7 +194,7 @@ def simulated(
 def _scaled(job: Job, devices: int, question: tuple[Question, Cluster, Found] | None) -> dict[str, Any]:
     """As many devices in whole nodes, unlike ones in the same mix, each failing as often; the same steps, where it is
     known what they are. Tokens per second are of steps alone, without what keeping them takes, as the goodput is."""
-    there_job, rates, keep = job, dict[str, float | None](), job.keep
+    there_job, rates, keep = job, dict[str, float | None](), job.kept_on(devices)
     if question is not None:
         asked, cluster, found = question
         there = mixed(cluster, devices)
@@ -215,14 +221,14 @@ def _scaled(job: Job, devices: int, question: tuple[Question, Cluster, Found] | 
 def mixed(cluster: Cluster, devices: int) -> Cluster:
     """About as many devices in whole nodes, of each group as large a part as there is now: what is left by rounding
     down goes to the groups that lack most."""
-    nodes = max(1, round(devices * cluster.nodes / cluster.devices))
-    exact = [nodes * group.nodes / cluster.nodes for group in cluster.groups]
+    there = sum(group.nodes for group in cluster.groups)
+    nodes = max(1, round(devices * there / cluster.devices))
+    exact = [nodes * group.nodes / there for group in cluster.groups]
     whole = [int(part) for part in exact]
     lacking = sorted(range(len(exact)), key=lambda number: whole[number] - exact[number])
     for number in lacking[: nodes - sum(whole)]:
         whole[number] += 1
-    groups = [replace(group, nodes=count) for group, count in zip(cluster.groups, whole, strict=True) if count]
-    return replace(cluster, groups=tuple(groups))
+    return cluster.sized(whole)
 
 
 def _power(cluster: Cluster, devices: int, question: Question) -> float:

@@ -25,25 +25,23 @@ class Ring:
 def ring_of(first: int, ranks: int, stride: int, cluster: Cluster) -> Ring:
     """The ring of `ranks` devices from `first` on, every `stride`-th; its neighbours' rings run at the same time."""
     last = first + (ranks - 1) * stride
-    nodes, slowest, most = 0, cluster.kind_of(first), 1
+    slowest, most = cluster.kind_of(first), 1
     for begin, behind, group in cluster.spans:
         if begin <= last and first < behind:
-            here = (min(last, behind - 1) - begin) // group.per_node - (max(first, begin) - begin) // group.per_node + 1
-            nodes += here
             most = max(most, group.per_node)
             if group.kind.link_bytes_per_s < slowest.link_bytes_per_s:
                 slowest = group.kind
-    nodes = min(nodes, ranks)
+    nodes = min(cluster.node_of(last) - cluster.node_of(first) + 1, ranks)
     # A node's devices at one distance from each other: as many rings as there are members of a stride on a node.
     return Ring(ranks, nodes, min(stride, most), slowest)
 
 
-def shard_s(moved_bytes: float, ring: Ring, cluster: Cluster, constants: Constants) -> float:
+def shard_s(moved_bytes: float, ring: Ring, cluster: Cluster, constants: Constants, shorter: float = 1.0) -> float:
     """Seconds of a reduce-scatter, or an all-gather, of a tensor of `moved_bytes` over the ring.
 
     Each rank passes on all but its own part, (n - 1) / n of the bytes (Thakur et al. 2005), within the node at its
     link's speed and between nodes at the network's, which rings beside it share; both at once, so the slower counts.
-    To that comes a link's latency for each step of the ring.
+    To that comes a link's latency for each step of the ring. `shorter`: what crosses nodes has so much of its bytes.
     """
     if ring.ranks < 2 or not moved_bytes:
         return 0.0
@@ -55,7 +53,7 @@ def shard_s(moved_bytes: float, ring: Ring, cluster: Cluster, constants: Constan
         seconds = passed / (kind.link_bytes_per_s * constants.near_share)
         hops = (ring.ranks - nodes) * kind.link_latency_s
     if nodes > 1:
-        passed = moved_bytes * (1.0 - 1.0 / nodes) * ring.beside * 8.0
+        passed = moved_bytes * (1.0 - 1.0 / nodes) * ring.beside * 8.0 * shorter
         seconds = max(seconds, passed / (cluster.between_bits_per_s * constants.far_share))
         hops += (nodes - 1) * cluster.between_latency_s
     return seconds + hops

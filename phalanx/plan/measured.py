@@ -59,13 +59,17 @@ def constants_of(found: Hardware, start: Constants = DEFAULT) -> Constants:
 def grouped(nodes: Sequence[int], kinds: Sequence[Kind]) -> tuple[Group, ...]:
     """Devices in order of rank, by the node and the kind of each: neighbours alike together."""
     groups: list[Group] = []
-    for (_, kind), same in itertools.groupby(zip(nodes, _told_apart(kinds), strict=True), lambda one: (one[0], one[1])):
+    before = None
+    for (node, kind), same in itertools.groupby(
+        zip(nodes, _told_apart(kinds), strict=True), lambda one: (one[0], one[1])
+    ):
         count = len(list(same))
         last = groups[-1] if groups else None
-        if last is not None and last.kind == kind and last.per_node == count:
+        if last is not None and node != before and not last.beside and (last.kind, last.per_node) == (kind, count):
             groups[-1] = replace(last, nodes=last.nodes + 1)
         else:
-            groups.append(Group(1, count, kind))
+            groups.append(Group(1, count, kind, beside=node == before))
+        before = node
     return tuple(groups)
 
 
@@ -181,8 +185,7 @@ def _linked(cluster: Cluster, found: Hardware, constants: Constants) -> Cluster:
     if cluster.nodes > 1:
         bits = 8 * share * rate / constants.far_share
         return replace(cluster, between_bits_per_s=bits, between_latency_s=latency / (2 * cluster.nodes))
-    group = cluster.groups[0]
-    kind = replace(
-        group.kind, link_bytes_per_s=share * rate / constants.near_share, link_latency_s=latency / (2 * count)
-    )
-    return replace(cluster, groups=(replace(group, kind=kind),))
+    bytes_per_s, latency_s = share * rate / constants.near_share, latency / (2 * count)
+    kinds = [replace(each.kind, link_bytes_per_s=bytes_per_s, link_latency_s=latency_s) for each in cluster.groups]
+    groups = (replace(group, kind=kind) for group, kind in zip(cluster.groups, kinds, strict=True))
+    return replace(cluster, groups=tuple(groups))

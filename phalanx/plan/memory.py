@@ -132,6 +132,8 @@ def held(
     apart = zero == 3 or choice.slots > 1 or compute != work.master_bytes
     if choice.engine == "ddp" and compute != work.master_bytes:
         apart = True
+    if work.far_bytes is not None:  # parameters are rounded from the masters
+        apart = True
     state_own = whole if choice.engine == "ddp" or zero == 0 else own
     parts["master weights"] = state_own * trained * work.master_bytes * choice.slots if apart else 0.0
     parts["optimizer state"] = state_own * trained * work.state_bytes * choice.slots
@@ -162,6 +164,8 @@ def held(
         buckets = largest if zero == 3 else min(layers, IN_FLIGHT) * block + embedding + head
         sums = (own + buckets) * gradient
     parts["gradients"] = sums * trained
+    if choice.engine == "sharded" and work.gather_bytes > compute:  # each makes its own type of what it gets
+        parts["weights on their way"] = 2 * max(block, embedding, head) * trained * work.gather_bytes
     kept, again = block_activations(work, choice)
     under_way = float(min(choice.pipeline - stage, micro_batches))
     if choice.virtual > 1 and choice.pipeline > 1:

@@ -9,7 +9,6 @@ direction; the latency that of a message. Without them it is as DEFAULT_SPEED an
 
 import math
 import re
-from dataclasses import replace
 
 from phalanx.errors import ConfigError
 from phalanx.plan.cluster import Cluster, Group
@@ -18,6 +17,8 @@ from phalanx.plan.kinds import KINDS, Kind, known, unknown
 DEFAULT_SPEED = 100e9  # bits/s: one link of 100 Gb/s a node
 DEFAULT_LATENCY = 5e-6
 MOST_DEVICES = 1_000_000
+MOST_DIGITS = 9  # of a number of devices
+MOST_SPEED, MOST_LATENCY = 1e15, 10.0  # bits/s and seconds, beyond which a network is a slip of the pen
 PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 SPACE = re.compile(r"\s*")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -49,6 +50,8 @@ def cluster(text: str) -> Cluster:
             if latency is not None:
                 raise _wrong(text, at, "the latency of the network was given before; give it once")
             latency = float(match[1]) * {"n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3}[match[2][0].lower()]
+            if latency > MOST_LATENCY:
+                raise _wrong(text, at, f"a latency above {MOST_LATENCY:g} s; there must be a digit too many")
         else:
             group, end = _group(text, at)
             groups.append(group)
@@ -96,6 +99,8 @@ def _times(text: str, at: int, what: str) -> tuple[int | None, int]:
                 text, number.end(), f"behind {number[0]} an x and what there are so many of is expected, or Gb/s"
             )
         return None, at
+    if len(match[1]) > MOST_DIGITS:
+        raise _wrong(text, at, f"more than {MOST_DEVICES:,} devices; there must be a digit too many")
     if int(match[1]) < 1:
         raise _wrong(text, at, f"0 {what} are none; write how many there are, or leave the part out")
     return int(match[1]), match.end()
@@ -125,9 +130,11 @@ def _next(text: str, at: int) -> int | None:
 
 
 def _bits(text: str, at: int, match: re.Match[str]) -> float:
-    bits = float(match[1]) * PREFIX[match[2].lower()] * (8 if match[3][0] == "B" or "byte" in match[3].lower() else 1)
+    bits = float(match[1]) * PREFIX[match[2].lower()] * (8 if match[3] == "B" or "byte" in match[3].lower() else 1)
     if bits <= 0:
         raise _wrong(text, at, "a network of speed 0 carries nothing; give its true speed, such as 100Gb/s")
+    if bits > MOST_SPEED:
+        raise _wrong(text, at, f"a network above {MOST_SPEED / 1e12:g} Tb/s; there must be a digit too many")
     return bits
 
 
@@ -148,7 +155,7 @@ def seconds(text: str, what: str) -> float:
     """`90s`, `45min`, `3h`, `2d`: seconds above 0. Raises ConfigError, which names `what` it is for."""
     match = DURATION.fullmatch(text)
     value = float(match[1]) * SECONDS[match[2].lower()] if match else math.nan
-    if not value > 0:
+    if not (value > 0 and math.isfinite(value)):
         raise ConfigError(f"{what} {text!r} is no time above zero; write it as 90s, 45min, 3h or 2d")
     return value
 
@@ -169,18 +176,16 @@ def amount(text: str, what: str) -> float:
 
 
 def text_of(there: Cluster) -> str:
-    """The cluster as `cluster` reads it."""
-    parts = [
-        f"{group.per_node}x{group.kind.name}"
-        if group.nodes == 1
-        else f"{group.nodes}x({group.per_node}x{group.kind.name})"
-        for group in there.groups
-    ]
-    return ", ".join([*parts, f"{there.between_bits_per_s / 1e9:g}Gb/s"] if there.nodes > 1 else parts)
+    """The cluster as `cluster` reads it, but for unlike devices of one node, which a plus joins."""
+    text = ""
+    for group in there.groups:
+        text += (" + " if group.beside else ", ") if text else ""
+        devices = f"{group.per_node}x{group.kind.name}"
+        text += devices if group.nodes == 1 else f"{group.nodes}x({devices})"
+    return f"{text}, {there.between_bits_per_s / 1e9:g}Gb/s" if there.nodes > 1 else text
 
 
 def with_nodes(there: Cluster, group: int, more: int) -> Cluster:
     """The same with `more` nodes (less, where negative) in one of its groups."""
-    changed = replace(there.groups[group], nodes=there.groups[group].nodes + more)
-    groups = (*there.groups[:group], changed, *there.groups[group + 1 :])
-    return replace(there, groups=tuple(each for each in groups if each.nodes > 0))
+    counts = [each.nodes + (more if number == group else 0) for number, each in enumerate(there.groups)]
+    return there.sized(counts)

@@ -19,7 +19,8 @@ STATE_BYTES = {
     "nadam": 8.0, "radam": 8.0, "rmsprop": 4.0, "rprop": 8.0, "asgd": 4.0,
 }  # fmt: skip
 MORE_STATE = {"amsgrad": 4.0, "momentum": 4.0, "centered": 4.0}  # options that keep one number more
-SENT = {"none": 4, "bf16": 2, "int8": 1}  # bytes of a gradient's element on its way, by comm.compress
+# Bytes of an element on its way between nodes, by comm.compress; int8 has a scale of 2 bytes for 64 of them.
+SENT = {"none": None, "bf16": 2.0, "int8": 1 + 2 / 64}
 # Keys of a recipe that a plan chooses, and the field of a Choice that each is.
 PLANNED = {
     "parallel.data": "engine",
@@ -69,17 +70,18 @@ def shape_of(config: Config, folder_spec: ModelSpec | None = None) -> ModelSpec:
 
 
 def precision_of(config: Config, cluster: Cluster) -> tuple[str, bool]:
-    """(type of matrix products, whether devices differ in it): as `train.dtype` says, or auto chooses where it runs."""
+    """(type of matrix products, whether each device makes its own of what travels): as `train.dtype` says, or auto
+    chooses where it runs."""
     kinds, wanted = cluster.kinds, config.train.dtype
     if wanted in WIDTH:
         for kind in kinds:
             kind.peak(wanted)  # raises for what one of them cannot
         return wanted, False
-    if wanted == "auto" and any(kind.on_host for kind in kinds):
+    if any(kind.on_host for kind in kinds):
         return "fp32", False
     if all("bf16" in kind.flop_per_s for kind in kinds):
-        return "bf16", False
-    return "fp16", any("bf16" in kind.flop_per_s for kind in kinds)
+        return "bf16", wanted == "mixed"
+    return "fp16", wanted == "mixed" or any("bf16" in kind.flop_per_s for kind in kinds)
 
 
 def work_of(config: Config, spec: ModelSpec, cluster: Cluster) -> Work:
@@ -90,7 +92,6 @@ def work_of(config: Config, spec: ModelSpec, cluster: Cluster) -> Work:
     state = STATE_BYTES[rule] + sum(more for name, more in MORE_STATE.items() if options.get(name))
     whole = parameter_count(spec)
     doubled = 2 if precision == "fp64" else 1  # then masters, moments and gradients are, too
-    sent = SENT[config.comm.compress] * (doubled if config.comm.compress == "none" else 1)
     return Work(
         layers=spec.layers,
         hidden=spec.hidden,
@@ -109,8 +110,9 @@ def work_of(config: Config, spec: ModelSpec, cluster: Cluster) -> Work:
         precision=precision,
         master_bytes=4 * doubled,
         state_bytes=state * doubled,
-        reduce_bytes=sent,
-        gather_bytes=min(sent, 4 if mixed else WIDTH[precision]),
+        reduce_bytes=4 * doubled,
+        gather_bytes=4 if mixed else WIDTH[precision],
+        far_bytes=SENT[config.comm.compress],
         trained=1.0 if spec.lora is None else adapter_count(spec) / (whole + adapter_count(spec)),
         memory=config.resilience.memory,
         replicate=config.resilience.replicate,

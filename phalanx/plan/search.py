@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from phalanx.plan import compute, cost, memory
 from phalanx.plan.choice import Choice, Recompute
-from phalanx.plan.cluster import Cluster, Group
+from phalanx.plan.cluster import Cluster
 from phalanx.plan.constants import DEFAULT, Constants
 from phalanx.plan.cost import Estimate, Model
 from phalanx.plan.failures import Failures
@@ -27,6 +27,7 @@ RECOMPUTE: tuple[tuple[Recompute, bool], ...] = (("none", False), ("selective", 
 MOST_GROUPS = 4  # of which all subsets are tried; of more, those of the fastest kinds
 FEW = 16  # copies of the model of which every number is tried; sequences of one, too
 MOST_SHARES = 4  # even shares that a copy on faster devices may have
+MOST_HOPES = 32  # layouts of a family that are tried with other degrees
 NEARLY = 0.9  # slices of a block may take less than their part of it
 BETTER = 1 - 1e-9
 WORTH = 1.25  # times as long as the best: what is slower is not even a runner-up
@@ -126,8 +127,12 @@ def search(
     found = _Found(failures)
     for part, turned in [(cluster, False)] if space.whole else _parts(cluster):
         _Search(work, part, space, constants, found, turned).run()
+    if not space.whole:
+        _with_fewer(work, space, constants, found, found.ranked()[: 2 * keep])
     for plan in found.ranked()[: 2 * keep]:
-        _Search(work, plan.cluster, space, constants, found, False).refine(plan)
+        refining = _Search(work, plan.cluster, space, constants, found, False)
+        for choice in found.hopeful(plan):
+            refining.refine(choice)
     plans = found.ranked()[:keep]
     return Found(tuple(plans), None if plans else found.short, found.tried)
 
@@ -135,22 +140,39 @@ def search(
 def _parts(cluster: Cluster) -> Iterator[tuple[Cluster, bool]]:
     """The cluster, and what is left of it without some of its groups, since a slow one may cost more than it does; each
     also turned round."""
-    groups = cluster.groups
+    groups, numbers = cluster.groups, range(len(cluster.groups))
     if len(groups) <= MOST_GROUPS:
-        subsets: list[tuple[Group, ...]] = [
-            subset for size in range(len(groups), 0, -1) for subset in itertools.combinations(groups, size)
+        subsets: list[tuple[int, ...]] = [
+            subset for size in range(len(groups), 0, -1) for subset in itertools.combinations(numbers, size)
         ]
     else:
-        by_speed = sorted(groups, key=lambda group: -max(group.kind.flop_per_s.values()))
+        by_speed = sorted(numbers, key=lambda number: -max(groups[number].kind.flop_per_s.values()))
         subsets = [tuple(by_speed[:size]) for size in range(len(groups), 0, -1)]
     seen = set()
     for subset in subsets:
         # Stages lie one behind the other: the kind with the head, or with the most in flight, may be either.
         for turned in (False, True):
-            part = replace(cluster, groups=tuple(reversed(subset)) if turned else subset)
+            part = cluster.of(subset[::-1] if turned else subset)
             if part.names not in seen:
                 seen.add(part.names)
                 yield part, turned
+
+
+def _with_fewer(work: Work, space: Space, constants: Constants, found: "_Found", plans: list[Plan]) -> None:
+    """Plans for some nodes of few unlike ones, in the degrees of those for all: a slow node less may be less to wait
+    for. As long as that helps one more is left out."""
+    seen = set()
+    for plan in plans:  # which grows
+        groups, degrees = plan.cluster.groups, (plan.choice.tensor, plan.choice.pipeline)
+        if len(groups) == 1 or plan.cluster.nodes > FEW:
+            continue
+        for number, group in enumerate(groups):
+            part = plan.cluster.sized([each.nodes - (place == number) for place, each in enumerate(groups)])
+            if group.nodes > 1 and (part.names, degrees) not in seen:
+                seen.add((part.names, degrees))
+                _Search(work, part, replace(space, degrees=(degrees,)), constants, found, False).run()
+                made = [other for other in found.ranked() if other.cluster.names == part.names]
+                plans += [other for other in made[:1] if other.lasting_s < plan.lasting_s]
 
 
 class _Found:
@@ -159,6 +181,7 @@ class _Found:
     def __init__(self, failures: Failures | None) -> None:
         self.failures = failures
         self.plans: dict[tuple[object, ...], Plan] = {}
+        self.hopes: dict[tuple[object, ...], list[tuple[float, Choice]]] = {}
         self.best_s = math.inf
         self.short: Short | None = None
         self.tried = self.missed = 0
@@ -172,6 +195,16 @@ class _Found:
             return True
         before = self.plans.get(key)
         return before is not None and bound_s > before.lasting_s
+
+    def hopeful(self, plan: Plan) -> Iterator[Choice]:
+        """Layouts of a plan's family that would beat it if they exchanged nothing, as another degree may have it: of
+        those with fewer devices or other micro-batches one that waits longer now may be the faster one then."""
+        key = family(plan.choice, plan.choice.zero, plan.cluster)
+        yield plan.choice
+        for hope_s, choice in sorted(self.hopes[key], key=lambda hope: hope[0])[:MOST_HOPES]:
+            if hope_s >= self.plans[key].lasting_s:
+                return
+            yield choice
 
     def miss(self, choice: Choice, cluster: Cluster, held: Held) -> None:
         """Note a layout that does not fit, if it is nearer to it than all others."""
@@ -189,6 +222,7 @@ class _Found:
         self.tried += 1
         key = family(choice, choice.zero, cluster)
         before = self.plans.get(key)
+        self.hopes.setdefault(key, []).append((estimate.step_s - estimate.terms["communication"], choice))
         if before is not None and estimate.step_s >= before.lasting_s:
             return True  # and no failure would make it faster
         plan = Plan(choice, estimate, cluster)
@@ -270,6 +304,8 @@ class _Search:
             for recompute, offload in RECOMPUTE:
                 if pins.get("recompute", recompute) != recompute or pins.get("offload", offload) != offload:
                     continue
+                if offload and pipeline > 1:
+                    continue  # which has several micro-batches under way, and offload knows of one
                 if offload and "offload" not in pins and any(kind.on_host for kind in self.cluster.kinds):
                     continue  # the host's memory is the device's
                 base = Choice(
@@ -351,6 +387,8 @@ class _Search:
         """Parts of the state: as they are held fixed (None: they are for other numbers of ranks), by what unlike
         devices have room for where even ones do not fit, or () for even ones."""
         wanted, degree = self.space.pins.get("state"), choice.shard_degree
+        if choice.engine != "sharded":
+            return ()  # the others know of even parts alone
         if wanted is None:
             short = any(held.left < 0 for held in holders)
             if short and not self.unlike.uniform and choice.pipeline == 1 and not degree and copies > 1:
@@ -380,16 +418,18 @@ class _Search:
             if pipeline == 1 and zero > 1:
                 reduces = ("per_micro_batch", "per_step") if zero == 3 else ("per_micro_batch",)
             for reduce in self.pinned("reduce", reduces):
-                if not (pipeline > 1 and (zero == 3 or reduce != "per_step")):
-                    yield zero, degree, reduce, 1 if zero == 3 else pins.get("slots", 1)
+                if zero == 3 and pins.get("slots", 1) > 1:
+                    continue  # its parameters are gathered anew for each pass
+                if pipeline == 1 or (zero < 3 and reduce == "per_step"):
+                    yield zero, degree, reduce, pins.get("slots", 1)
 
-    def refine(self, plan: Plan) -> None:
+    def refine(self, choice: Choice) -> None:
         """What makes little difference and multiplies what there is to try: only for the best of each family."""
-        choice, pins = plan.choice, self.space.pins
+        pins, copies = self.space.pins, (choice.devices or self.cluster.devices) // (choice.tensor * choice.pipeline)
         per_node = max(1, self.cluster.groups[0].per_node // choice.tensor)
-        degrees = [each for each in (per_node, 2 * per_node) if 1 < each < plan.copies and plan.copies % each == 0]
+        degrees = [each for each in (per_node, 2 * per_node) if 1 < each < copies and copies % each == 0]
         for degree in [choice.shard_degree] if "shard_degree" in pins or "state" in pins else [0, *degrees]:
-            for slots in self.pinned("slots", (1, 2) if choice.zero < 3 and plan.copies > 1 else (1,)):
+            for slots in self.pinned("slots", (1, 2) if choice.zero < 3 and copies > 1 else (1,)):
                 state = choice.state if degree in (0, choice.shard_degree) else ()
                 other = replace(choice, shard_degree=degree, slots=slots, state=state)
                 if other != choice:

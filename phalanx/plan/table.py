@@ -44,7 +44,9 @@ def _layout(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     tensor, pipeline = keys["parallel.tensor"], keys["parallel.pipeline"]
     copies = f"{used['copies']} cop{'y' if used['copies'] == 1 else 'ies'} of the model"
     shape = [copies, *([f"{pipeline} stages"] if pipeline > 1 else []), *([f"{tensor} slices"] if tensor > 1 else [])]
-    rows = [("layout", f"{' x '.join(shape)} on {used['devices']} devices, in {record['model']['precision']}")]
+    rows = [
+        ("layout", f"{' x '.join(shape)} on {_several(used['devices'], 'device')}, in {record['model']['precision']}")
+    ]
     rows.append(("", f"keys of {record['out']}: {' '.join(as_overrides(_short(keys)))}"))
     stages, shares, state = keys["parallel.stages"], keys["balance.work"], keys["balance.state"]
     if stages != "auto" and (len(set(stages)) > 1 or len(stages) <= FEW_STAGES):
@@ -231,7 +233,7 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
     job, span_s = record["job"], record["span_s"]
     style = "bold red" if record["ended"] else "bold green"
     head = Text.assemble(
-        (f"{job['devices']:,} devices on {job['nodes']:,} nodes for {seconds(span_s)}", "bold"),
+        (f"{_several(job['devices'], 'device')} on {_several(job['nodes'], 'node')} for {seconds(span_s)}", "bold"),
         f", a failure every {seconds(job['mtbf_s'])}\n",
         ("given up" if record["ended"] else f"goodput {100 * record['goodput']:.2f} %", style),
         f" ({100 * record['closed_form']:.2f} % by Daly's formula, of failures alone); {record['steps']:,} steps of "
@@ -244,7 +246,7 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
     rows = [("what happened", happened)]
     if record["ended"]:
         at_s, why = record["ended"]
-        rows.append(("given up", f"after {seconds(at_s)}: {why}; raise resilience.max_restarts, or save more often"))
+        rows.append(("given up", f"after {seconds(at_s)}: {why}; {_remedy(why)}"))
     if job["checkpoint_steps"] is not None:
         every = f"a checkpoint every {job['checkpoint_steps']} steps, {seconds(job['checkpoint_s'])} each"
         rows.append(("saving", f"{every} ({'as asked for' if job['checkpoint_held'] else 'Young, Daly'})"))
@@ -291,7 +293,18 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
     return Group(head, Text(), _grid(rows), Text(), table, Text(), scale)
 
 
+def _remedy(why: str) -> str:
+    """What to do about a job that was given up."""
+    if why.startswith("nodes were lost"):
+        return "have more --spares, or wait for those that come back (resilience.on_lost_node, wait_for_node_s)"
+    return "raise resilience.max_restarts, or save more often"
+
+
 # ---------------------------------------------------------------------------------------------------------------- forms
+
+
+def _several(count_: int, what: str) -> str:
+    return f"{count_:,} {what}{'s' * (count_ != 1)}"
 
 
 def _table(title: str) -> Table:

@@ -11,7 +11,8 @@ class Work:
     """A decoder of `layers` equal blocks, and the step that trains it on `global_batch` sequences of `seq_len` tokens.
 
     `precision` is the type of matrix products; `master_bytes` and `state_bytes` are kept for each trained parameter
-    (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each. `trained` is the share of parameters
+    (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each, `far_bytes` at most from node to node
+    where that is compressed. `trained` is the share of parameters
     that are trained (adapters: a few hundredths). `positions` are rows of a learnt table of positions. `biases`:
     matrices add one and norms have two vectors, as in GPT-2.
     `memory` and `replicate` are those of a recipe's `resilience`: on CPUs what they keep lies in the same memory;
@@ -37,6 +38,7 @@ class Work:
     state_bytes: float = 8.0
     reduce_bytes: int = 4
     gather_bytes: int = 2
+    far_bytes: float | None = None
     trained: float = 1.0
     memory: bool | str = False
     replicate: int | str = "off"

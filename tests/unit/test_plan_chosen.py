@@ -189,6 +189,21 @@ def test_nodes_of_unlike_memory_are_told_apart() -> None:
     assert half.groups[1].kind.peak("fp32") == pytest.approx(2 * half.groups[0].kind.peak("fp32"))
 
 
+def test_unlike_devices_of_one_node_have_no_other_node() -> None:
+    """Neither a network between them, nor anybody who keeps their steps."""
+    nodes = ((A100, V100),)
+    there = present.cluster_of(nodes)
+    assert [(group.nodes, group.beside) for group in there.groups] == [(1, False), (1, True)]
+    assert there.nodes == 1 and parse.text_of(there) == "1xA100-80GB + 1xV100-32GB"
+    estimate = predict(small(), there).estimate
+    assert (estimate.kept, estimate.replicas) == ("memory", None)
+    two = present.cluster_of((*nodes, *nodes))
+    assert two.nodes == 2
+    assert predict(small(), two).estimate.kept == "copies"
+    slower = predict(small(), replace(there, between_bits_per_s=1e6)).estimate
+    assert slower.step_s == estimate.step_s
+
+
 # ------------------------------------------------------------------------------------------------------------- compared
 
 EXPECTED = {
@@ -306,10 +321,24 @@ def test_what_is_not_plausible_is_not_learnt() -> None:
     config, _ = recipe.resolve(small(train={"micro_batch": 4, "dtype": "bf16"}), device="gpu", world=1)
     nodes = ((A100,),)
     thought = predict(config, present.cluster_of(nodes)).estimate.step_s
-    rows = [record(step, step_s=thought / 100, busy_s=None, update_s=None) for step in range(1, 31)]
+    rows = [record(step, step_s=thought / 100, busy_s=None, update_s=None, shares=[64]) for step in range(1, 31)]
     lesson = calibrate.learn(calibrate.Run("it", config, nodes, None, rows))
     assert any("is not plausible: 1.25 is taken" in said for said in lesson.said)
     assert lesson.after_s > 10 * lesson.measured_s
+
+
+def test_steps_of_other_ranks_and_damaged_records_teach_nothing(tmp_path: Path) -> None:
+    """As where the newest start, on fewer ranks, has done no steps; and a line that somebody has been at."""
+    config, _ = recipe.resolve(small(train={"micro_batch": 4}), device="cpu", world=1)
+    rows = [record(step) for step in range(1, 31)]
+    with pytest.raises(ConfigError, match="has done no steps; those that there are were done by 2"):
+        calibrate.learn(calibrate.Run("it", config, ((CPU,),), None, rows))
+    damaged = [{key: value for key, value in row.items() if key != "step_s"} for row in rows]
+    assert calibrate.steps_of_newest([*rows[:3], *damaged]) == rows[:3]
+    for row in damaged:
+        append_line(RunPaths(tmp_path).metrics, row)
+    with pytest.raises(ConfigError, match="nothing follows from it"):
+        experience.of_run(RunPaths(tmp_path))
 
 
 def test_a_short_run_teaches_nothing() -> None:

@@ -15,13 +15,14 @@ from phalanx.combinations import problems_with
 from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware, Link
 from phalanx.models.spec import PRESETS, parameter_count
-from phalanx.plan import failures, large, measured, parse
+from phalanx.plan import cost, failures, large, measured, parse
 from phalanx.plan.advice import Question
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
-from phalanx.plan.cost import predict
+from phalanx.plan.constants import DEFAULT
 from phalanx.plan.intervals import daly_s
-from phalanx.plan.recipe_keys import STATE_BYTES, free, work_of
+from phalanx.plan.predict import predict
+from phalanx.plan.recipe_keys import STATE_BYTES, checked, free, work_of
 from phalanx.rules import RULES
 from tests.helpers import ROOT
 
@@ -63,6 +64,24 @@ def test_the_keys_make_a_recipe_that_starts(tmp_path: Path) -> None:
     assert told["runners_up"][0]["step_s"] >= expected["step_s"]
     assert {help_["what"].split()[0] for help_ in told["helps"]} == {"a", "devices", "one"}
     assert all(help_["times"] > 0.999 for help_ in told["helps"])
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "held"),
+    [
+        ("llama-3-8b", "7xL40S", "parallel.sequence=false"),  # stages, and blocks' inputs moved to the host
+        ("llama-3.2-1b", "2x(8xH200), 4x(4xB200), 400Gb/s", "optim.slots=2"),  # zero 3, which has one
+        ("llama-3.2-1b", "1xH100, 1xT4", "parallel.data=fsdp2"),  # parts of the state by room
+    ],
+)
+def test_all_that_is_proposed_is_what_a_start_accepts(name: str, cluster: str, held: str) -> None:
+    config = free(recipe.load(ROOT / "recipes" / f"{name}.yaml", [held]), [held])
+    found = Question(config, None, (held,)).on(parse.cluster(cluster))
+    assert found.plans
+    for plan in found.plans:
+        chosen = checked(config, plan)
+        if plan.devices == plan.cluster.devices:
+            assert predict(chosen, plan.cluster).estimate.step_s == pytest.approx(plan.estimate.step_s)
 
 
 def test_the_table_reads_in_a_hundred_columns(tmp_path: Path) -> None:
@@ -128,6 +147,13 @@ def test_a_model_that_fits_nowhere_says_how_much_is_short_and_three_ways_out(tmp
     assert enough["used"]["devices"] > 2
 
 
+def test_on_a_cpu_the_cheapest_way_out_is_to_keep_no_steps(tmp_path: Path) -> None:
+    words = (ROOT / "recipes" / "llama-3.2-1b.yaml", "--cluster", "CPU")
+    told = json.loads(phalanx("plan", *words, "--json").output)
+    assert told["ways_out"][0].startswith("resilience.memory=false:")
+    planned(tmp_path / "plan.json", *words, "resilience.memory=false")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -137,6 +163,7 @@ def test_a_model_that_fits_nowhere_says_how_much_is_short_and_three_ways_out(tmp
         ([LLAMA, "--cluster", "2x(8xA1000)"], "character 6"),
         ([LLAMA, "--cluster", NODES, "--tokens", "many"], "--tokens"),
         ([LLAMA, "--cluster", NODES, "--price", "2"], "--tokens"),
+        ([LLAMA, "--cluster", NODES, "--tokens", "1B", "--price", "inf"], "--price inf is no price"),
         ([LLAMA, "--cluster", NODES, "--explain", "faster"], "key=value"),
         ([LLAMA, "--cluster", NODES, "--explain", "parallel.tensr=2"], "tensr"),
         ([LLAMA, "--cluster", NODES, "parallel.tensor=5"], "parallel.tensor"),
@@ -157,6 +184,8 @@ def test_a_model_that_fits_nowhere_says_how_much_is_short_and_three_ways_out(tmp
         (["--simulate", "--gpus", "8", "--copies-every", "4"], "without --keep copies"),
         (["--simulate", "--gpus", "8", "--commit-time", "1s"], "without --keep memory or copies"),
         (["--simulate", "--gpus", "12"], "whole nodes"),
+        (["--simulate", "--gpus", "8", "--spares", "1000000"], "--spares 1000000 are nodes of more than 131,072"),
+        (["--simulate", "--gpus", "8", "--keep", "copies"], "--keep copies needs another node"),
         (["--simulate", "--gpus", "8", "--mtbf", "often"], "--mtbf"),
         ([LLAMA, "--cluster", NODES, "--simulate", "--gpus", "8"], "two clusters"),
     ],
@@ -174,6 +203,10 @@ def test_a_bert_and_unlike_types() -> None:
     work = work_of(config, spec, cluster)
     assert (work.gated, work.biases, work.precision, work.gather_bytes) == (False, True, "fp16", 4)
     assert work.parameters() == pytest.approx(parameter_count(spec), rel=0.02)
+    mixed = recipe.update(config, {"train.dtype": "mixed"})
+    alike = work_of(mixed, spec, parse.cluster("4xA100-40GB"))
+    assert (alike.precision, alike.gather_bytes) == ("bf16", 4)  # each makes its own type of fp32, alike or not
+    assert work_of(mixed, spec, parse.cluster("4xCPU")).precision == "fp32"
 
 
 def test_what_is_used_computes_in_its_own_type(tmp_path: Path) -> None:
@@ -261,7 +294,9 @@ def test_noise_between_neighbours_is_no_difference_and_a_cpu_takes_time_to_be_ca
     asked = replace(measured._work_of(work), global_batch=1)
     for sequences, seconds in ((1, 1.5), (3, 3.5), (5, 5.5)):
         alone = Cluster((Group(1, 1, slow),))
-        said = predict(replace(asked, global_batch=sequences), alone, Choice(micro_batch=sequences)).terms["compute"]
+        said = cost.predict(replace(asked, global_batch=sequences), alone, Choice(micro_batch=sequences)).terms[
+            "compute"
+        ]
         assert said == pytest.approx(seconds / 1.02, rel=0.03)
 
 
@@ -281,11 +316,14 @@ def test_noise_within_a_node_leaves_its_devices_one_group() -> None:
     assert groups(1.0, 1.1, 1.2, 1.4) == [(1, 3), (1, 1)]  # the fourth is within a quarter of the third alone
     assert groups(1.0, 1.2, 1.0, 1.2, nodes="0011") == [(2, 2)]
     assert groups(1.0, 1.2, models="xy") == [(1, 1), (1, 1)]
+    two = tuple(device(rank, "xy"[rank], 1.0, host_to_device_bytes_per_s=None) for rank in range(2))
+    found = measured.cluster_of(Hardware({**WORK, "dtype": "fp32"}, two, Link(3e8, 4e-5)))
+    assert found.nodes == 1  # and the link is that between its devices
+    assert {group.kind.link_bytes_per_s for group in found.groups} == {3e8 / DEFAULT.near_share}
 
 
 def test_an_all_reduce_takes_what_it_was_measured_to_take() -> None:
     from phalanx.plan import links
-    from phalanx.plan.constants import DEFAULT
 
     nodes = tuple(device(rank, "NVIDIA A100-SXM4-40GB", 0.4, node=rank) for rank in range(4))
     found = measured.cluster_of(Hardware(WORK, nodes, Link(1e9, 1e-5)))
@@ -373,9 +411,24 @@ def test_saving_is_by_the_rate_of_failures_of_so_many_devices() -> None:
 
 
 def test_a_job_that_no_failure_takes_back_to_a_checkpoint_needs_none() -> None:
-    done = phalanx("plan", "--simulate", "--gpus", 8, "--mtbf", "3h", "--days", 1, "--keep", "copies")
+    words = ("plan", "--simulate", "--gpus", 16, "--mtbf", "3h", "--days", 1, "--keep", "copies")
+    done = phalanx(*words)
     assert done.exit_code == 0, done.output
     assert "never" in done.output
+    one, *more = json.loads(phalanx(*words, "--json").output)["scaling"]
+    assert one["checkpoint_every_s"] > 0  # of one node, which has no other one that keeps anything
+    assert {row["checkpoint_every_s"] for row in more} == {None}
+
+
+def test_one_node_is_not_said_to_have_copies_and_more_spares_are_a_remedy_for_lost_nodes() -> None:
+    words = ("plan", "--simulate", "--gpus", 8, "--mtbf", "3h", "--days", 9)
+    told = json.loads(phalanx(*words, "--json").output)
+    assert set(told["if_kept"]) == {"checkpoints", "memory"}
+    assert told["ended"][1].startswith("nodes were lost")
+    shown = " ".join(phalanx(*words).output.split())
+    assert "cannot go on without them; have more --spares" in shown
+    shown = " ".join(phalanx(*words, "--mtbf", "1s").output.split())
+    assert "raise resilience.max_restarts" in shown
 
 
 def test_sizes_that_are_too_small_for_what_is_held_fixed_are_told_of() -> None:

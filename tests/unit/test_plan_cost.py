@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from phalanx.errors import ConfigError
 from phalanx.models.spec import PRESETS, flops_per_token, parameter_count
 from phalanx.optim import overlap
-from phalanx.plan import compute, exchange, links
+from phalanx.parallel import stages
+from phalanx.parallel.stages import HELD
+from phalanx.plan import compute, exchange, links, parse
 from phalanx.plan.choice import Choice, Engine
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import Constants
@@ -168,6 +170,8 @@ def test_rings_by_hand() -> None:
     cluster = alone(4, per_node=2, far=4e9)
     assert links.shard_s(1e9, Ring(4, 2, 1, PLAIN), cluster, FULL) == pytest.approx(1.0)
     assert links.shard_s(1e9, Ring(2, 2, 2, PLAIN), cluster, FULL) == pytest.approx(2.0)  # two rings share a cable
+    assert links.shard_s(1e9, Ring(4, 2, 1, PLAIN), cluster, FULL, shorter=0.75) == pytest.approx(0.75)
+    assert links.shard_s(1e9, Ring(4, 2, 1, PLAIN), cluster, FULL, shorter=0.25) == pytest.approx(0.5)  # of a node
     late = replace(PLAIN, link_latency_s=0.1)
     far = replace(cluster, between_latency_s=1.0)
     assert links.shard_s(1.0, Ring(4, 2, 1, late), far, FULL) == pytest.approx(1.2)  # 1 step between nodes, 2 within
@@ -181,6 +185,45 @@ def test_rings_are_found_on_a_cluster() -> None:
     slow = replace(PLAIN, name="slow", link_bytes_per_s=1e8)
     mixed = Cluster((Group(1, 4, PLAIN), Group(2, 4, slow)))
     assert links.ring_of(0, 12, 1, mixed) == Ring(12, 3, 1, slow)
+
+
+def test_unlike_devices_of_one_node_are_near_each_other() -> None:
+    other = replace(PLAIN, name="other")
+    # Two nodes of two devices of a kind; the second one has another one, too, and a third node only that.
+    cluster = Cluster((Group(2, 2, PLAIN), Group(1, 1, other, beside=True), Group(1, 1, other)))
+    assert [cluster.node_of(device) for device in range(6)] == [0, 0, 1, 1, 1, 2]
+    assert cluster.nodes == 3
+    assert links.ring_of(0, 6, 1, cluster).nodes == 3
+    assert links.ring_of(2, 3, 1, cluster) == Ring(3, 1, 1, PLAIN)
+    turned = cluster.of((1, 0))
+    assert [(group.kind.name, group.beside) for group in turned.groups] == [("other", False), ("plain", True)]
+    assert [group.beside for group in cluster.of((0, 2)).groups] == [False, False]
+    assert cluster.of(range(3)) == cluster
+    assert parse.text_of(cluster.of((0, 1))) == "2x(2xplain) + 1xother, 100Gb/s"
+    assert parse.with_nodes(cluster, 0, -2).groups == (Group(1, 1, other), Group(1, 1, other))
+
+
+def test_the_slowest_copy_of_the_state_is_waited_for() -> None:
+    """Two devices of a node share one, and two nodes of one device each the other, wherever they stand."""
+    inside, between = Group(1, 2, PLAIN), Group(2, 1, PLAIN)
+    waits = [
+        step(SMALL, Cluster(groups, 1e9, 0.0), micro_batch=4, shard_degree=2).terms["communication"]
+        for groups in ((inside, between), (between, inside))
+    ]
+    assert waits[0] == pytest.approx(waits[1])
+    # Where rings and nodes do not begin together: the second one of two has a device of each node.
+    odd = Cluster((Group(2, 3, PLAIN),), 1e9, 0.0)
+    assert Model(SMALL, odd)._shard_ring(0, 2, 1, 3) == Ring(2, 2, 1, PLAIN)
+
+
+def test_slices_hand_on_their_part_of_the_sequence() -> None:
+    slow = Cluster((Group(1, 4, replace(PLAIN, link_bytes_per_s=1e8)),))
+    whole, cut = (
+        step(ALIKE, slow, tensor=2, pipeline=2, micro_batch=1, sequence=sequence).terms["communication"]
+        for sequence in (False, True)
+    )
+    handed = 256 * 512 * 2 / 1e8  # of a micro-batch, to the next stage or back
+    assert whole - cut == pytest.approx(16 * handed / 2, rel=0.05)
 
 
 def test_one_rank_hands_to_the_next_by_hand() -> None:
@@ -243,6 +286,19 @@ def test_our_own_order_is_what_its_schedule_reaches(moved_s: float, reduce: str,
     assert 6.0 + found.exposed_s == pytest.approx(planned, rel=0.05)
 
 
+def test_only_what_crosses_nodes_is_compressed() -> None:
+    """Of 4 bytes each a quarter; and masters are kept apart, from which parameters are rounded."""
+    fp32 = replace(SMALL, precision="fp32", gather_bytes=4, reduce_bytes=4)
+    inside, between = alone(4), alone(4, per_node=1, far=8e8)
+    for cluster, part in ((inside, 1.0), (between, 0.25)):
+        plain, short = (
+            step(replace(fp32, far_bytes=far), cluster, micro_batch=4, engine="megatron") for far in (None, 1.0)
+        )
+        assert short.terms["communication"] == pytest.approx(part * plain.terms["communication"])
+    held_, rounded = (step(replace(fp32, far_bytes=far), inside).memory[0].parts for far in (None, 1.0))
+    assert held_["master weights"] == 0 < rounded["master weights"]
+
+
 def test_blocks_fetched_ahead_take_what_is_longer() -> None:
     hidden = travel("fsdp", (1.0, 2.0), 0.4, zero=3, micro_batches=3)
     # The first fetch and the last reduce of 8 units each, in all three.
@@ -284,6 +340,22 @@ def test_the_bubble_is_that_of_one_forward_one_backward(pipeline: int, micro_bat
     assert found.terms["bubble"] == pytest.approx(ideal * (pipeline - 1) / micro_batches, rel=0.02)
     halved = step(ALIKE, fast, pipeline=pipeline, micro_batch=16 // micro_batches, virtual=2)
     assert halved.terms["bubble"] == pytest.approx(found.terms["bubble"] / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
+def test_a_pipeline_takes_what_its_orders_take_also_of_few_micro_batches(schedule: str, micro_batches: int) -> None:
+    from phalanx.parallel.schedules import orders
+
+    virtual, plan = HELD[schedule], stages.divide(16, 4, schedule)
+    spans = stages.simulate(
+        orders(schedule, plan, micro_batches), plan, lambda action: {"F": 1, "B": 2}[action.kind] / 3 / virtual
+    )
+    fast = Cluster((Group(1, 4, replace(PLAIN, link_bytes_per_s=1e30)),))
+    work = replace(ALIKE, layers=16, global_batch=micro_batches)
+    found = step(work, fast, pipeline=4, virtual=virtual, micro_batch=1)
+    pass_s = found.terms["compute"] / micro_batches
+    assert found.step_s == pytest.approx(stages.step_s(spans) * pass_s, rel=0.01)
 
 
 def test_a_stage_with_more_layers_is_waited_for() -> None:

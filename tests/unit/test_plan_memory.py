@@ -118,16 +118,22 @@ def test_what_does_not_fit_says_by_how_much() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "parallel", "activations", "micro_batch"),
+    ("preset", "parallel", "activations", "micro_batch", "dtype"),
     [
-        ("llama-2-7b", {"zero": 1, "reduce": "per_step"}, "none", 1),
-        ("llama-3.2-1b", {"zero": 2, "reduce": "per_micro_batch"}, "full", 4),
-        ("llama-2-7b", {"zero": 3, "reduce": "per_micro_batch"}, "selective", 2),
-        ("llama-3.2-1b", {"zero": 2, "reduce": "per_micro_batch", "tensor": 2, "sequence": True}, "none", 2),
+        ("llama-2-7b", {"zero": 1, "reduce": "per_step"}, "none", 1, "bf16"),
+        ("llama-3.2-1b", {"zero": 2, "reduce": "per_micro_batch"}, "full", 4, "bf16"),
+        ("llama-2-7b", {"zero": 3, "reduce": "per_micro_batch"}, "selective", 2, "bf16"),
+        ("llama-3.2-1b", {"zero": 2, "reduce": "per_micro_batch", "tensor": 2, "sequence": True}, "none", 2, "bf16"),
+        ("llama-2-7b", {"zero": 1, "reduce": "per_step"}, "full", 1, "mixed"),
     ],
 )
 def test_our_own_engine_holds_what_a_dry_run_counts(
-    preset: str, parallel: dict[str, object], activations: str, micro_batch: int, monkeypatch: pytest.MonkeyPatch
+    preset: str,
+    parallel: dict[str, object],
+    activations: str,
+    micro_batch: int,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tied and untied, within a few hundredths: of every part that is state exactly, of activations nearly."""
     spec = PRESETS[preset]
@@ -135,7 +141,7 @@ def test_our_own_engine_holds_what_a_dry_run_counts(
         {
             "model": {"preset": preset, "layers": 4},
             "data": {"seq_len": 1024},
-            "train": {"global_batch": 64, "micro_batch": micro_batch, "dtype": "bf16"},
+            "train": {"global_batch": 64, "micro_batch": micro_batch, "dtype": dtype},
             "parallel": {"data": "sharded", **parallel},
             "memory": {"activations": activations},
         },
@@ -146,12 +152,14 @@ def test_our_own_engine_holds_what_a_dry_run_counts(
     work = Work(
         layers=4, hidden=spec.hidden, heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
         ffn=spec.intermediate, vocabulary=spec.vocab_size, seq_len=1024, global_batch=64, tied=spec.tie_embeddings,
+        gather_bytes=4 if dtype == "mixed" else 2,
     )  # fmt: skip
     choice = Choice(micro_batch=micro_batch, recompute=activations, **parallel)  # type: ignore[arg-type]
     choice = replace(choice, tensor=int(str(parallel.get("tensor", 1))))
     found = predict(work, Cluster((Group(1, 8, A100),)), choice).memory[0]
     same = {"weights": "weights in use", "gradients": "gradients", "master weights": "master weights",
             "optimizer state": "optimizer state"}  # fmt: skip
+    same |= {"weights on their way": "weights on their way"} if dtype == "mixed" else {}
     for mine, other in same.items():
         assert found.parts[mine] == pytest.approx(counted["memory"][other], rel=0.005), mine
     assert 0.97 <= (found.total - found.parts["reserved"]) / counted["memory_total"] <= 1.06  # more over tensor ranks

@@ -30,7 +30,18 @@ def test_devices_without_brackets_are_of_one_node() -> None:
 
 @pytest.mark.parametrize(
     ("words", "bits"),
-    [("100Gb/s", 100e9), ("25Gbit/s", 25e9), ("12.5GB/s", 100e9), ("1 Tb/s", 1e12), ("1gbps", 1e9), ("900Mb/s", 9e8)],
+    [
+        ("100Gb/s", 100e9),
+        ("25Gbit/s", 25e9),
+        ("25GBit/s", 25e9),
+        ("25 GBits/s", 25e9),
+        ("12.5GB/s", 100e9),
+        ("12.5GByte/s", 100e9),
+        ("12.5 gbytes/s", 100e9),
+        ("1 Tb/s", 1e12),
+        ("1gbps", 1e9),
+        ("900Mb/s", 9e8),
+    ],
 )
 def test_speeds_in_bits_and_bytes(words: str, bits: float) -> None:
     assert parse.cluster(f"2x(8xA100-80GB), {words}").between_bits_per_s == pytest.approx(bits)
@@ -61,6 +72,10 @@ def test_a_latency() -> None:
         ("8xT4, 0Gb/s", 6, "carries nothing"),
         ("9999999xT4", 0, "digit too many"),
         ("8xT4, -1Gb/s", 6, "a kind of device is expected"),
+        ("9" * 5000 + "xT4", 0, "digit too many"),
+        ("2x(" + "9" * 5000 + "xT4)", 3, "digit too many"),
+        ("8xT4, " + "9" * 400 + "Gb/s", 6, "digit too many"),
+        ("8xT4, " + "9" * 400 + "ms", 6, "digit too many"),
     ],
 )
 def test_a_mistake_is_pointed_at(text: str, at: int, words: str) -> None:
@@ -112,7 +127,7 @@ def test_times(text: str, value: float) -> None:
     assert parse.seconds(text, "--mtbf") == value
 
 
-@pytest.mark.parametrize("text", ["", "3", "h", "-3h", "0s", "3 parsecs", "nan"])
+@pytest.mark.parametrize("text", ["", "3", "h", "-3h", "0s", "3 parsecs", "nan", "9" * 400 + "d"])
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--mtbf .* 45min"):
         parse.seconds(text, "--mtbf")

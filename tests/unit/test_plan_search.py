@@ -51,6 +51,7 @@ def all_choices(work: Work, cluster: Cluster) -> list[Choice]:
     ):
         refused = pipeline > 1 and (zero == 3 or reduce == "per_micro_batch")
         refused |= zero == 3 and slots == 2
+        refused |= pipeline > 1 and offload  # which knows of one micro-batch at a time
         refused |= virtual > 1 and (pipeline == 1 or 2 * pipeline > work.layers)
         for devices in range(tensor * pipeline, cluster.devices + 1, tensor * pipeline):
             copies = devices // (tensor * pipeline)
@@ -79,6 +80,28 @@ def test_within_two_hundredths_of_brute_force(text: str, batch: int, hidden: int
     assert bool(found.plans) == (best is not None)
     if best is not None:
         assert found.best.estimate.step_s <= 1.02 * best
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "hidden", "batch"),
+    [
+        ("4x(2xRTX-4090), 10Gb/s", 2, 512, 256),  # with fewer, larger micro-batches only where nodes exchange less
+        ("3x(2xA100-40GB), 25Gb/s", 8, 256, 256),  # on some of the nodes
+    ],
+)
+def test_degrees_of_sharding_are_within_two_hundredths_of_brute_force(
+    text: str, layers: int, hidden: int, batch: int
+) -> None:
+    work = replace(SMALL, layers=layers, hidden=hidden, ffn=3 * hidden, global_batch=batch, precision="fp16")
+    work = replace(work, seq_len=256 if hidden == 256 else 1024, memory="auto", replicate="auto")
+    cluster = parse.cluster(text)
+    model, best_s = Model(work, cluster), []
+    for choice in all_choices(work, cluster):
+        copies = choice.devices // (choice.tensor * choice.pipeline)
+        for degree in (0, *(each for each in range(2, copies) if copies % each == 0)) if choice.zero == 1 else ():
+            estimate = model.predict(replace(choice, shard_degree=degree))
+            best_s += [estimate.step_s] if estimate.fits else []
+    assert on(work, cluster, zero=1).best.estimate.step_s <= 1.02 * min(best_s)
 
 
 def test_shares_and_stages_of_unlike_devices_are_within_two_hundredths_of_brute_force() -> None:
@@ -188,6 +211,16 @@ def test_more_of_anything_never_makes_it_slower(work: Work, text: str) -> None:
     larger = replace(there, groups=tuple(replace(group, kind=roomier) for group in there.groups))
     for other in (faster, larger, parse.with_nodes(there, 0, 1), parse.with_nodes(there, 0, there.nodes)):
         assert tokens_per_s(on(work, other)) >= before * (1 - 1e-9)
+
+
+def test_nodes_that_do_not_help_are_left_idle_by_a_layout_that_sends_less_between_them() -> None:
+    """On two of the nodes each holds a whole copy of the state, as on all that there are."""
+    work = Work(4, 192, 6, 3, 512, 2048, seq_len=256, global_batch=16, tied=True, head_dim=32, memory="auto")
+    two, three = (
+        on(replace(work, replicate="auto"), f"{nodes}x(3xRTX-4090), 10Gb/s", micro_batch=3) for nodes in (2, 3)
+    )
+    assert two.best.choice.shard_degree == 3
+    assert tokens_per_s(three) >= tokens_per_s(two)
 
 
 @given(works, st.sampled_from(["4xA100-40GB, 2xV100-16GB, 50Gb/s", "2x(2xH100-80GB), 3x(2xT4), 10Gb/s"]))
