@@ -7,7 +7,7 @@ from typing import Any
 from phalanx import faults
 from phalanx.errors import PhalanxError
 from phalanx.faults import Fault
-from phalanx.records import ExitCode, Kind, RunPaths, Url, read_lines, write_event
+from phalanx.records import ExitCode, Kind, RunPaths, Url, last_line, read_lines, write_event
 from phalanx.report.terminal import open_terminal
 
 
@@ -43,10 +43,13 @@ def rolled_back(paths: RunPaths) -> list[int]:
 
 def stopped_early(paths: RunPaths, asked: str) -> str:
     """What to say of a start that the signal `asked` has stopped before there were ranks."""
-    step = recorded(paths)
-    if not step:
+    step, done = recorded(paths), (last_line(paths.metrics) or {}).get("step")
+    later = type(done) is int and done > step  # after a failure: whether that is kept is known when all nodes are there
+    if not step and not later:
         return f"stopped by {asked} before any step was done; the same command starts again"
-    return f"stopped by {asked} before any further step; the same command goes on from the checkpoint of step {step}"
+    where = f"the checkpoint of step {step}" if step else "the beginning"
+    where += ", or from a later step where memory has kept one" * later
+    return f"stopped by {asked} before any further step; the same command goes on from {where}"
 
 
 def outcome(paths: RunPaths, code: int, first_attempt: int) -> tuple[int, bool]:

@@ -7,7 +7,7 @@ from phalanx.cluster import node_requests
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, read_lines
 
-HERE, LOST, ELSEWHERE = "in the run", "lost", "not in the run"
+HERE, LOST, ELSEWHERE, OVER = "in the run", "lost", "not in the run", "the run is over"
 
 
 def rows(paths: RunPaths) -> list[dict[str, str]]:
@@ -32,7 +32,9 @@ def rows(paths: RunPaths) -> list[dict[str, str]]:
         elif kind == Kind.NODE_LOST:
             state[number] = LOST
         elif kind in (Kind.FINISHED, Kind.STOPPED):
-            state = {each: LOST if was == LOST else "the run is over" for each, was in state.items()}
+            state = {each: LOST if was == LOST else OVER for each, was in state.items()}
+        elif kind == Kind.RESTARTED:  # it had stopped to be divided anew
+            state = {each: HERE if was == OVER else was for each, was in state.items()}
         elif kind == Kind.HEALTH:
             seen[str(event.get("host"))] = str(event.get("verdict"))
     for host, report in node_requests.health_reports(paths).items():

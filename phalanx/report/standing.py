@@ -98,13 +98,13 @@ def goodput(run: Run, now: float | None) -> Facts | None:
         (moment, str(event.get("kind")))
         for event in run.events
         if (moment := words.number(event, "time")) is not None
-        and event.get("kind") in (Kind.RUN_STARTED, Kind.STOPPED, Kind.FINISHED)
+        and event.get("kind") in (Kind.RUN_STARTED, Kind.RESTARTED, Kind.STOPPED, Kind.FINISHED)
     ]
     if not counted_s or not marks:
         return None
     wall_s, began = 0.0, None
     for moment, kind in marks:
-        if kind == Kind.RUN_STARTED:
+        if kind in (Kind.RUN_STARTED, Kind.RESTARTED):  # the latter alone where ranks have only stopped for other nodes
             began = moment if began is None else began
         elif began is not None:
             wall_s, began = wall_s + moment - began, None

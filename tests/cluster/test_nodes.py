@@ -301,7 +301,7 @@ def test_a_node_that_does_not_come_back_ends_the_job(cluster: Cluster) -> None:
     other.kill()
     code, text, events = first.finish()
     assert (code, text) == (1, "nodes were lost, and those that are left cannot go on without them")
-    assert kinds(events)[-1] == "warning"
+    assert kinds(events)[-1] == "gave_up"
 
 
 def test_a_second_job_in_the_folder_is_refused(cluster: Cluster) -> None:

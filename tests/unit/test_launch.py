@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from phalanx.ending import outcome, stopped_early
-from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps, write_event
+from phalanx.records import ExitCode, Kind, RunPaths, append_line, read_lines, read_steps, write_event
 from tests.helpers import ROOT, wait_until
 
 RECIPE = """
@@ -135,4 +135,9 @@ def test_a_start_that_is_stopped_early_says_what_the_next_one_goes_on_from(tmp_p
         write_event(paths.events, Kind.CHECKPOINT_SAVED, 1, step=step)
     assert stopped_early(paths, "SIGINT") == (
         "stopped by SIGINT before any further step; the same command goes on from the checkpoint of step 8"
+    )
+    append_line(paths.metrics, {"step": 9, "attempt": 1})
+    assert stopped_early(paths, "SIGINT") == (
+        "stopped by SIGINT before any further step; the same command goes on from the checkpoint of step 8, or from a "
+        "later step where memory has kept one"
     )

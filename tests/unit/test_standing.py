@@ -67,6 +67,19 @@ def test_goodput_counts_steps_that_stayed_and_time_that_was_the_runs(paths: RunP
     assert (facts["state"], facts["left_s"]) == ("finished", None)
 
 
+def test_a_run_that_stops_to_be_divided_anew_is_not_over(paths: RunPaths) -> None:
+    """For a node that comes or is to be left; a spare that takes its place begins no other start."""
+    event(paths, Kind.STOPPED, 3620, attempt=3, step=6, reason="SIGTERM")
+    assert {row["state"] for row in node_states.rows(paths)} == {node_states.OVER}
+    event(paths, Kind.RESTARTED, 3622, attempt=4, reason="node 1 is to be left")
+    step(paths, 7, 3630, attempt=4)
+    event(paths, Kind.NODE_LOST, 3631, attempt=4, node=1, host="n2", reason="it has left")
+    assert [row["state"] for row in node_states.rows(paths)] == [node_states.HERE, node_states.LOST]
+    facts = standing.standing(paths, BEGAN + 3632)
+    assert (facts["state"], facts["goodput"]["wall_s"]) == ("running", 30.0)
+    assert facts["goodput"]["counted_s"] == 14.0
+
+
 def test_what_the_scheduler_knows_goes_before_what_the_records_say(paths: RunPaths) -> None:
     job = {"by": "slurm", "id": "7", "state": "PENDING", "reason": "Resources", "nodes": ""}
     facts = standing.standing(paths, BEGAN + 9999, job)
