@@ -127,7 +127,7 @@ def free(config: Config, overrides: Sequence[str]) -> Config:
     """The recipe without the layout that it was written for, but with what the command line says of it."""
     said = {word.partition("=")[0] for word in overrides}
     values = {key: value for key, value in FREE.items() if key not in said}
-    return recipe.update(config, values)
+    return recipe.update(config, values | {"parallel.layout": "given"})  # by the plan, whoever else was to choose it
 
 
 def pins_of(config: Config, overrides: Sequence[str]) -> dict[str, Any]:

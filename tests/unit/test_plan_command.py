@@ -121,6 +121,12 @@ def test_what_the_command_line_says_stays(tmp_path: Path) -> None:
     assert told["keys"]["memory.activations"] == "full"
 
 
+def test_a_recipe_whose_layout_a_run_would_choose_is_planned_as_any(tmp_path: Path) -> None:
+    words = ("--cluster", "8xA100-80GB", "parallel.pipeline=2")
+    told = planned(tmp_path / "plan.json", LLAMA, *words, "parallel.layout=auto")
+    assert told["keys"] == planned(tmp_path / "plan.json", LLAMA, *words)["keys"]
+
+
 def test_a_wish_that_fits_nowhere(tmp_path: Path) -> None:
     told = planned(
         tmp_path / "plan.json", LLAMA, "parallel.tensor=1", "parallel.pipeline=1", "--cluster", "8xA100-40GB",

@@ -223,6 +223,15 @@ def test_nodes_that_do_not_help_are_left_idle_by_a_layout_that_sends_less_betwee
     assert tokens_per_s(three) >= tokens_per_s(two)
 
 
+def test_some_of_few_slow_nodes_may_stay_idle() -> None:
+    """The shares of micro-batches of 3 are whole ones beside two nodes of H200s, and not beside three."""
+    work = Work(32, 4096, 32, 8, 14336, 128256, seq_len=8192, global_batch=512, memory="auto", replicate="auto")
+    pins = {"micro_batch": 3, "tensor": 1, "pipeline": 1}
+    before, after = (on(work, f"{nodes}x(8xH200), 4x(4xB200), 400Gb/s", **pins) for nodes in (2, 3))
+    assert tokens_per_s(after) >= tokens_per_s(before) * (1 - 1e-9)
+    assert [group.nodes for group in after.best.cluster.groups] == [2, 4]
+
+
 @given(works, st.sampled_from(["4xA100-40GB, 2xV100-16GB, 50Gb/s", "2x(2xH100-80GB), 3x(2xT4), 10Gb/s"]))
 @settings(max_examples=6, deadline=None)
 def test_unlike_devices_get_shares_that_sum_and_are_never_worse_than_one_kind_alone(work: Work, text: str) -> None:
