@@ -6,9 +6,8 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,59 +18,54 @@ from phalanx.cluster.door import EVERYWHERE, MOST_STRANGERS, Door
 from phalanx.cluster.first_node import FirstNode
 from phalanx.cluster.greeting import own_hello
 from phalanx.records import ExitCode
-from tests.helpers import ROOT, free_port, is_alive, wait_until
+from tests.cluster.warm_nodes import Node, WarmNodes
+from tests.helpers import free_port, is_alive, wait_until
 
 SECRET = {"PHALANX_SECRET": "a secret of the tests' own"}
 
 
 class Started:
-    """A node's process."""
+    """A node's process; of a machine of its own where it has a `network`, a namespace."""
 
     def __init__(
         self,
+        parent: WarmNodes,
         folder: Path,
         worker: str,
         ranks: int,
         environment: dict[str, str],
-        prefix: Sequence[str] = (),
+        network: str | None = None,
         **options: Any,
     ) -> None:
-        command = [*prefix, sys.executable, "-m", "tests.cluster.node_jobs", worker, str(ranks), str(folder)]
-        self.process = subprocess.Popen(
-            [*command, json.dumps(options)],
-            cwd=ROOT,
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process = Node(parent, [worker, str(ranks), str(folder), json.dumps(options)], environment, network)
         self.pid = self.process.pid
 
     def finish(self) -> tuple[int, str, list[dict[str, Any]]]:
         """Exit code and last words of the job there, and the events."""
-        out, err = self.process.communicate(timeout=180)
+        self.process.wait(180)
+        out, err = self.process.said()
         lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         assert lines, err
         assert "code" in lines[-1], err
         return lines[-1]["code"], lines[-1].get("words") or "", lines[:-1]
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        self.process.signal(signal.SIGKILL)
+        self.process.wait(60)
 
 
 class Cluster:
     """Starts nodes that meet in a folder, and ends whatever is left of them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.started = folder, list[Started]()
+    def __init__(self, parent: WarmNodes, folder: Path) -> None:
+        self.parent, self.folder, self.started = parent, folder, list[Started]()
         self.meet = f"file://{folder}/meet"
 
     def start(
         self, worker: str, node: int, ranks: int = 1, environment: dict[str, str] | None = None, **options: Any
     ) -> Started:
         whole: dict[str, Any] = {"nodes": 2, "node": node, "meet": self.meet} | options
-        self.started.append(Started(self.folder, worker, ranks, environment or {}, **whole))
+        self.started.append(Started(self.parent, self.folder, worker, ranks, environment or {}, **whole))
         return self.started[-1]
 
     def noted(self, name: str, attempt: int, rank: int) -> Any:
@@ -81,12 +75,11 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
+def cluster(warm_nodes: WarmNodes, tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(warm_nodes, tmp_path)
     yield made
     for each in made.started:
-        if each.process.poll() is None:
-            each.kill()
+        each.kill()
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:
@@ -210,7 +203,7 @@ def test_two_of_four_without_files_are_no_majority(cluster: Cluster) -> None:
     for rank in range(4):
         cluster.noted("ready", 1, rank)
     for node in nodes[2:]:
-        node.process.send_signal(signal.SIGSTOP)
+        node.process.signal(signal.SIGSTOP)
     ended = [node.finish() for node in nodes[:2]]
     assert [code for code, _, _ in ended] == [ExitCode.FAILED] * 2
     assert "of 4 can be reached from here, and those that cannot may go on with the run" in ended[0][1]
@@ -259,10 +252,10 @@ def _published(cluster: Cluster) -> str:
 def test_a_frozen_agent_ends_its_ranks_when_it_thaws(cluster: Cluster) -> None:
     nodes = [cluster.start("second_time", node, 1, nodes=2, spares=1, max_restarts=1) for node in range(3)]
     pids = [cluster.noted("ready", 1, rank) for rank in range(2)]
-    nodes[1].process.send_signal(signal.SIGSTOP)
+    nodes[1].process.signal(signal.SIGSTOP)
     assert [nodes[node].finish()[0] for node in (0, 2)] == [0, 0]
     assert is_alive(pids[1])
-    nodes[1].process.send_signal(signal.SIGCONT)
+    nodes[1].process.signal(signal.SIGCONT)
     begun = time.monotonic()
     code, words, _ = nodes[1].finish()
     print(f"the thawed agent had left after {time.monotonic() - begun:.2f} s")
@@ -400,7 +393,7 @@ def test_a_stop_signal_on_any_node_stops_all(cluster: Cluster, asked: int) -> No
     nodes = [cluster.start("stops_when_asked", 0, 2, max_restarts=3), cluster.start("stops_when_asked", 1)]
     for rank in range(3):
         cluster.noted("ready", 1, rank)
-    nodes[asked].process.terminate()
+    nodes[asked].process.signal(signal.SIGTERM)
     ended = [node.finish() for node in nodes]
     assert [code for code, _, _ in ended] == [ExitCode.STOPPED] * 2
     for _, _, events in ended:
@@ -414,10 +407,10 @@ def test_a_stop_that_only_a_lost_leader_was_told_of_is_not_forgotten(cluster: Cl
     nodes = [cluster.start("stops_when_asked", node, nodes=2, spares=1, max_restarts=3) for node in range(3)]
     for rank in range(2):
         cluster.noted("ready", 1, rank)
-    nodes[0].process.send_signal(signal.SIGSTOP)
-    nodes[asked].process.terminate()
+    nodes[0].process.signal(signal.SIGSTOP)
+    nodes[asked].process.signal(signal.SIGTERM)
     assert [nodes[node].finish()[0] for node in (1, 2)] == [ExitCode.STOPPED] * 2
-    nodes[0].process.send_signal(signal.SIGCONT)
+    nodes[0].process.signal(signal.SIGCONT)
     assert nodes[0].finish()[0] == ExitCode.FAILED
 
 
@@ -426,9 +419,9 @@ def test_a_deaf_rank_does_not_hold_a_second_interrupt_up(cluster: Cluster, asked
     """Rank 0 stops in peace, rank 1 on the other node never does."""
     nodes = [cluster.start("deaf", 0), cluster.start("deaf", 1)]
     pids = [cluster.noted("ready", 1, rank) for rank in range(2)]
-    nodes[asked].process.send_signal(signal.SIGINT)
+    nodes[asked].process.signal(signal.SIGINT)
     cluster.noted("received", 1, 0)
-    nodes[asked].process.send_signal(signal.SIGINT)
+    nodes[asked].process.signal(signal.SIGINT)
     assert [node.finish()[0] for node in nodes] == [ExitCode.FAILED] * 2
     assert not any(is_alive(pid) for pid in pids)
 

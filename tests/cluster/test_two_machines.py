@@ -18,6 +18,7 @@ from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines, rea
 from tests.cluster import networks
 from tests.cluster.networks import Networks
 from tests.cluster.test_nodes import Started
+from tests.cluster.warm_nodes import WarmNodes
 from tests.dist import command
 from tests.helpers import run_ranks, wait_until
 
@@ -255,10 +256,13 @@ def test_a_stop_before_all_have_met_stops_who_is_there(wired: Networks, place: P
     assert not (place / "meet").exists()
 
 
-def test_of_a_network_that_falls_apart_one_half_goes_on(wired: Networks, tmp_path: Path) -> None:
+def test_of_a_network_that_falls_apart_one_half_goes_on(wired: Networks, warm_nodes: WarmNodes, tmp_path: Path) -> None:
     """The one that creates the epoch's file; when the network heals, nobody comes back to life."""
-    options = {"nodes": 2, "meet": f"file://{tmp_path}/meet"}
-    started = [InNetwork(wired.names[node], tmp_path, node=node, **options) for node in range(2)]
+    options: dict[str, Any] = {"nodes": 2, "meet": f"file://{tmp_path}/meet", "max_restarts": 1}
+    started = [
+        Started(warm_nodes, tmp_path, "second_time", 1, {}, network=name, node=node, **options)
+        for node, name in enumerate(wired.names)
+    ]
     wait_until(lambda: len(list(tmp_path.glob("ready-1-*.json"))) == 2, timeout_s=180)
     wired.cut()
     begun = time.monotonic()
@@ -274,10 +278,3 @@ def test_of_a_network_that_falls_apart_one_half_goes_on(wired: Networks, tmp_pat
     assert "another part of the nodes has taken the run over" in ended[1 - winner][1]
     assert [event["attempt"] for event in ended[1 - winner][2] if event["kind"] == "attempt_started"] == [1]
     assert len(list((tmp_path / "run" / "epochs").iterdir())) == 2
-
-
-class InNetwork(Started):
-    """A node's process in a namespace; its ranks wait until they are killed."""
-
-    def __init__(self, name: str, folder: Path, **options: Any) -> None:
-        super().__init__(folder, "second_time", 1, {}, prefix=("ip", "netns", "exec", name), max_restarts=1, **options)
