@@ -182,16 +182,17 @@ def _file(
     axes, world = axes_of(run.config), cluster.devices
     size = max(1, before.choice.micro_batch)
     rows = run.known.devices if run.known is not None and len(run.known.devices) == world else None
+    work = run.known.work if rows is not None and run.known is not None else _work_told(run)
+    passes = replace(measured.passes_of(work), micro_batch=size)
     found, rank = [], 0
     for number, node in enumerate(run.nodes):
         for place, device in enumerate(node):
             kind = cluster.kind_of(rank)
-            took = _alone(before.work, kind, Choice(micro_batch=size), constants)
+            took = _alone(before.work, kind, passes, constants)
             took /= speeds[axes.place(rank, world).data]
             told = rows[rank] if rows is not None else _device(rank, number, place, device, kind, size)
             found.append(replace(told, times=((size, took),)))
             rank += 1
-    work = run.known.work if rows is not None and run.known is not None else _work_told(run)
     return Hardware(work, tuple(found), None if world == 1 else _link_of(cluster, constants), learnt)
 
 

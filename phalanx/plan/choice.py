@@ -6,6 +6,7 @@ from typing import Literal
 from phalanx.balance import even, in_lockstep
 
 Engine = Literal["sharded", "fsdp", "ddp", "megatron"]
+Order = Literal["1f1b", "gpipe", "zero_bubble"]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -16,9 +17,10 @@ class Choice:
     `stages` are layers of each stage and `shares` sequences of each copy in a step; () divides evenly. `micro_batch` is
     in sequences. `zero` and `shard_degree` (0: over all copies) say what of the state is kept by whom, `slots` how many
     times. `virtual` chunks of each stage are interleaved, and `stages` are then layers of each chunk, in the model's
-    order. `engine`: "sharded" is this project's own, which moves parameters and gradients in a planned order; the
-    others are its peers: "fsdp" fetches one layer ahead, "ddp" hides all-reduces behind the last backward pass,
-    "megatron" sends everything after it. `devices` are the first ones of the cluster; 0 takes all. `attention` is
+    order; with `order` "zero_bubble" they are folded: a stage has the nth chunk from either end. `engine`: "sharded" is
+    this project's own, which moves parameters and gradients in a planned order; the others are its peers: "fsdp"
+    fetches one layer ahead, "ddp" hides all-reduces behind the last backward pass, "megatron" sends everything after
+    it. `devices` are the first ones of the cluster; 0 takes all. `attention` is
     "plain" where scores are written to memory.
     """
 
@@ -29,6 +31,7 @@ class Choice:
     pipeline: int = 1
     stages: tuple[int, ...] = ()
     virtual: int = 1
+    order: Order = "1f1b"  # interleaved chunks run in that of 1f1b
     micro_batch: int = 1
     shares: tuple[int, ...] = ()
     reduce: Literal["per_step", "per_micro_batch"] = "per_step"
@@ -46,10 +49,18 @@ class Choice:
         return self.engine == "fsdp" or in_lockstep(self.zero, self.reduce)
 
     def layers_of(self, layers: int) -> tuple[int, ...]:
-        """How many of so many layers each stage has: of interleaved chunks every `pipeline`th is its own."""
+        """How many of so many layers each stage has: of interleaved chunks every `pipeline`th is its own, and of folded
+        ones the nth from either end."""
         if not self.stages:
             return tuple(even(layers, self.pipeline))
+        if self.order == "zero_bubble":
+            half = self.stages[: self.pipeline]
+            return tuple(down + up for down, up in zip(half, reversed(self.stages), strict=False))
         return tuple(sum(self.stages[stage :: self.pipeline]) for stage in range(self.pipeline))
+
+    def ends(self, stage: int) -> tuple[bool, bool]:
+        """Whether a stage has the embedding, and whether it has the head."""
+        return stage == 0, stage == (0 if self.order == "zero_bubble" else self.pipeline - 1)
 
     def parts(self, share: int, most: int, fits: bool = True) -> int:
         """Micro-batches of a copy with so many sequences of a step, where the most that any has are `most`: all run as

@@ -17,6 +17,7 @@ KERNELS = (28, 52)
 PLAIN_KERNELS = (6, 9)  # more of them where attention writes its scores
 COLLECTIVE_CALLS = 4  # a collective takes the host as long as so many kernels
 CALLS_OF_EDGE = (12, 20)  # of last norm, head and loss
+BAND_LEAST = 128  # queries at least of a band of `models.attention`, where no kernel skips what a window hides
 LOGITS_MOVED = (20.0, 16.0)  # bytes of an element of whole logits, forward and backward
 
 
@@ -57,14 +58,36 @@ def matmul_s(rows: float, columns: float, depth: float, kind: Kind, dtype: str, 
     return max(2.0 * rows * columns * depth * longer / rate, moved / (kind.memory_bytes_per_s * constants.memory_share))
 
 
+def band(work: Work, kind: Kind) -> int:
+    """Queries of a band, whose keys are its own and those of the band before, where a layer with a window has no kernel
+    that skips what it hides: on CPUs, on devices before Ampere, and in fp32. 0: there is such a kernel."""
+    if not kind.on_host and "bf16" in kind.flop_per_s and work.width == 2:
+        return 0
+    return min(max(work.window, BAND_LEAST), work.seq_len)
+
+
+def seen(work: Work, kind: Kind) -> float:
+    """The share of all pairs of positions that attention computes, on average over layers.
+
+    Of s positions with a window of w the first w see 1, 2, ... w, and all others w (Beltagy et al. 2020). In bands of c
+    the first sees c, and all others 2 c.
+    """
+    if work.both_ways:
+        return 1.0
+    near = work.window * (2.0 * work.seq_len - work.window) / 2.0
+    if queries := band(work, kind):
+        near = queries * (2.0 * work.seq_len - queries)
+    return 0.5 * (1.0 - work.narrow) + work.narrow * near / work.seq_len**2
+
+
 def block(work: Work, kind: Kind, choice: Choice, sequences: float, constants: Constants) -> Pass:
     """One block on one of `choice.tensor` ranks, of `sequences` sequences, without recomputing.
 
     Forward products: 2 rows for each parameter; backward twice that (Kaplan et al. 2020). Attention: 4 seq_len^2
-    queries forward, half of it where a causal kernel skips what it masks; FlashAttention computes scores again and so
-    takes 2.5 times as long backward (Dao 2023). Passes over activations are counted kernel by kernel, in units of
-    tokens x hidden; those between tensor-parallel regions are divided only by sequence parallelism (Korthikanti et al.
-    2022).
+    queries forward, of which a kernel that skips what is masked computes what is `seen`; FlashAttention computes scores
+    again and so takes 2.5 times as long backward (Dao 2023). Passes over activations are counted kernel by kernel, in
+    units of tokens x hidden; those between tensor-parallel regions are divided only by sequence parallelism
+    (Korthikanti et al. 2022).
     """
     tensor, dtype = choice.tensor, work.precision
     tokens = sequences * work.seq_len
@@ -97,8 +120,8 @@ def block(work: Work, kind: Kind, choice: Choice, sequences: float, constants: C
     scores = sequences * work.seq_len * work.seq_len * work.heads / tensor
     if choice.attention == "flash":
         rate *= kind.attention * constants.attention_share
-        forward += 0.5 * pairs / rate
-        backward += 2.5 * 0.5 * pairs / rate
+        forward += seen(work, kind) * pairs / rate
+        backward += 2.5 * seen(work, kind) * pairs / rate
     else:
         # Products of the library, one for each head: as any others, of as many tiles as there are scores.
         rate *= constants.matmul_share / (1.0 + constants.matmul_tail * TILE_ROWS * TILE_COLUMNS * kind.cores / scores)

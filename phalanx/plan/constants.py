@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 class Constants:
     """Shares are of a data-sheet's figure; seconds are of the host or a link; see RANGES for what is plausible."""
 
-    matmul_share: float = 0.965  # of `sustained` that large products of a model's own shapes reach
-    matmul_tail: float = 0.3  # waves of tiles that a product is longer by: the last one is half empty on average
-    unaligned_share: float = 0.44  # of its speed that a product keeps whose rows do not begin at 16 bytes
-    attention_share: float = 0.36  # of `sustained` that products inside attention reach
+    matmul_share: float = 0.91  # of `sustained` that large products of a model's own shapes reach
+    matmul_tail: float = 0.11  # waves of tiles that a product is longer by: the last one is half empty on average
+    unaligned_share: float = 0.385  # of its speed that a product keeps whose rows do not begin at 16 bytes
+    attention_share: float = 0.346  # of `sustained` that products inside attention reach
     memory_share: float = 0.9  # of the memory's bandwidth that a kernel reaches which only moves data
-    traffic: float = 1.18  # times the counted passes over activations that element-wise kernels really make
-    launch_s: float = 26e-6  # of the host for a kernel, forward or backward
-    queueing: float = 1.7  # how sharply a pass takes the longer of the host's and the device's time, as a p-norm
-    skew_s: float = 20e-6  # that a collective waits for the last of its ranks, for each doubling of them
-    near_share: float = 0.93  # of the bandwidth between devices of a node that a large collective reaches
-    far_share: float = 0.92  # of the bandwidth between nodes
-    interference: float = 0.55  # of the time of a hidden collective, by which computation is longer
-    step_s: float = 5e-3  # of the host, once a step
-    jitter: float = 0.022  # of a step, for each doubling of the copies: the slowest of many is waited for
+    traffic: float = 1.28  # times the counted passes over activations that element-wise kernels really make
+    launch_s: float = 25e-6  # of the host for a kernel, forward or backward
+    queueing: float = 1.64  # how sharply a pass takes the longer of the host's and the device's time, as a p-norm
+    skew_s: float = 50e-6  # that a collective waits for the last of its ranks, for each doubling of them
+    near_share: float = 0.95  # of the bandwidth between devices of a node that a large collective reaches
+    far_share: float = 0.58  # of the bandwidth between nodes
+    interference: float = 0.6  # of the time of a hidden collective, by which computation is longer
+    step_s: float = 6.4e-3  # of the host, once a step
+    jitter: float = 0.007  # of a step, for each doubling of the copies: the slowest of many is waited for
     slack: float = 0.025  # of a device's memory that fragmentation and workspaces take
 
 

@@ -5,7 +5,7 @@ for the stages before it, gradients and parameters travel as the engine has it, 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -70,12 +70,14 @@ class Run:
 @dataclass(frozen=True)
 class Layer:
     """Seconds of one micro-batch in one block: its passes, what of both is waiting for other tensor ranks, and their
-    exchanges of one pass by themselves; and the passes of the embedding, and of the head and its loss."""
+    exchanges of one pass by themselves, of the device and of the host; and the passes of the embedding, and of the head
+    and its loss."""
 
     forward_s: float
     backward_s: float
     waits_s: float
     exchange_s: float
+    calls_s: float
     embedding: Pass
     head: Pass
 
@@ -113,7 +115,7 @@ class Model:
             sequences = max(1.0, run.share / run.parts)  # a pass without any computes one for nothing
             stages = [self._stage(choice, run, number, layers, copies, sequences) for number in range(choice.pipeline)]
             longest = max(stage.total_s for stage in stages)
-            fill = _fill_s([stage.total_s for stage in stages], run.parts, choice.virtual)
+            fill = filling_s(choice, stages, run.parts)
             took = run.parts * longest + fill
             ends.append((took, run.kinds[max(range(len(stages)), key=lambda each: stages[each].total_s)]))
             mean_s += run.parts * sum(stage.total_s for stage in stages) / choice.pipeline * run.copies / copies
@@ -269,9 +271,13 @@ class Model:
         moved = sequences * work.seq_len * work.hidden * work.width
         exchange_s = calls_s = 0.0
         if ring is not None:
-            sent_s = links.all_reduce_s(moved, ring, self.cluster, constants)
-            exchange_s = 2.0 * (sent_s + links.skew_s(ring, constants))
-            calls_s = 2.0 * compute.COLLECTIVE_CALLS * constants.launch_s
+            exchange_s = 2.0 * links.all_reduce_s(moved, ring, self.cluster, constants)
+            # Hosts are late by chance, and a device sees it where its queue has run dry; a CPU has no queue.
+            late_s = 2.0 * links.skew_s(ring, constants)
+            if kind.on_host:
+                exchange_s += late_s
+            else:
+                calls_s = 2.0 * compute.COLLECTIVE_CALLS * constants.launch_s + late_s
         again = 1.0 if choice.recompute == "full" else 0.0
         alone = compute.longer(block.forward_s, block.host_forward_s, constants)
         alone += compute.longer(block.backward_s, block.host_backward_s, constants)
@@ -279,7 +285,8 @@ class Model:
         backward = compute.longer(
             block.backward_s + (1.0 + again) * exchange_s, block.host_backward_s + (1.0 + again) * calls_s, constants
         )
-        return Layer(forward, backward, max(0.0, forward + backward - alone), exchange_s, embedding, head)
+        waits_s = max(0.0, forward + backward - alone)
+        return Layer(forward, backward, waits_s, exchange_s, calls_s, embedding, head)
 
     def _stage(
         self, choice: Choice, run: Run, number: int, layers: tuple[int, ...], copies: int, sequences: float
@@ -291,25 +298,29 @@ class Model:
         forward = backward = offload = 0.0
         waits = layers[number] * layer.waits_s
         if choice.offload:
-            copy_s = moved / kind.host_bytes_per_s
-            late_f, late_b = max(0.0, copy_s - layer.forward_s), max(0.0, copy_s - layer.backward_s)
-            offload = layers[number] * (late_f + late_b)
-            forward, backward = layers[number] * late_f, layers[number] * late_b
+            # Blocks whose inputs leave one behind the other, from the first one's beginning to the last one's, which
+            # waits until what is not to stay has left; and the same backwards.
+            copy_s = moved / (choice.tensor if choice.sequence else 1) / kind.host_bytes_per_s
+            copies_s = (layers[number] - work.horizon) * copy_s
+            forward = max(0.0, copies_s - (layers[number] - 1) * layer.forward_s)
+            backward = max(0.0, copies_s - (layers[number] - 1) * layer.backward_s)
+            offload = forward + backward
         forward += layers[number] * layer.forward_s
         backward += layers[number] * layer.backward_s
-        for wanted, edge in ((number == 0, layer.embedding), (number == choice.pipeline - 1, layer.head)):
+        for wanted, edge in zip(choice.ends(number), (layer.embedding, layer.head), strict=True):
             if wanted:
-                forward += compute.longer(edge.forward_s + 0.5 * layer.exchange_s, edge.host_forward_s, constants)
+                device_s, host_s = edge.forward_s + 0.5 * layer.exchange_s, edge.host_forward_s + 0.5 * layer.calls_s
+                forward += compute.longer(device_s, host_s, constants)
                 backward += compute.longer(edge.backward_s, edge.host_backward_s, constants)
                 waits += 0.5 * layer.exchange_s
         if choice.pipeline > 1:
-            handed = moved / choice.tensor if choice.sequence else moved  # then each has its part of the sequence alone
+            moved, gathered_s = self._handed(choice, first, moved)
             beside = min(copies * choice.tensor, cluster.group_of(first).per_node)
             width = copies * choice.tensor
             for other in (number - 1, number + 1):
                 if 0 <= other < choice.pipeline:
                     near = self._is_near(first, first + (other - number) * width)
-                    sent = links.send_s(handed, near, kind, cluster, beside, constants) + constants.skew_s
+                    sent = links.send_s(moved, near, kind, cluster, beside, constants) + gathered_s + constants.skew_s
                     waits += choice.virtual * sent
                     if other < number:
                         forward += choice.virtual * sent
@@ -317,13 +328,27 @@ class Model:
                         backward += choice.virtual * sent
         return Stage(forward, backward, waits, offload)
 
+    def _handed(self, choice: Choice, first: int, moved: float) -> tuple[float, float]:
+        """(bytes that a rank hands to the next stage, seconds until the tensor ranks there have them all) of what is
+        `moved` for a micro-batch.
+
+        With sequence parallelism each has no more than its part. Megatron's ranks, which all have the same, send a part
+        each and gather the parts behind (Narayanan et al. 2021, 4.1); this project's own send all they have.
+        """
+        if choice.tensor == 1 or not (choice.sequence or choice.engine == "megatron"):
+            return moved, 0.0
+        if choice.sequence:
+            return moved / choice.tensor, 0.0
+        ring = self._ring(first, choice.tensor, 1)
+        gathered_s = links.shard_s(moved, ring, self.cluster, self.constants) + links.skew_s(ring, self.constants)
+        return moved / choice.tensor, gathered_s
+
     def _travel(self, choice: Choice, run: Run, stages: list[Stage], layers: tuple[int, ...], copies: int) -> Travel:
         """Of the stage whose parameters take longest."""
         work, worst = self.work, Travel(0.0, 0.0, 0.0)
         width = copies * choice.tensor
         for number, stage in enumerate(stages):
-            ends = number == 0, number == choice.pipeline - 1
-            parameters, *_ = parameters_of(work, choice.tensor, layers[number], *ends)
+            parameters, *_ = parameters_of(work, choice.tensor, layers[number], *choice.ends(number))
             kind = run.kinds[number]
             first = number * width
             degree = choice.shard_degree or copies
@@ -355,8 +380,7 @@ class Model:
         nothing."""
         longest = 0.0
         for number, kind in enumerate(run.kinds):
-            ends = number == 0, number == choice.pipeline - 1
-            parameters, *_ = parameters_of(self.work, choice.tensor, layers[number], *ends)
+            parameters, *_ = parameters_of(self.work, choice.tensor, layers[number], *choice.ends(number))
             own = parameters * run.owns if choice.zero else parameters
             longest = max(longest, exchange.update_s(self.work, kind, own, self.constants))
         return longest
@@ -400,22 +424,29 @@ class Model:
         return tuple(sorted(found, key=lambda each: each.left))
 
 
+def filling_s(choice: Choice, stages: Sequence[Stage], micro_batches: int) -> float:
+    """Seconds of a step in which the slowest stage has nothing to do, since the first micro-batch is on its way to it,
+    or the last one behind it.
+
+    All other stages once, of interleaved chunks a part of that (Narayanan et al. 2021, 2.2) where there are as many
+    micro-batches as stages; of fewer, the first goes through all, and the others alone follow by chunks. With a backward
+    pass in two halves that take as long as each other, half of the other stages' forward passes, where there are twice
+    as many micro-batches as stages: what a chunk's weights take fills the rest (ZB-V, Qi et al. 2024); with fewer, more.
+    Tests hold all against the orders that run.
+    """
+    slowest = max(stages, key=lambda stage: stage.total_s)
+    if choice.order != "zero_bubble":
+        longest, whole = slowest.total_s, sum(stage.total_s for stage in stages)
+        few = whole + (micro_batches - 1) * longest / choice.virtual
+        return max((whole - longest) / choice.virtual, few - micro_batches * longest)
+    before_s = sum(stage.forward_s for stage in stages) - slowest.forward_s
+    return before_s / 2 * max(1.0, 3.0 - micro_batches / len(stages))
+
+
 def predict(work: Work, cluster: Cluster, choice: Choice, constants: Constants = DEFAULT) -> Estimate:
     """What a step of `work` costs on `cluster`, laid out as `choice`. Raises ConfigError for numbers that do not come
     out even; who asks for many layouts keeps a `Model`."""
     return Model(work, cluster, constants).predict(choice)
-
-
-def _fill_s(stages_s: list[float], parts: int, virtual: int) -> float:
-    """Seconds of a step of so many micro-batches beyond those of the slowest stage's own passes.
-
-    1F1B: the first micro-batch goes through all others. `virtual` interleaved chunks divide that (Narayanan et al.
-    2021), where there are as many micro-batches as stages; of fewer, the first goes through all, and only the others
-    follow by chunks. A test holds both against the orders that run.
-    """
-    longest, whole = max(stages_s), sum(stages_s)
-    few = whole + (parts - 1) * longest / virtual
-    return max((whole - longest) / virtual, few - parts * longest)
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ ALIKE_MEMORY = 1.02  # ratio of the memories of two devices that count as alike
 def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
     """The devices of a file, neighbours alike together. Raises ConfigError for a file of a network of one's own, whose
     work nobody can compare with other work."""
-    work = _work_of(found.work)
+    work, passes = _work_of(found.work), passes_of(found.work)
     speeds = hardware.speeds(found)
     kinds: list[Kind] = []
     for same in _alike(found.devices, speeds):
@@ -41,7 +41,7 @@ def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
             same[0], memory_bytes=min(device.memory_bytes for device in same),
             carries_s_per_byte=fmean(carries) if carries else None,
         )  # fmt: skip
-        kinds += [_kind(least, mean, work, constants)] * len(same)
+        kinds += [_kind(least, mean, work, passes, constants)] * len(same)
     if found.learnt is not None and found.learnt.update is not None:
         kinds = [replace(kind, update=found.learnt.update) for kind in kinds]
     groups = grouped([device.node for device in found.devices], kinds)
@@ -117,11 +117,18 @@ def _work_of(told: dict[str, Any]) -> Work:
         layers=told["layers"], hidden=told["hidden"], heads=told["heads"], kv_heads=told["kv_heads"],
         ffn=told["intermediate"], vocabulary=told["vocab_size"], seq_len=told["positions"], global_batch=1,
         tied=bool(told.get("tie_embeddings")), gated=not bert, biases=bert, head_dim=told["head_dim"],
-        precision="fp16" if told["dtype"] == "mixed" else told["dtype"],
+        precision="fp16" if told["dtype"] == "mixed" else told["dtype"], window=told.get("sliding_window") or 0,
+        full_layers=sum(layer < told["layers"] for layer in told.get("full_attention_layers", ())), both_ways=bert,
     )  # fmt: skip
 
 
-def _kind(device: Device, speed: Speed, work: Work, constants: Constants) -> Kind:
+def passes_of(told: dict[str, Any]) -> Choice:
+    """The layout whose passes a file's times are of: one device, which computes again what the recipe said."""
+    again = told.get("activations")
+    return Choice(recompute="full" if again in ("full", "offload") else "selective" if again == "selective" else "none")
+
+
+def _kind(device: Device, speed: Speed, work: Work, passes: Choice, constants: Constants) -> Kind:
     """A known kind with the device's own memory, and as fast as its line of times says: at the most sequences that were
     tried; a CPU also with what each operation takes besides, by a pass of the fewest."""
     base = like(device)
@@ -137,7 +144,7 @@ def _kind(device: Device, speed: Speed, work: Work, constants: Constants) -> Kin
 
     def thought_s(kind: Kind, sequences: int) -> float:
         alone = Model(replace(work, global_batch=sequences), Cluster((Group(1, 1, kind),)), constants)
-        return alone.predict(Choice(micro_batch=sequences)).terms["compute"]
+        return alone.predict(replace(passes, micro_batch=sequences)).terms["compute"]
 
     times, call_s = thought_s(base, size) / took_s, 0.0
     if base.on_host and few < size:

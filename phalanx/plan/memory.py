@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.kept_bytes import NONE, Keeps, in_room, keeps_of
+from phalanx.plan import compute
 from phalanx.plan.choice import Choice
 from phalanx.plan.constants import Constants
 from phalanx.plan.kinds import Kind
@@ -15,7 +16,6 @@ from phalanx.plan.work import Work
 STATE = ("master weights", "optimizer state")
 UNITS_AT_ONCE = 2  # of parameters that are whole with zero 3: the block in use, and the one that is fetched
 IN_FLIGHT = 3  # buckets of gradients of one size on their way with zero 2
-HORIZON = 2  # blocks' inputs that stay on the device with offload
 # Tokens of a chunk of this project's own loss, on an accelerator and on a CPU, and bytes of its logits in fp32.
 CHUNK_TOKENS, CHUNK_LEAST_BYTES, CHUNK_MOST_BYTES = 4096, 512 << 20, 2 << 30
 CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES = 512, 4 << 20
@@ -62,8 +62,22 @@ def parameters_of(work: Work, tensor: int, layers: int, first: bool, last: bool)
     return layers * block + embedding + head, block, embedding, head
 
 
-def block_activations(work: Work, choice: Choice) -> tuple[float, float]:
+def band_bytes(work: Work, kind: Kind, tensor: int, sequences: float) -> float:
+    """What a block keeps of one of the `sequences` of a micro-batch beside all else, on average over layers, since
+    attention with a window goes band by band: the results of bands, keys and values of the band before once more, and
+    for all sequences together a mask of the pairs."""
+    queries = compute.band(work, kind)
+    if not queries:
+        return 0.0
+    before, pairs = work.seq_len - queries, queries * (2 * work.seq_len - queries)
+    each = (work.seq_len * work.queries + 2 * before * work.keys) / tensor
+    return work.narrow * work.width * (each + pairs / sequences)
+
+
+def block_activations(work: Work, choice: Choice, bands: float = 0.0) -> tuple[float, float]:
     """(bytes that a block keeps of one sequence until its backward pass, bytes while it is computed again).
+
+    `bands`: `band_bytes`.
 
     Korthikanti et al. 2022, equation 1 and 2: tokens x hidden (10 + 24 / t) bytes and 5 heads seq_len^2 / t of
     attention that writes its scores, here counted tensor by tensor so that it holds for other widths, for gated
@@ -80,14 +94,14 @@ def block_activations(work: Work, choice: Choice) -> tuple[float, float]:
     scores = work.heads * work.seq_len * (2 * width - 2 + 3 if work.dropout else width)
     if choice.attention == "flash":
         scores = 0
-    everything = work.seq_len * (outside / spread + (inside + scores) / tensor)
+    everything = work.seq_len * (outside / spread + (inside + scores) / tensor) + bands
     if choice.recompute == "none":
         return everything, 0.0
     if choice.recompute == "selective":
         if choice.attention == "plain":
             return work.seq_len * (outside / spread + inside / tensor), work.seq_len * scores / tensor
         results = width * (work.queries + 2 * work.keys + work.queries + (2 if work.gated else 1) * work.ffn)
-        return work.seq_len * (3 * width * hidden / spread + results / tensor), work.seq_len * inside / tensor
+        return work.seq_len * (3 * width * hidden / spread + results / tensor), work.seq_len * inside / tensor + bands
     return work.seq_len * width * hidden / spread, everything
 
 
@@ -112,7 +126,7 @@ def held(
 ) -> Held:  # fmt: skip
     """What a device of stage `stage` holds; `own_share`: its part of what is sharded (even: 1 / shard degree);
     `replicated`: other nodes are to keep its state, too, where there is room."""
-    first, last = stage == 0, stage == choice.pipeline - 1
+    first, last = choice.ends(stage)
     whole, block, embedding, head = parameters_of(work, choice.tensor, layers, first, last)
     compute = work.width if choice.engine in ("sharded", "fsdp") else 2 if work.width == 2 else 4
     own = whole * own_share
@@ -166,13 +180,18 @@ def held(
     parts["gradients"] = sums * trained
     if choice.engine == "sharded" and work.gather_bytes > compute:  # each makes its own type of what it gets
         parts["weights on their way"] = 2 * max(block, embedding, head) * trained * work.gather_bytes
-    kept, again = block_activations(work, choice)
+    kept, again = block_activations(work, choice, band_bytes(work, kind, choice.tensor, sequences))
     under_way = float(min(choice.pipeline - stage, micro_batches))
-    if choice.virtual > 1 and choice.pipeline > 1:
+    if choice.order == "gpipe":
+        under_way = float(micro_batches if choice.pipeline > 1 else 1)
+    elif choice.order == "zero_bubble":  # of either chunk as many as there are stages, Qi et al. 2024
+        under_way = float(min(choice.pipeline, micro_batches))
+    elif choice.virtual > 1 and choice.pipeline > 1:
         under_way = min(micro_batches, choice.pipeline) * (
             1.0 + (choice.pipeline - 1) / (choice.pipeline * choice.virtual)
         )
-    blocks = min(HORIZON, layers) if choice.offload else layers
+    # The input of the block in use is among what is there again.
+    blocks = min(work.horizon, layers) if choice.offload else layers
     parts["activations"] = sequences * under_way * blocks * kept
     again *= sequences
     if last and choice.engine == "sharded":

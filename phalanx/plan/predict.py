@@ -6,13 +6,14 @@ from typing import Any
 from phalanx.axes import axes_of
 from phalanx.config import Config
 from phalanx.models.spec import ModelSpec
+from phalanx.parallel import stages as pipelines
 from phalanx.plan import cost
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.constants import DEFAULT, Constants
 from phalanx.plan.cost import Estimate, Model
 from phalanx.plan.memory import REPLICAS, Held
-from phalanx.plan.recipe_keys import SCHEDULES, shape_of, work_of
+from phalanx.plan.recipe_keys import shape_of, work_of
 from phalanx.plan.unlike import Unlike
 from phalanx.plan.work import Work
 
@@ -57,7 +58,8 @@ def choice_of(config: Config, cluster: Cluster) -> Choice:
     divide the devices."""
     parallel, memory = config.parallel, config.memory.activations
     devices, batch = cluster.devices, config.train.global_batch
-    virtual = SCHEDULES.get(parallel.schedule, 1)
+    staged = parallel.pipeline > 1
+    schedule = parallel.schedule if staged else "1f1b"
     copies = axes_of(config).data(devices)
     zero, reduce = parallel.settled
     work, state = config.balance.work, config.balance.state
@@ -75,8 +77,9 @@ def choice_of(config: Config, cluster: Cluster) -> Choice:
         tensor=parallel.tensor,
         sequence=parallel.tensor > 1 and bool(cuts),
         pipeline=parallel.pipeline,
-        stages=() if parallel.stages == "auto" else tuple(parallel.stages),
-        virtual=virtual,
+        stages=() if parallel.stages == "auto" or not staged else tuple(parallel.stages),
+        virtual=pipelines.HELD[schedule],
+        order="1f1b" if schedule == "interleaved" else schedule,
         micro_batch=1 if config.train.micro_batch == "auto" else config.train.micro_batch,
         shares=shares,
         reduce=reduce,

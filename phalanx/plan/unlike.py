@@ -28,7 +28,7 @@ class Unlike:
         self.work, self.cluster, self.constants = work, cluster, constants
         self.uniform = len(cluster.kinds) == 1
         self._paces: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._stages: dict[tuple[int, tuple[float, ...]], tuple[int, ...]] = {}
+        self._stages: dict[tuple[int, tuple[float, ...], bool], tuple[int, ...]] = {}
         self._classes: dict[tuple[object, ...], list[tuple[int, float, float]]] = {}
         self._shares: dict[tuple[object, ...], tuple[int, ...]] = {}
 
@@ -44,7 +44,8 @@ class Unlike:
 
     def stage_layers(self, choice: Choice, copies: int) -> tuple[int, ...]:
         """Layers of each stage, by the slowest device that has a part of it, and by what the head takes."""
-        if choice.pipeline == 1 or choice.virtual > 1:
+        folded = choice.order == "zero_bubble"
+        if choice.pipeline == 1 or (choice.virtual > 1 and not folded):
             return ()
         width = copies * choice.tensor
         paces = [
@@ -54,10 +55,12 @@ class Unlike:
         fastest = min(paces)
         ratios = {pace: float(f"{fastest / pace:.2g}") for pace in set(paces)}  # more digits would be noise
         speeds = tuple(ratios[pace] for pace in paces)
-        key = (choice.pipeline, speeds)
+        key = (choice.pipeline, speeds, folded)
         if key not in self._stages:
             head = self.work.vocabulary * self.work.hidden / self.work.matrices
-            found = pipelines.divide(self.work.layers, choice.pipeline, "1f1b", speeds=speeds, head=head)
+            found = pipelines.divide(
+                self.work.layers, choice.pipeline, "zero_bubble" if folded else "1f1b", speeds=speeds, head=head
+            )
             self._stages[key] = tuple(len(each) for each in found.layers)
         return self._stages[key]
 

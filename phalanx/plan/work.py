@@ -15,6 +15,8 @@ class Work:
     where that is compressed. `trained` is the share of parameters
     that are trained (adapters: a few hundredths). `positions` are rows of a learnt table of positions. `biases`:
     matrices add one and norms have two vectors, as in GPT-2.
+    A position sees itself and those before it, with a `window` no more than so many, but in `full_layers` of the layers
+    all the same, and `both_ways` all positions. `horizon` is a recipe's `memory.horizon`.
     `memory` and `replicate` are those of a recipe's `resilience`: on CPUs what they keep lies in the same memory;
     `replays`: other nodes can make updates again.
     """
@@ -40,6 +42,10 @@ class Work:
     gather_bytes: int = 2
     far_bytes: float | None = None
     trained: float = 1.0
+    window: int = 0  # 0: none
+    full_layers: int = 0
+    both_ways: bool = False
+    horizon: int = 2
     memory: bool | str = False
     replicate: int | str = "off"
     replays: bool = False
@@ -63,6 +69,11 @@ class Work:
     def keys(self) -> int:
         """Channels of all keys, and of all values."""
         return self.kv_heads * self.channels
+
+    @cached_property
+    def narrow(self) -> float:
+        """The share of layers whose window is shorter than a sequence."""
+        return 1.0 - self.full_layers / self.layers if 0 < self.window < self.seq_len else 0.0
 
     @cached_property
     def matrices(self) -> int:

@@ -12,6 +12,7 @@ from phalanx import hardware, recipe
 from phalanx.config import Config, get
 from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware, Learnt, Link
+from phalanx.parallel.stages import HELD
 from phalanx.plan import calibrate, chosen, compared, experience, measured, parse, present
 from phalanx.plan.advice import Question
 from phalanx.plan.chosen import Asked
@@ -57,6 +58,42 @@ def test_a_layout_is_foretold_as_it_was_planned(text: str) -> None:
         if plan.devices == plan.cluster.devices:
             assert again.estimate.step_s == pytest.approx(plan.estimate.step_s, rel=1e-9)
             assert again.estimate.memory[0].total == pytest.approx(plan.estimate.memory[0].total)
+
+
+@pytest.mark.parametrize("stages", ["auto", "listed"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
+def test_every_schedule_is_foretold(schedule: str, stages: str) -> None:
+    listed = [1, 2, 2, 3] if HELD[schedule] == 2 else [3, 5]
+    keys = {"pipeline": 2, "schedule": schedule, "stages": listed if stages == "listed" else "auto"}
+    config = small(train={"micro_batch": 4}, parallel=keys)
+    found = predict(config, parse.cluster("4xA100-80GB"))
+    assert found.choice.virtual == HELD[schedule]
+    if stages == "listed":
+        by_rank = {"interleaved": (3, 5), "zero_bubble": (4, 4)}  # ranks 0 and 1, and 0, 1, 1, 0
+        assert found.choice.layers_of(8) == by_rank.get(schedule, (3, 5))
+    else:
+        # The head is worth 1.3 of a block, and with folded stages it is the first rank's.
+        assert found.choice.layers_of(8) == {"interleaved": (4, 4), "zero_bubble": (3, 5)}.get(schedule, (5, 3))
+    plain = predict(small(train={"micro_batch": 4}, parallel={"pipeline": 2}), parse.cluster("4xA100-80GB")).estimate
+    terms = found.estimate.terms
+    if schedule in ("interleaved", "zero_bubble"):
+        assert terms["bubble"] < plain.terms["bubble"]
+    held, usual = (max(each.parts["activations"] for each in of.memory) for of in (found.estimate, plain))
+    assert held > 2 * usual if schedule == "gpipe" else held < 2 * usual  # 8 micro-batches
+
+
+def test_a_window_and_a_horizon_are_reckoned_with() -> None:
+    there = parse.cluster("A100-80GB")
+    shapes = {"architecture": "mistral", "sliding_window": 64}
+    whole, narrow = (small(model=more, train={"micro_batch": 4}) for more in ({}, shapes))
+    whole_s, narrow_s = (predict(config, there).estimate.terms["compute"] for config in (whole, narrow))
+    assert predict(narrow, there).work.window == 64 and narrow_s < whole_s
+    kept = [
+        predict(small(memory={"activations": "offload", "horizon": blocks}, train={"micro_batch": 4}), there)
+        .estimate.memory[0].parts["activations"]
+        for blocks in (1, 4)
+    ]  # fmt: skip
+    assert kept[1] - kept[0] == pytest.approx(3 * 4 * 256 * 256 * 2)
 
 
 def test_unequal_parts_of_the_state_are_among_the_keys() -> None:

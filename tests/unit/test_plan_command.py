@@ -21,6 +21,7 @@ from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import DEFAULT
 from phalanx.plan.intervals import daly_s
+from phalanx.plan.kinds import KINDS
 from phalanx.plan.predict import predict
 from phalanx.plan.recipe_keys import STATE_BYTES, checked, free, work_of
 from phalanx.rules import RULES
@@ -282,6 +283,16 @@ def test_devices_of_a_file_are_as_fast_as_they_were_measured() -> None:
     assert fast.peak("bf16") == pytest.approx(2 * slower.peak("bf16"), rel=0.02)
     assert fast.memory_bytes == 40 * 2**30
     assert fast.host_bytes_per_s == 2e10
+
+
+def test_what_was_computed_again_while_a_device_was_measured_does_not_make_it_slower() -> None:
+    alone = Cluster((Group(1, 1, KINDS["A100-40GB"]),))
+    for activations, recompute in (("none", "none"), ("selective", "selective"), ("full", "full"), ("offload", "full")):
+        work = {**WORK, "activations": activations}
+        choice = Choice(micro_batch=4, recompute=recompute)  # type: ignore[arg-type]
+        took = cost.predict(replace(measured._work_of(work), global_batch=4), alone, choice).terms["compute"]
+        rows = (device(0, "NVIDIA A100-SXM4-40GB", 1.0, times=((4, took),)),)
+        assert measured.cluster_of(Hardware(work, rows, None)).groups[0].kind.speed == pytest.approx(1.0), activations
 
 
 def test_noise_between_neighbours_is_no_difference_and_a_cpu_takes_time_to_be_called() -> None:

@@ -11,12 +11,13 @@ from phalanx.errors import ConfigError
 from phalanx.models.spec import PRESETS, flops_per_token, parameter_count
 from phalanx.optim import overlap
 from phalanx.parallel import stages
-from phalanx.parallel.stages import HELD
+from phalanx.parallel.schedules import orders
+from phalanx.parallel.stages import HELD, divide, simulate, step_s
 from phalanx.plan import compute, exchange, links, parse
-from phalanx.plan.choice import Choice, Engine
+from phalanx.plan.choice import Choice, Engine, Order
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import Constants
-from phalanx.plan.cost import TERMS, Estimate, Model, even, predict
+from phalanx.plan.cost import TERMS, Estimate, Model, Stage, even, filling_s, predict
 from phalanx.plan.kinds import KINDS, Kind, known, unknown
 from phalanx.plan.links import Ring
 from phalanx.plan.memory import Held
@@ -138,6 +139,28 @@ def test_the_host_is_asked_for_each_kernel() -> None:
         pytest.approx(1e-3 * compute.KERNELS[0]), pytest.approx(1e-3 * compute.KERNELS[1]),
     )  # fmt: skip
     assert compute.block(SMALL, replace(PLAIN, on_host=True), Choice(), 1, calls).host_forward_s == 0.0
+
+
+def test_attention_computes_what_is_seen() -> None:
+    tensor_cores = replace(PLAIN, flop_per_s={"bf16": 1e12, "fp16": 1e12, "fp32": 1e11})
+    assert compute.seen(SMALL, tensor_cores) == 0.5
+    assert compute.seen(replace(SMALL, both_ways=True), tensor_cores) == 1.0
+    # Of 256 positions the first 64 see 1 to 64, and 192 see 64 each: 64 x 64 / 2 + 192 x 64 of 256 x 256.
+    narrow = replace(SMALL, window=64)
+    assert compute.seen(narrow, tensor_cores) == pytest.approx((2048 + 12288) / 65536)
+    assert compute.seen(replace(narrow, full_layers=1), tensor_cores) == pytest.approx((3 * 0.21875 + 0.5) / 4)
+    assert compute.seen(replace(SMALL, window=256), tensor_cores) == 0.5
+    # Without a kernel for it: 128 positions with 128, and 128 with 256; longer windows have bands as long as they are.
+    assert compute.seen(narrow, replace(tensor_cores, on_host=True)) == pytest.approx((128 * 128 + 128 * 256) / 65536)
+    assert compute.seen(replace(narrow, precision="fp32"), tensor_cores) == pytest.approx(0.75)
+    long = replace(narrow, seq_len=1024, window=256)
+    before_ampere = replace(tensor_cores, flop_per_s={"fp16": 1e12, "fp32": 1e11})
+    assert compute.seen(long, before_ampere) == pytest.approx((256 * 256 + 3 * 256 * 512) / 1024**2)
+    # Of a block only attention changes.
+    whole, part = (compute.block(each, tensor_cores, Choice(), 2, FULL) for each in (SMALL, narrow))
+    pairs = 4 * 2 * 256**2 * 512 / 1e12
+    assert whole.forward_s - part.forward_s == pytest.approx((0.5 - 0.21875) * pairs)
+    assert whole.backward_s - part.backward_s == pytest.approx(2.5 * (0.5 - 0.21875) * pairs)
 
 
 def test_the_edges_of_a_model_by_hand() -> None:
@@ -358,6 +381,33 @@ def test_a_pipeline_takes_what_its_orders_take_also_of_few_micro_batches(schedul
     assert found.step_s == pytest.approx(stages.step_s(spans) * pass_s, rel=0.01)
 
 
+@pytest.mark.parametrize(("pipeline", "micro_batches"), [(2, 2), (2, 4), (3, 3), (4, 4), (4, 8), (4, 17), (8, 16)])
+@pytest.mark.parametrize("order", ["1f1b", "gpipe", "zero_bubble"])
+def test_stages_wait_as_their_orders_have_it(order: Order, pipeline: int, micro_batches: int) -> None:
+    plan = divide(2 * pipeline, pipeline, order)
+    chunks = HELD[order]
+    took = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    spans = simulate(orders(order, plan, micro_batches), plan, lambda action: took[action.kind] / chunks)
+    choice = Choice(pipeline=pipeline, virtual=chunks, order=order)
+    waits = filling_s(choice, [Stage(1.0, 2.0, 0.0, 0.0)] * pipeline, micro_batches)
+    assert waits == pytest.approx(step_s(spans) - 3.0 * micro_batches)
+
+
+def test_folded_stages_have_both_ends_on_one_rank() -> None:
+    folded = Choice(pipeline=2, virtual=2, order="zero_bubble", stages=(1, 2, 4, 3))
+    assert folded.layers_of(10) == (4, 6) and replace(folded, order="1f1b").layers_of(10) == (5, 5)
+    assert [folded.ends(stage) for stage in range(2)] == [(True, True), (False, False)]
+    assert [replace(folded, order="1f1b").ends(stage) for stage in range(2)] == [(True, False), (False, True)]
+    fast = Cluster((Group(1, 2, replace(PLAIN, link_bytes_per_s=1e30)),))
+    head = replace(ALIKE, vocabulary=8 * 512)
+    # A block's products take 12 x 512^2, and attention some; the head 8 x 512^2 more on the rank with both ends.
+    even_, uneven = (
+        step(head, fast, pipeline=2, virtual=2, order="zero_bubble", stages=stages, micro_batch=1).terms["imbalance"]
+        for stages in ((1, 1, 1, 1), (1, 1, 1, 1)[::-1])
+    )
+    assert even_ == uneven > 0
+
+
 def test_a_stage_with_more_layers_is_waited_for() -> None:
     fast = Cluster((Group(1, 2, replace(PLAIN, link_bytes_per_s=1e30)),))
     even_, uneven = (step(ALIKE, fast, pipeline=2, stages=cut, micro_batch=1) for cut in ((2, 2), (3, 1)))
@@ -373,12 +423,52 @@ def test_tensor_ranks_wait_for_four_all_reduces_of_a_block() -> None:
     assert found.terms["communication"] == pytest.approx((4 * 4 + 2) * 1.5 * moved / 1e9)
 
 
+def test_what_tensor_ranks_hand_to_the_next_stage() -> None:
+    """Of two stages of two ranks each on nodes of their own, with a cable of 1 GB/s."""
+    nodes, moved = alone(4, per_node=2), 4 * 256 * 512 * 2
+
+    def handed_s(**choice: Any) -> float:
+        """Seconds of a micro-batch that a stage waits for the other one, without what tensor ranks exchange."""
+        found = step(ALIKE, nodes, tensor=2, pipeline=2, micro_batch=4, attention="plain", **choice)
+        exchanged = (2 * 4 + 1) * moved / 1e9  # by two blocks and an edge, of an all-reduce at 1 GB/s each
+        return found.terms["communication"] / 4 - exchanged
+
+    whole_s = 2 * moved / 1e9  # both ranks send all they have over one cable
+    assert handed_s() == pytest.approx(whole_s, rel=0.01)
+    assert handed_s(sequence=True) == pytest.approx(whole_s / 2, rel=0.01)  # each its half of the sequence
+    # Megatron's each a half, which the other one needs too: half of the bytes, over two ranks at 1 GB/s.
+    assert handed_s(zero=0, engine="megatron") == pytest.approx(whole_s / 2 + 0.5 * moved / 1e9, rel=0.01)
+
+
+def test_late_hosts_are_waited_for_where_the_device_has_nothing_to_do() -> None:
+    late = replace(FULL, skew_s=1e-3)
+    fast = replace(PLAIN, flop_per_s={"bf16": 1e30}, link_bytes_per_s=1e30)
+    # Two all-reduces of four ranks in each pass of four blocks, and one in a pass at each edge: two doublings.
+    idle = Cluster((Group(1, 4, fast),))
+    found = step(replace(ALIKE, global_batch=1), idle, late, tensor=4)
+    assert found.step_s == pytest.approx((4 * 4 + 2) * 2e-3, rel=1e-3)
+    # A device that is busy has its queue filled meanwhile.
+    busy = step(ALIKE, alone(4), late, tensor=4, micro_batch=16)
+    least = step(ALIKE, alone(4), tensor=4, micro_batch=16).step_s
+    assert least < busy.step_s < least + 0.1 * 18 * 2e-3
+    # A CPU has none.
+    host = Cluster((Group(1, 4, replace(PLAIN, on_host=True)),))
+    waits = (
+        step(ALIKE, host, late, tensor=4, micro_batch=16).step_s - step(ALIKE, host, tensor=4, micro_batch=16).step_s
+    )
+    assert waits == pytest.approx(18 * 2e-3)
+
+
 def test_offload_shows_where_the_host_is_slower_than_the_block() -> None:
     block = compute.block(ALIKE, PLAIN, Choice(recompute="full"), 16, FULL)
     copy = 16 * 256 * 512 * 2 / 1e6
     slow = Cluster((Group(1, 1, replace(PLAIN, host_bytes_per_s=1e6)),))
     found = step(ALIKE, slow, micro_batch=16, recompute="full", offload=True)
-    assert found.terms["offload"] == pytest.approx(4 * (2 * copy - block.forward_s - block.backward_s))
+    # Of 4 inputs the last 2 stay. The last block waits until the others have left, while 3 were computed; and the first
+    # one until they are back.
+    assert found.terms["offload"] == pytest.approx(2 * 2 * copy - 3 * (block.forward_s + block.backward_s))
+    further = step(replace(ALIKE, horizon=3), slow, micro_batch=16, recompute="full", offload=True)
+    assert further.terms["offload"] == pytest.approx(found.terms["offload"] - 2 * copy)
     assert step(ALIKE, alone(), micro_batch=16, recompute="full", offload=True).terms["offload"] == 0.0
 
 

@@ -28,7 +28,7 @@ COUNTS = {
     "parallel.data": "fsdp2", "parallel.zero": "3", "parallel.reduce": "per_micro_batch", "parallel.shard_degree": "2",
     "parallel.sequence": "false", "parallel.pipeline": "2",
     "balance.work": "even", "balance.state": "even", "balance.hardware": "hardware.json",
-    "memory.activations": "full", "comm.compress": "bf16",
+    "memory.activations": "full", "memory.horizon": "3", "comm.compress": "bf16",
     "checkpoint.every": "3", "resilience.memory": "false", "resilience.replicate": "off",
 }  # fmt: skip
 # Of those that it does not.
@@ -47,7 +47,7 @@ IGNORED = {
     "optim.lr": "1e-5", "optim.beta1": "0.5", "optim.beta2": "0.5", "optim.eps": "1e-5", "optim.weight_decay": "0.5",
     "optim.clip_norm": "3", "optim.schedule": "linear", "optim.power": "2", "optim.warmup_steps": "7",
     "optim.decay_steps": "50", "optim.min_lr_ratio": "0.3",
-    "parallel.layout": "auto", "memory.horizon": "3", "comm.timeout_s": "5", "checkpoint.keep": "5",
+    "parallel.layout": "auto", "comm.timeout_s": "5", "checkpoint.keep": "5",
     "resilience.max_restarts": "5", "resilience.same_crash": "5", "resilience.on_lost_node": "[wait]",
     "resilience.wait_for_node_s": "5", "resilience.grow": "false", "resilience.heartbeat_s": "5",
     "resilience.storage_timeout_s": "5", "resilience.health": "off", "resilience.hang_s": "50",

@@ -80,7 +80,7 @@ def test_a_job_that_fails_all_the_time_has_hardly_a_goodput() -> None:
 
 
 def test_a_layout_without_room_for_steps_in_memory_loses_what_failures_take_of_it() -> None:
-    there = with_memory("2x(1xCPU), 1.3Gb/s", 4.8)
+    there = with_memory("2x(1xCPU), 1.9Gb/s", 4.8)
     plain, often = found_on(TIGHT, there, None), found_on(TIGHT, there, OFTEN)
     fastest, chosen = plain.best, often.best
     assert (fastest.choice.pipeline, fastest.estimate.kept) == (2, "checkpoints")

@@ -3,15 +3,17 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from phalanx import recipe
+from phalanx.models.attention import attention
 from phalanx.models.spec import PRESETS
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import DEFAULT
 from phalanx.plan.cost import predict
 from phalanx.plan.kinds import KINDS
-from phalanx.plan.memory import COPY, KEPT, REPLICAS, block_activations, held, loss_bytes, parameters_of
+from phalanx.plan.memory import COPY, KEPT, REPLICAS, band_bytes, block_activations, held, loss_bytes, parameters_of
 from phalanx.plan.work import Work
 from phalanx.train.dry_run import dry_run
 
@@ -41,6 +43,46 @@ def test_a_kernel_that_writes_no_scores_keeps_none_and_one_without_dropout_no_ma
     flash = Choice(engine="megatron")
     assert block_activations(GPT, flash)[0] == 34 * 2048 * 12288
     assert block_activations(replace(GPT, dropout=False), flash)[0] == 32 * 2048 * 12288
+
+
+def test_a_window_without_a_kernel_keeps_bands() -> None:
+    # 4096 positions in bands of 1024, each with its results: three have the keys and values of the band before them,
+    # and masks are of 1024 x 1024 pairs once and of 1024 x 2048 three times; shared by two sequences.
+    work = replace(GPT, seq_len=4096, window=1024, kv_heads=8, precision="fp32")
+    each, pairs = 4096 * 12288 + 2 * 3 * 1024 * 8 * 128, 1024 * 1024 + 3 * 1024 * 2048
+    bands = 4 * (each + pairs / 2)
+    assert band_bytes(work, A100, 1, 2) == bands == band_bytes(work, KINDS["CPU"], 1, 2)
+    assert band_bytes(work, A100, 2, 2) == 4 * (each / 2 + pairs / 2)
+    assert band_bytes(replace(work, full_layers=24), A100, 1, 2) == 0.75 * bands
+    # A kernel for it keeps nothing, and a window as long as the sequence is none.
+    assert band_bytes(replace(work, precision="bf16"), A100, 1, 2) == 0.0
+    assert band_bytes(replace(work, window=4096), A100, 1, 2) == 0.0
+    for recompute, kept in (("none", 1), ("selective", 0), ("full", 0)):
+        choice = Choice(recompute=recompute)  # type: ignore[arg-type]
+        with_, without = block_activations(work, choice, bands), block_activations(work, choice)
+        assert (with_[0] - without[0], with_[1] - without[1]) == (kept * bands, (1 - kept) * bands)
+
+
+@pytest.mark.parametrize("window", [0, 32, 256])
+def test_attention_keeps_what_is_said_of_its_bands(window: int) -> None:
+    torch.manual_seed(0)
+    work = Work(
+        layers=1, hidden=128, heads=4, kv_heads=2, ffn=1, vocabulary=8, seq_len=1024, global_batch=2, window=window,
+        precision="fp32",
+    )  # fmt: skip
+    q, k, v = (torch.randn(2, heads, 1024, 32, requires_grad=True) * 1.0 for heads in (4, 2, 2))
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = attention(q, k, v, window=window or None)
+    kept[out.untyped_storage().data_ptr()] = out.untyped_storage().nbytes()
+    usual = 4 * 2 * 1024 * (work.queries + 2 * work.keys + work.queries)
+    sums = 4 * 2 * 4 * 1024  # of each row's exponents, which no count of activations has
+    assert sum(kept.values()) == usual + sums + 2 * band_bytes(work, KINDS["CPU"], 1, 2)
 
 
 def test_the_state_of_each_engine_by_hand() -> None:
@@ -73,6 +115,10 @@ def test_one_forward_one_backward_holds_a_micro_batch_for_each_stage_behind() ->
     assert [activations(stage) for stage in range(4)] == pytest.approx([4, 3, 2, 1])
     # Interleaved: 1 + (p - 1) / (p m) times as many as there are stages, Korthikanti et al. 2022.
     assert activations(0, virtual=2) == pytest.approx(4 * (1 + 3 / 8))
+    # All forward passes first: of all micro-batches. Folded chunks: as many of either on every stage, Qi et al. 2024.
+    assert [activations(stage, order="gpipe") for stage in range(4)] == pytest.approx([16] * 4)
+    folded = [activations(stage, virtual=2, order="zero_bubble") for stage in range(1, 4)]
+    assert folded == pytest.approx([4, 4, 4])
 
 
 def test_offload_keeps_two_inputs_of_blocks_on_the_device() -> None:
@@ -81,6 +127,16 @@ def test_offload_keeps_two_inputs_of_blocks_on_the_device() -> None:
         return held(GPT, A100, layout, 1, 0, 96, 1, 1, 1.0, DEFAULT).parts["activations"]
 
     assert activations(False) - activations(True) == pytest.approx(94 * 2 * 2048 * 12288)
+
+
+@pytest.mark.parametrize(("horizon", "kept"), [(1, 1), (5, 5), (200, 96)])
+def test_offload_keeps_as_many_inputs_as_the_horizon_says(horizon: int, kept: int) -> None:
+    layout = megatron(recompute="full", offload=True)
+    there, without = (
+        held(replace(GPT, horizon=blocks), A100, layout, 1, 0, 96, 1, 1, 1.0, DEFAULT).parts["activations"]
+        for blocks in (horizon, 0)
+    )
+    assert there - without == pytest.approx(kept * 2 * 2048 * 12288)
 
 
 def test_our_own_loss_holds_a_chunk_of_logits() -> None:
