@@ -429,10 +429,10 @@ def filling_s(choice: Choice, stages: Sequence[Stage], micro_batches: int) -> fl
     or the last one behind it.
 
     All other stages once, of interleaved chunks a part of that (Narayanan et al. 2021, 2.2) where there are as many
-    micro-batches as stages; of fewer, the first goes through all, and the others alone follow by chunks. With a backward
-    pass in two halves that take as long as each other, half of the other stages' forward passes, where there are twice
-    as many micro-batches as stages: what a chunk's weights take fills the rest (ZB-V, Qi et al. 2024); with fewer, more.
-    Tests hold all against the orders that run.
+    micro-batches as stages; of fewer, the first goes through all, and the others alone follow by chunks. With a
+    backward pass in two halves that take as long as each other, half of the other stages' forward passes, where there
+    are twice as many micro-batches as stages: what a chunk's weights take fills the rest (ZB-V, Qi et al. 2024); with
+    fewer, more. Tests hold all against the orders that run.
     """
     slowest = max(stages, key=lambda stage: stage.total_s)
     if choice.order != "zero_bubble":

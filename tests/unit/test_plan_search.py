@@ -217,7 +217,7 @@ def test_nodes_that_do_not_help_are_left_idle_by_a_layout_that_sends_less_betwee
     """On two of the nodes each holds a whole copy of the state, as on all that there are."""
     work = Work(4, 192, 6, 3, 512, 2048, seq_len=256, global_batch=16, tied=True, head_dim=32, memory="auto")
     two, three = (
-        on(replace(work, replicate="auto"), f"{nodes}x(3xRTX-4090), 10Gb/s", micro_batch=3) for nodes in (2, 3)
+        on(replace(work, replicate="auto"), f"{nodes}x(3xRTX-4090), 15Gb/s", micro_batch=3) for nodes in (2, 3)
     )
     assert two.best.choice.shard_degree == 3
     assert tokens_per_s(three) >= tokens_per_s(two)
