@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes that compile would first import torch, each
+
+# Modules are compiled once, also where the environment wants no files of it: the tests start Python hundreds of times.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Who is woken does not preempt who wakes it. Else gloo's threads are stopped while they send, holding a lock for which
 # the threads that they have woken spin: a third of what ranks compute on busy cores.
