@@ -3,7 +3,7 @@
 Starting Python and importing torch costs seconds, a fork of a process that has done so costs milliseconds; so the agent
 imports what the workers need (`preload`) and starts nothing itself: it has one thread, never touches an accelerator and
 never computes. Workers do not try to survive a broken process group: when one ends abnormally all are killed and the
-next attempt starts at once, of processes that are forked while those die (`early.py`). `run` is the agent of a job on
+next attempt starts at once, of processes that were forked before (`early.py`). `run` is the agent of a job on
 one node; of several each runs its part (`peer.py`). No torch here; the caller says what to preload and what a worker
 runs.
 """

@@ -105,7 +105,7 @@ class Attempt:
                 epoch=self.part.epoch,
             )
             self._fork(placement)
-        self.early.close()
+        self.early.begin(self.job)
         pids = {process.rank: process.pid for process in self.processes}
         self.job.on_event(Kind.ATTEMPT_STARTED, {"attempt": self.number, "pids": pids})
 
@@ -149,6 +149,7 @@ class Attempt:
                 return self._kill_the_unwilling()
             if time.monotonic() >= self.next_idle:
                 self.next_idle = time.monotonic() + IDLE_S
+                self.early.tend(self.job)
                 self.job.on_idle()
         if self._is_broken():
             return self._incident()
@@ -273,7 +274,7 @@ class Attempt:
             if left <= 0:
                 break
             self._wait(left, heed_signals=False)
-        self.kill(another=not self.signals.asked)
+        self.kill()
         ends = [end for end in self.ends if end.abnormal]
         elsewhere = others is not None and others.broken()
         if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
@@ -318,14 +319,11 @@ class Attempt:
             self.job.on_event(Kind.WORKER_DIED, {"attempt": self.number, **details, "reason": reason})
         return int(ExitCode.FAILED)
 
-    def kill(self, another: bool = False) -> None:
-        """SIGKILL every worker that still lives and reap it; nothing to do where all have ended. `another` attempt may
-        follow, whose ranks are forked meanwhile."""
+    def kill(self) -> None:
+        """SIGKILL every worker that still lives and reap it; nothing to do where all have ended."""
         for process in self._living():
             process.killed = True
             kill_group(process.pid)
-        if another:
-            self.early.fork(self.job)
         until = time.monotonic() + DEATH_S
         while self._living() and time.monotonic() < until:
             self._wait(until - time.monotonic(), heed_signals=False)

@@ -1,15 +1,15 @@
-"""Processes that are forked early: the next ranks, while those before them still end.
+"""Processes that are forked early: those that will be the next ranks, should the ones that run fail.
 
-A fork of the warm agent takes about 10 ms, and the kernel longer than that to take a killed rank apart; so one is done
-while the other is waited for. Such a process does nothing until it is told who it is, and dies with its agent, as every
-rank does; one that is not needed is killed.
+A fork of the warm agent takes about 10 ms, so it is done while nobody waits for it. What is forked shares its agent's
+memory, does nothing until it is told which rank it is, and dies with its agent, as every rank does.
 """
 
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from phalanx.cluster.fork import fork, kill_group
@@ -19,57 +19,76 @@ from phalanx.kept import Kept, KeptFile
 from phalanx.records import ExitCode, Placement, RunPaths, StoreAddress
 from phalanx.replicas import receive, send
 
+LATER_S = 2.0  # after an attempt has begun: its own ranks come first
+
 Worker = Callable[[Placement], int]
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    worker: Worker
+    pid: int
+    pidfd: int
+    told: socket.socket
+
+    def ended(self) -> bool:
+        return os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 class Early:
-    """Those that wait, as their agent sees them; they were forked for `worker`."""
+    """Those that wait, as their agent sees them."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, int, socket.socket]] = []  # pid, pidfd, and where it is told
-        self._worker: Worker | None = None
+        self._waiting: list[_Waiting] = []
+        self._missing, self._not_before = 0, 0.0
 
-    def fork(self, job: Job) -> None:
-        """Fork as many as a job has ranks here, if there is room for them."""
+    def begin(self, job: Job) -> None:
+        """A job's ranks have been forked: as many may be needed again. Who waits for anything else is killed."""
         self.close()
-        self._worker = job.worker
-        with contextlib.suppress(OSError):  # then they are forked when they are needed, or it is said why not
-            for _ in range(job.world):
-                ours, theirs = socket.socketpair()
-                with theirs:
-                    try:
-                        pid, pidfd = fork(lambda: _wait(theirs, job.worker, job.paths), [theirs.fileno()])  # noqa: B023
-                    except OSError:
-                        ours.close()
-                        raise
-                self._waiting.append((pid, pidfd, ours))
+        self._missing, self._not_before = job.world, time.monotonic() + LATER_S
+
+    def tend(self, job: Job) -> None:
+        """Fork one of those that are missing, if it is time and there is room; who has ended is not replaced."""
+        if self._missing and time.monotonic() >= self._not_before:
+            self._missing -= 1
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    pid, pidfd = fork(lambda: _wait(theirs, job.worker, job.paths), [theirs.fileno()])
+                except OSError:  # no room for another process: it is forked when it is needed, or it is said why not
+                    ours.close()
+                    return
+            self._waiting.append(_Waiting(job.worker, pid, pidfd, ours))
 
     def take(self, job: Job, placement: Placement, interface: str | None) -> tuple[int, int] | None:
         """Have one of them be a rank of a job; (pid, pidfd). None where nobody waits for that."""
-        if job.worker is not self._worker:
-            self.close()
-        if not self._waiting:
-            return None
-        pid, pidfd, told = self._waiting.pop(0)
-        listen_fd = None if placement.store is None else placement.store.listen_fd
-        with told, contextlib.suppress(OSError):  # it has died, which is seen as any other rank's death
-            socket.send_fds(told, [b"s"], [] if listen_fd is None else [listen_fd])
-            send(told, {"placement": asdict(placement), "interface": interface})
-        return pid, pidfd
+        while self._waiting:
+            each = self._waiting.pop(0)
+            if each.worker is job.worker and not each.ended():
+                listen_fd = None if placement.store is None else placement.store.listen_fd
+                with each.told, contextlib.suppress(OSError):  # it has just died, and is seen as a dead rank
+                    socket.send_fds(each.told, [b"s"], [] if listen_fd is None else [listen_fd])
+                    send(each.told, {"placement": asdict(placement), "interface": interface})
+                return each.pid, each.pidfd
+            _end(each)
+        return None
 
     def close(self) -> None:
         """Kill those that still wait."""
-        for pid, _, _ in self._waiting:
-            kill_group(pid)
-        for pid, pidfd, told in self._waiting:
-            os.waitpid(pid, 0)
-            os.close(pidfd)
-            told.close()
-        self._waiting = []
+        while self._waiting:
+            _end(self._waiting.pop())
+        self._missing = 0
+
+
+def _end(each: _Waiting) -> None:
+    kill_group(each.pid)
+    os.waitpid(each.pid, 0)
+    os.close(each.pidfd)
+    each.told.close()
 
 
 def _wait(told: socket.socket, worker: Worker, paths: RunPaths | None) -> int:
-    """In a child: be told who it is, and be that."""
+    """In a child: be told which rank it is, and be that."""
     with told:
         _, descriptors, _, _ = socket.recv_fds(told, 1, 1)
         try:

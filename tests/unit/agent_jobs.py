@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import hardware, pulse
-from phalanx.cluster import attempt
+from phalanx.cluster import attempt, early
 from phalanx.cluster.agent import Job, run
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.kept import Kept, KeptFile
@@ -216,10 +216,13 @@ def looks_around(placement: Placement) -> int:
 
 
 def second_time(placement: Placement) -> int:
-    """The last rank of the first attempt is killed; those of the next one meet, and say what they know."""
+    """The last rank of the first attempt is killed, once as many processes wait as there are ranks if any are to;
+    those of the next one meet, and say what they know."""
     if placement.attempt == 1:
+        children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+        while (FOLDER / "early").exists() and len(children.read_text().split()) < 2 * placement.world:
+            time.sleep(0.01)
         if placement.rank == placement.world - 1:
-            time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
     assert placement.store is not None
@@ -234,8 +237,9 @@ def second_time(placement: Placement) -> int:
 def main() -> None:
     """Run the job that the arguments name."""
     options = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-    if not options.pop("early", True):
-        attempt.Early.fork = lambda self, job: None  # type: ignore[method-assign]
+    if options.pop("early", False):
+        early.LATER_S = 0.0
+        (FOLDER / "early").touch()
 
     def tell(kind: str, details: dict[str, Any]) -> None:
         print(json.dumps({"kind": kind, "time": time.monotonic(), **details}), flush=True)

@@ -310,9 +310,8 @@ def test_ranks_that_were_forked_early_are_as_those_forked_when_they_are_needed(t
     assert found[0][0]["kept"]["files"][1]["address"] == ["10.0.0.1", 5]
 
 
-@pytest.mark.parametrize(("worker", "code"), [("config_error", 2), ("exits_7", 7)])
-def test_who_was_forked_early_for_no_other_attempt_is_gone(tmp_path: Path, worker: str, code: int) -> None:
-    assert run_job(worker, 2, tmp_path)[0] == code  # it looks for children itself
+def test_who_was_forked_early_is_gone_where_no_other_attempt_follows(tmp_path: Path) -> None:
+    assert run_job("second_time", 2, tmp_path, early=True)[0] == 1  # it looks for children itself
 
 
 def in_own_process(text: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -349,53 +348,72 @@ EARLY = """
 import dataclasses
 from phalanx.cluster import early
 from phalanx.records import Placement
+early.LATER_S = 0.0
 waiting = early.Early()
-def pids():
-    return [pid for pid, _, _ in waiting._waiting]
-def lives(pid):
-    return os.path.exists(f"/proc/{pid}")
+def fill(job):
+    waiting.begin(job)
+    for _ in range(job.world + 1):
+        waiting.tend(job)
+    return [each.pid for each in waiting._waiting]
+def lives(pids):
+    return [os.path.exists(f"/proc/{pid}") for pid in pids]
+def code(job, place):
+    return os.waitstatus_to_exitcode(os.waitpid(waiting.take(job, place, "lo")[0], 0)[1])
+place = Placement(0, 1, 0, 1, 0, "cpu", store=None, epoch=3, partner=("10.0.0.1", 5))
+def knows(placement):
+    return 3 if dataclasses.replace(placement, threads=0) == place else 4  # the environment may say how many
+first, other = Job(2, knows), Job(3, lambda placement: 0)
 """
 
 
 def test_who_waits_to_be_a_rank_dies_with_the_agent() -> None:
-    done = in_own_process(EARLY + "waiting.fork(Job(2, print))\nprint(*pids(), flush=True)\nos.kill(os.getpid(), 9)\n")
+    done = in_own_process(EARLY + "print(*fill(first), flush=True)\nos.kill(os.getpid(), 9)\n")
     assert done.returncode == -signal.SIGKILL
     both = [int(pid) for pid in done.stdout.split()]
     assert len(both) == 2, done.stderr
     wait_until(lambda: not any(is_alive(pid) for pid in both))
 
 
-def test_who_was_forked_early_for_something_else_is_killed_and_who_has_died_is_a_dead_rank() -> None:
+def test_who_waits_is_told_its_place() -> None:
+    done = in_own_process(
+        EARLY + "fill(first)\nprint([code(first, place) for _ in range(2)], waiting.take(first, place, 'lo'))"
+    )
+    assert done.stdout == "[3, 3] None\n", done.stderr
+
+
+def test_who_waits_for_something_else_or_has_died_is_nobody() -> None:
     done = in_own_process(
         EARLY
         + """
-place = Placement(0, 1, 0, 1, 0, "cpu", store=None, epoch=3, partner=("10.0.0.1", 5))
-def knows(placement):
-    return 3 if dataclasses.replace(placement, threads=0) == place else 4  # the environment may say how many
-first, other = Job(2, knows), Job(2, lambda placement: 0)
-waiting.fork(first)
-before = pids()
-print(waiting.take(other, place, "lo"), [lives(pid) for pid in before])
-waiting.fork(first)
-before = pids()
-waiting.fork(first)  # nobody took them
-print([lives(pid) for pid in before], len(pids()))
-os.kill(pids()[1], 9)
-print([os.waitstatus_to_exitcode(os.waitpid(waiting.take(first, place, "lo")[0], 0)[1]) for _ in range(2)])
-print(waiting.take(first, place, "lo"))
+before = fill(first)
+print(waiting.take(other, place, "lo"), lives(before))
+before = fill(first)
+print(len(fill(other)), lives(before))
+before = fill(first)
+os.kill(before[0], 9)
+os.waitid(os.P_PID, before[0], os.WEXITED | os.WNOWAIT)
+print(code(first, place), lives(before), waiting.take(first, place, "lo"))
+"""
+    )
+    assert done.stdout == "None [False, False]\n3 [False, False]\n3 [False, False] None\n", done.stderr
+
+
+def test_without_room_for_another_process_fewer_wait_and_none_is_late() -> None:
+    done = in_own_process(
+        EARLY
+        + """
 forks = [early.fork]
 def full(*arguments):
     if not forks:
         raise BlockingIOError("no room for another process")
     return forks.pop()(*arguments)
 early.fork = full
-waiting.fork(first)
-print(len(pids()))
-waiting.close()
-waiting.close()
+print(len(fill(first)), code(first, place), waiting.take(first, place, "lo"))
+early.LATER_S = 60.0
+print(len(fill(first)))
 """
     )
-    assert done.stdout == "None [False, False]\n[False, False] 2\n[3, -9]\nNone\n1\n", done.stderr
+    assert done.stdout == "1 3 None\n0\n", done.stderr
 
 
 def test_a_second_thread_is_refused_by_name() -> None:
