@@ -413,8 +413,7 @@ def write_event(path: Path, kind: str, attempt: int, **details: Any) -> dict[str
 
 def write_atomic(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old content or the new one, never a part."""
-    # Processes of two nodes may have one number, as in containers.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")  # two nodes may have one number
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
