@@ -35,8 +35,9 @@ def looked_at(seconds: float, ranks: int | None = None) -> tuple[list[Finding], 
         wrong = ""
         try:
             wrong = fork_call(_tested, seconds, str(folder), devices, timeout_s=seconds + PATIENCE_S)
-        except PhalanxError:  # its time was up
-            wrong = f"no answer within {seconds + PATIENCE_S:g} s"
+        except PhalanxError as error:
+            late = f"no answer within {seconds + PATIENCE_S:g} s"
+            wrong = late if type(error) is PhalanxError else str(error)  # such as too little memory
         rows = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
         rows.sort(key=lambda row: row["rank"])
         return judge(rows, devices, wrong), rows
