@@ -430,12 +430,17 @@ class _Search:
         pins, copies = self.space.pins, (choice.devices or self.cluster.devices) // (choice.tensor * choice.pipeline)
         per_node = max(1, self.cluster.groups[0].per_node // choice.tensor)
         degrees = [each for each in (per_node, 2 * per_node) if 1 < each < copies and copies % each == 0]
-        for degree in [choice.shard_degree] if "shard_degree" in pins or "state" in pins else [0, *degrees]:
-            for slots in self.pinned("slots", (1, 2) if choice.zero < 3 and copies > 1 else (1,)):
-                state = choice.state if degree in (0, choice.shard_degree) else ()
-                other = replace(choice, shard_degree=degree, slots=slots, state=state)
-                if other != choice:
-                    self.see(other)
+        degrees = [choice.shard_degree] if "shard_degree" in pins or "state" in pins else [0, *degrees]
+        slots = self.pinned("slots", (1, 2) if choice.zero < 3 and copies > 1 else (1,))
+        cuts = [choice.stages]
+        if choice.stages and self.unlike.uniform and "stages" not in pins and not self.space.whole:
+            # By products the head counts as so many layers, which small layers are slower than.
+            cuts.append(cost.even(self.work.layers, choice.pipeline))
+        for degree, count, stages in itertools.product(degrees, slots, cuts):
+            state = choice.state if degree in (0, choice.shard_degree) else ()
+            other = replace(choice, shard_degree=degree, slots=count, state=state, stages=stages)
+            if other != choice:
+                self.see(other)
 
     # ---------------------------------------------------------------------------------------------------------- bounds
 

@@ -87,6 +87,7 @@ def test_within_two_hundredths_of_brute_force(text: str, batch: int, hidden: int
     [
         ("4x(2xRTX-4090), 10Gb/s", 2, 512, 256),  # with fewer, larger micro-batches only where nodes exchange less
         ("3x(2xA100-40GB), 25Gb/s", 8, 256, 256),  # on some of the nodes
+        ("4x(3xRTX-4090), 25Gb/s", 8, 1024, 128),  # in even stages, since a large head takes less than its products
     ],
 )
 def test_degrees_of_sharding_are_within_two_hundredths_of_brute_force(
