@@ -408,7 +408,7 @@ def main() -> None:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        elif isinstance(error, PermissionError) and error.filename is not None:
+        elif isinstance(error, PermissionError) and isinstance(error.filename, str | bytes):
             whose = "change its rights, or give the command as the user whose it is"
             _complain(f"{os.fsdecode(error.filename)} cannot be read or written ({error.strerror}); {whose}")
         else:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.errors import CutOff
+from phalanx.errors import CutOff, RunError
 from phalanx.records import RunPaths
 
 
@@ -41,12 +41,13 @@ def is_over(file: Mapping[str, Any], attempt: int, epoch: int | None) -> bool:
 
 
 def before_commit(paths: RunPaths, attempt: int, epoch: int | None = None) -> None:
-    """Raises CutOff where the run goes on elsewhere, with a later attempt than this."""
+    """Raises CutOff where the run goes on elsewhere, with a later attempt than this; RunError where one node had it."""
     # What a file says that is being written is not known yet; then what the one before it says counts.
     files = (told(paths, number) for number in reversed(_epochs(paths)))
     known = next((each for each in files if type(each.get("attempt")) is int), {})
     if is_over(known, attempt, epoch):
-        raise CutOff(
+        # On one node alone its agent would try again, under a number that may write.
+        raise (RunError if epoch is None else CutOff)(
             f"this rank belongs to attempt {attempt}, and since epoch {known['epoch']} the run goes on with another "
             "one on other nodes; this node was cut off from them and ends"
         )

@@ -284,6 +284,7 @@ def _others(paths: RunPaths, path: Path) -> list[Path]:
 def _leave(paths: RunPaths, step: Step, code: int, follow: str, stop: _Stop) -> None:
     """End the job where its script is gone with the node that ran it, which is node 0's: nobody else would, before the
     time is up."""
+    stop.asked = None  # what has ended the training is no word on this
     until = time.monotonic() + WORD_S
     while step.node > 0:
         over = read_over(paths.over(step.name))
@@ -346,7 +347,6 @@ def _is_there(caller: tuple[str, int] | None) -> bool:
 
 def _is_quiet(paths: RunPaths, stop: _Stop) -> bool:
     """Whether the records do not grow for QUIET_S, or for ASKED_S after a stop signal; false as soon as they do."""
-    stop.asked = None  # what has ended the training is no word on this
     sizes = _size(paths.metrics), _size(paths.events)
     until, heard = time.monotonic() + QUIET_S, False
     while time.monotonic() < until:

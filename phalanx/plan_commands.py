@@ -301,7 +301,7 @@ def _job(
         job = replace(
             job.of_plan(best, question),
             devices=best.devices,
-            per_node=math.gcd(best.devices, *(group.per_node for group in best.cluster.groups)),
+            per_node=math.gcd(best.devices, *best.cluster.crowds),
             checkpoint_s=question.failures.saving(best.estimate, best.devices).checkpoint_s,
             keep=kept,
             group=best.choice.tensor * best.choice.pipeline,

@@ -20,6 +20,7 @@ from phalanx.records import ExitCode, Placement, RunPaths, StoreAddress
 from phalanx.replicas import receive, send
 
 LATER_S = 2.0  # after an attempt has begun: its own ranks come first
+TOLD_S = 5.0  # what one that waits gets to take its order
 
 Worker = Callable[[Placement], int]
 
@@ -51,11 +52,15 @@ class Early:
         """Fork one of those that are missing, if it is time and there is room; who has ended is not replaced."""
         if self._missing and time.monotonic() >= self._not_before:
             self._missing -= 1
-            ours, theirs = socket.socketpair()
+            try:
+                ours, theirs = socket.socketpair()
+            except OSError:  # no room for it: ranks are forked when they are needed, or it is said why not
+                return
+            ours.settimeout(TOLD_S)
             with theirs:
                 try:
                     pid, pidfd = fork(lambda: _wait(theirs, job.worker, job.paths), [theirs.fileno()])
-                except OSError:  # no room for another process: it is forked when it is needed, or it is said why not
+                except OSError:
                     ours.close()
                     return
             self._waiting.append(_Waiting(job.worker, pid, pidfd, ours))
@@ -66,7 +71,7 @@ class Early:
             each = self._waiting.pop(0)
             if each.worker is job.worker and not each.ended():
                 listen_fd = None if placement.store is None else placement.store.listen_fd
-                with each.told, contextlib.suppress(OSError):  # it has just died, and is seen as a dead rank
+                with each.told, contextlib.suppress(OSError):  # it has just died, or does not take it: a dead rank
                     socket.send_fds(each.told, [b"s"], [] if listen_fd is None else [listen_fd])
                     send(each.told, {"placement": asdict(placement), "interface": interface})
                 return each.pid, each.pidfd
@@ -93,10 +98,12 @@ def _wait(told: socket.socket, worker: Worker, paths: RunPaths | None) -> int:
         _, descriptors, _, _ = socket.recv_fds(told, 1, 1)
         try:
             message = receive(told)
-        except OSError:  # nobody is needed
-            return int(ExitCode.DONE)
+        except OSError:  # its agent could not tell it; who is not needed is killed
+            return int(ExitCode.FAILED)
     placement = _placement_of(message["placement"])
-    if descriptors and placement.store is not None:
+    if placement.store is not None and placement.store.listen_fd is not None:
+        if not descriptors:  # no room for it here, and the agent's number of it means something else
+            return int(ExitCode.FAILED)
         os.set_inheritable(descriptors[0], False)
         placement = replace(placement, store=replace(placement.store, listen_fd=descriptors[0]))
     return run_worker(worker, placement, paths, message["interface"])

@@ -12,12 +12,11 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx import state_file
-from phalanx.cluster import hangs, rendezvous
+from phalanx.cluster import hangs, rendezvous, succession
 from phalanx.cluster.attempt import IDLE_S, Attempt
 from phalanx.cluster.beats import Beats
 from phalanx.cluster.causes import End
@@ -31,7 +30,6 @@ from phalanx.cluster.relay import CALL_S, Relay, beside_the_store, hand_over, to
 from phalanx.cluster.replica_keeper import ROLE, ReplayOf, ReplicaKeeper, never
 from phalanx.cluster.roster import Member, Roster
 from phalanx.cluster.stopping import Signals
-from phalanx.cluster.succession import still_writing
 from phalanx.cluster.watchdog import Blame, Word
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import PhalanxError
@@ -86,6 +84,7 @@ class Peer:
         self.ordered = False  # to start an attempt
         self._running = 0  # the attempt that runs here
         self._last: Message = {}  # how the last one ended here
+        self._said: Mapping[str, int] = succession.NOBODY_YET  # what the last file said that was made here
         self._ordered_to_end = self._explained = self._ready_unheard = False
         self._stops: list[str] = []
         self._hung: list[Blame] = []
@@ -115,16 +114,17 @@ class Peer:
         """What a new leader has to know of this node; None while ranks run."""
         if self._running:
             return None
-        attempt = 0 if self.start is None else int(self.start["attempt"])
         offered = self._division if self.offer is None else int(self.offer["division"])
         return {
-            "ready": self._division, "offered": max(offered, self._division), "attempt": attempt, "last": self._last,
-            "held": self.held(),
+            "ready": self._division, "offered": max(offered, self._division), "last": self._last, "held": self.held(),
+            "attempt": 0 if self.start is None else int(self.start["attempt"]),
         }  # fmt: skip
 
     def about(self, following: Roster) -> dict[str, Any]:
         """What an epoch's file says of the run: whose ranks may still write."""
-        return still_writing(self.start, self.circle.roster, following, self.circle.votes)
+        votes, said = self.circle.votes, self._said
+        self._said = found = succession.still_writing(self.start, self.circle.roster, following, votes, said)
+        return found
 
     # ------------------------------------------------------------------------------------------- what an attempt knows
 
@@ -353,7 +353,7 @@ class Peer:
 
     def report(self, number: int, code: int, ends: list[End], lowered: bool = False) -> None:
         """Tell the leader how an attempt ended here."""
-        ended = [asdict(end) for end in ends]
+        ended = [dataclasses.asdict(end) for end in ends]
         self._last = {"attempt": number, "code": int(code), "ends": ended, "lowered": lowered}
         self.circle.tell(self.circle.roster.leader, {"ended": self._last, "held": self.held()})
 

@@ -7,6 +7,7 @@ and of what is left of the budgets; a vote says what a node is ready for.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from phalanx.cluster.affairs import Node, Phase, Policy, Slot, State
@@ -39,24 +40,35 @@ def budget_of(state: State) -> Message:
     }  # fmt: skip
 
 
+NOBODY_YET = MappingProxyType({"since": 0, "attempt": 0})  # was said to be over
+
+
 def still_writing(
-    start: Message | None, before: Roster, following: Roster, votes: Mapping[int, Message]
+    start: Message | None,
+    before: Roster,
+    following: Roster,
+    votes: Mapping[int, Message],
+    said: Mapping[str, int] = NOBODY_YET,
 ) -> dict[str, int]:
     """What the file of an epoch says of the ranks that may still write: the oldest `attempt`, and `since` which epoch
-    attempts have been ordered that may. `start` is the last order that the leader of the roster that is `following` has
-    heard, `votes` what it knows yet of those who have voted for it.
+    attempts have been ordered that may. `start` is the last order that the leader of the roster that is `following`
+    has heard, `votes` what it knows yet of those who have voted for it, and `said` what its last file said.
 
     Numbers of attempts alone do not tell: a leader that is cut off may start ranks once more, of which nobody else
     hears, and one that came as a spare may have heard of no attempt at all. So whoever is new in the lead lets nobody
-    write whom it has not started itself.
+    write whom it has not started itself. And whoever was said to be over stays over: a node that was lost with its
+    ranks and comes again has the same number, and is not the same process.
     """
     if before.leader != following.leader:
         heard = [int(vote["attempt"]) for vote in votes.values()] + ([] if start is None else [int(start["attempt"])])
-        return {"since": following.epoch, "attempt": 1 + max(heard, default=0)}
-    if start is None:  # what it may order while the file is made
-        return {"since": before.epoch, "attempt": 1}
-    goes_on = set(start["seats"]) <= set(following.nodes)
-    return {"since": int(start["epoch"]), "attempt": int(start["attempt"]) + (0 if goes_on else 1)}
+        found = following.epoch, 1 + max(heard, default=0)
+    elif start is None:  # what it may order while the file is made
+        found = before.epoch, 1
+    else:
+        goes_on = all(following.member(seat) == before.member(seat) is not None for seat in start["seats"])
+        found = int(start["epoch"]), int(start["attempt"]) + (0 if goes_on else 1)
+    since, attempt = max(found, (said["since"], said["attempt"]))
+    return {"since": since, "attempt": attempt}
 
 
 def beginning_state(

@@ -216,6 +216,8 @@ def _work_told(run: Run) -> dict[str, Any]:
         "dtype": config.train.dtype,
         "activations": config.memory.activations,
     }
+    if config.memory.activations == "offload":
+        how["horizon"] = config.memory.horizon
     told: dict[str, Any] = json.loads(json.dumps(how | shapes))
     return told
 

@@ -62,9 +62,26 @@ class Cluster:
         return tuple(spans)
 
     @cached_property
-    def names(self) -> tuple[tuple[int, int, str], ...]:
+    def crowds(self) -> tuple[int, ...]:
+        """Of each group the devices of the fullest node that it is on, with those beside its own."""
+        found, node = [group.per_node for group in self.groups], list[int]()
+        for number, group in enumerate(self.groups):
+            node = [*node, number] if group.beside else [number]
+            together = sum(self.groups[each].per_node for each in node)
+            for each in node:
+                found[each] = max(found[each], together)
+            if group.nodes > 1:
+                node = [number]  # only its last node can have others beside
+        return tuple(found)
+
+    def crowd_of(self, device: int) -> int:
+        """The same of a device's group."""
+        return next(crowd for (_, behind, _), crowd in zip(self.spans, self.crowds, strict=True) if device < behind)
+
+    @cached_property
+    def names(self) -> tuple[tuple[int, int, str, bool], ...]:
         """What tells clusters of one network apart."""
-        return tuple((group.nodes, group.per_node, group.kind.name) for group in self.groups)
+        return tuple((group.nodes, group.per_node, group.kind.name, group.beside) for group in self.groups)
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:

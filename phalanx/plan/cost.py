@@ -310,12 +310,13 @@ class Model:
         for wanted, edge in zip(choice.ends(number), (layer.embedding, layer.head), strict=True):
             if wanted:
                 device_s, host_s = edge.forward_s + 0.5 * layer.exchange_s, edge.host_forward_s + 0.5 * layer.calls_s
-                forward += compute.longer(device_s, host_s, constants)
+                passed = compute.longer(device_s, host_s, constants)
+                forward += passed
                 backward += compute.longer(edge.backward_s, edge.host_backward_s, constants)
-                waits += 0.5 * layer.exchange_s
+                waits += passed - compute.longer(edge.forward_s, edge.host_forward_s, constants)
         if choice.pipeline > 1:
             moved, gathered_s = self._handed(choice, first, moved)
-            beside = min(copies * choice.tensor, cluster.group_of(first).per_node)
+            beside = min(copies * choice.tensor, cluster.crowd_of(first))
             width = copies * choice.tensor
             for other in (number - 1, number + 1):
                 if 0 <= other < choice.pipeline:
@@ -395,7 +396,8 @@ class Model:
             kind, sent = each.kind, each.state_bytes
             if each.keeps.replays:  # gradients, by which the update is made again
                 sent *= work.master_bytes / (work.master_bytes + work.state_bytes)
-            beside = max(group.per_node for group in self.cluster.groups if group.kind == kind)
+            crowds = zip(self.cluster.groups, self.cluster.crowds, strict=True)
+            beside = max(crowd for group, crowd in crowds if group.kind == kind)
             node_bytes = max(node_bytes, beside * sent)
             if kind.on_host:
                 copying_s = max(copying_s, links.carried_s(sent, kind, constants))
@@ -440,7 +442,7 @@ def filling_s(choice: Choice, stages: Sequence[Stage], micro_batches: int) -> fl
         few = whole + (micro_batches - 1) * longest / choice.virtual
         return max((whole - longest) / choice.virtual, few - micro_batches * longest)
     before_s = sum(stage.forward_s for stage in stages) - slowest.forward_s
-    return before_s / 2 * max(1.0, 3.0 - micro_batches / len(stages))
+    return max(before_s / 2, before_s + (len(stages) - micro_batches) * slowest.backward_s / 2)
 
 
 def predict(work: Work, cluster: Cluster, choice: Choice, constants: Constants = DEFAULT) -> Estimate:

@@ -26,9 +26,9 @@ def ring_of(first: int, ranks: int, stride: int, cluster: Cluster) -> Ring:
     """The ring of `ranks` devices from `first` on, every `stride`-th; its neighbours' rings run at the same time."""
     last = first + (ranks - 1) * stride
     slowest, most = cluster.kind_of(first), 1
-    for begin, behind, group in cluster.spans:
+    for (begin, behind, group), crowd in zip(cluster.spans, cluster.crowds, strict=True):
         if begin <= last and first < behind:
-            most = max(most, group.per_node)
+            most = max(most, crowd)
             if group.kind.link_bytes_per_s < slowest.link_bytes_per_s:
                 slowest = group.kind
     nodes = min(cluster.node_of(last) - cluster.node_of(first) + 1, ranks)

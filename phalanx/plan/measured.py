@@ -30,7 +30,8 @@ ALIKE_MEMORY = 1.02  # ratio of the memories of two devices that count as alike
 def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
     """The devices of a file, neighbours alike together. Raises ConfigError for a file of a network of one's own, whose
     work nobody can compare with other work."""
-    work, passes = _work_of(found.work), passes_of(found.work)
+    on_host = any(device.host_to_device_bytes_per_s is None for device in found.devices)
+    work, passes = _work_of(found.work, on_host), passes_of(found.work)
     speeds = hardware.speeds(found)
     kinds: list[Kind] = []
     for same in _alike(found.devices, speeds):
@@ -105,7 +106,8 @@ def _alike(devices: Sequence[Device], speeds: Sequence[Speed]) -> Iterator[list[
     yield same
 
 
-def _work_of(told: dict[str, Any]) -> Work:
+def _work_of(told: dict[str, Any], on_host: bool = False) -> Work:
+    """A pass of one sequence of what was measured; `on_host`: by CPUs, which compute a mixed type in fp32."""
     needed = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab_size", "positions", "head_dim", "dtype")
     if any(name not in told for name in needed) or told["dtype"] not in (*WIDTH, "mixed"):
         raise ConfigError(
@@ -117,8 +119,9 @@ def _work_of(told: dict[str, Any]) -> Work:
         layers=told["layers"], hidden=told["hidden"], heads=told["heads"], kv_heads=told["kv_heads"],
         ffn=told["intermediate"], vocabulary=told["vocab_size"], seq_len=told["positions"], global_batch=1,
         tied=bool(told.get("tie_embeddings")), gated=not bert, biases=bert, head_dim=told["head_dim"],
-        precision="fp16" if told["dtype"] == "mixed" else told["dtype"], window=told.get("sliding_window") or 0,
-        full_layers=sum(layer < told["layers"] for layer in told.get("full_attention_layers", ())), both_ways=bert,
+        precision=told["dtype"] if told["dtype"] != "mixed" else "fp32" if on_host else "fp16",
+        window=told.get("sliding_window") or 0,
+        full_layers=sum(layer < told["layers"] for layer in told.get("full_attention_layers") or ()), both_ways=bert,
     )  # fmt: skip
 
 
@@ -183,14 +186,14 @@ def _called(model: str) -> list[Kind]:
 
 
 def _linked(cluster: Cluster, found: Hardware, constants: Constants) -> Cluster:
-    """With the network, or the links of the one node, such that an all-reduce takes what it was measured to take: in a
-    ring of all ranks each of n sends 2 (n - 1) / n of the bytes, on to another node from the last of a node."""
+    """With the network, or the links of the one node, such that an all-reduce takes what it was measured to take, as
+    `links.shard_s` has it: each of n nodes, or of the ranks of one, passes on 2 (n - 1) / n of the bytes."""
     if found.link is None:
         return cluster
     rate, latency, count = found.link.bytes_per_s, found.link.latency_s, cluster.devices
     share = 2 * (1 - 1 / count) if count > 1 else 1.0
     if cluster.nodes > 1:
-        bits = 8 * share * rate / constants.far_share
+        bits = 8 * 2 * (1 - 1 / cluster.nodes) * rate / constants.far_share
         return replace(cluster, between_bits_per_s=bits, between_latency_s=latency / (2 * cluster.nodes))
     bytes_per_s, latency_s = share * rate / constants.near_share, latency / (2 * count)
     kinds = [replace(each.kind, link_bytes_per_s=bytes_per_s, link_latency_s=latency_s) for each in cluster.groups]

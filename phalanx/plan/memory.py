@@ -128,7 +128,7 @@ def held(
     `replicated`: other nodes are to keep its state, too, where there is room."""
     first, last = choice.ends(stage)
     whole, block, embedding, head = parameters_of(work, choice.tensor, layers, first, last)
-    compute = work.width if choice.engine in ("sharded", "fsdp") else 2 if work.width == 2 else 4
+    width = work.width if choice.engine in ("sharded", "fsdp") else 2 if work.width == 2 else 4
     own = whole * own_share
     parts: dict[str, float] = {}
     zero = choice.zero if copies > 1 else min(choice.zero, 1)
@@ -140,11 +140,11 @@ def held(
             units = embedding + UNITS_AT_ONCE * block
         else:
             units = max(embedding + head, block) + UNITS_AT_ONCE * block
-        parts["weights"] = min(whole, units) * compute
+        parts["weights"] = min(whole, units) * width
     else:
-        parts["weights"] = whole * compute
-    apart = zero == 3 or choice.slots > 1 or compute != work.master_bytes
-    if choice.engine == "ddp" and compute != work.master_bytes:
+        parts["weights"] = whole * width
+    apart = zero == 3 or choice.slots > 1 or width != work.master_bytes
+    if choice.engine == "ddp" and width != work.master_bytes:
         apart = True
     if work.far_bytes is not None:  # parameters are rounded from the masters
         apart = True
@@ -169,7 +169,7 @@ def held(
     gradient = work.reduce_bytes if choice.engine != "sharded" else work.master_bytes
     largest = max(block, embedding, head) if zero == 3 else block
     if choice.engine == "fsdp":
-        sums = own * work.master_bytes + largest * (work.reduce_bytes + compute)
+        sums = own * work.master_bytes + largest * (work.reduce_bytes + width)
     elif zero <= 1 or choice.engine == "megatron":
         sums = whole * gradient
     elif choice.reduce == "per_step" and accumulates:
@@ -178,8 +178,10 @@ def held(
         buckets = largest if zero == 3 else min(layers, IN_FLIGHT) * block + embedding + head
         sums = (own + buckets) * gradient
     parts["gradients"] = sums * trained
-    if choice.engine == "sharded" and work.gather_bytes > compute:  # each makes its own type of what it gets
-        parts["weights on their way"] = 2 * max(block, embedding, head) * trained * work.gather_bytes
+    several = copies * choice.tensor * choice.pipeline > 1
+    if several and choice.engine == "sharded" and work.gather_bytes > width:  # each makes its own type of what it gets
+        gathered = 1.0 if zero == 3 else trained
+        parts["weights on their way"] = 2 * max(block, embedding, head) * gathered * work.gather_bytes
     kept, again = block_activations(work, choice, band_bytes(work, kind, choice.tensor, sequences))
     under_way = float(min(choice.pipeline - stage, micro_batches))
     if choice.order == "gpipe":
@@ -187,9 +189,8 @@ def held(
     elif choice.order == "zero_bubble":  # of either chunk as many as there are stages, Qi et al. 2024
         under_way = float(min(choice.pipeline, micro_batches))
     elif choice.virtual > 1 and choice.pipeline > 1:
-        under_way = min(micro_batches, choice.pipeline) * (
-            1.0 + (choice.pipeline - 1) / (choice.pipeline * choice.virtual)
-        )
+        more = 1.0 + (choice.pipeline - 1) / (choice.pipeline * choice.virtual)
+        under_way = min(float(micro_batches), choice.pipeline * more)
     # The input of the block in use is among what is there again.
     blocks = min(work.horizon, layers) if choice.offload else layers
     parts["activations"] = sequences * under_way * blocks * kept

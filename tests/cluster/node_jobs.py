@@ -28,7 +28,7 @@ from phalanx.cluster.peer import Peer, run
 from phalanx.cluster.stopping import Signals
 from phalanx.cluster.succession import division_of
 from phalanx.cluster.wire import Message
-from phalanx.errors import ConfigError, PhalanxError, RunError, Unhealthy
+from phalanx.errors import ConfigError, CutOff, PhalanxError, Unhealthy
 from phalanx.records import Placement, RunPaths
 from tests.unit import agent_jobs
 from tests.unit.agent_jobs import note
@@ -82,7 +82,7 @@ def until_fenced(placement: Placement) -> int:
         while placement.attempt == 1:
             time.sleep(0.01)
             may_write()
-    except RunError as error:
+    except CutOff as error:
         note(placement, "fenced", str(error))
         time.sleep(60)
     note(placement, "epoch", placement.epoch)

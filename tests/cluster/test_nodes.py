@@ -267,12 +267,12 @@ def test_a_frozen_agent_ends_its_ranks_when_it_thaws(cluster: Cluster) -> None:
 def test_ranks_of_a_frozen_leader_write_no_more_once_the_others_go_on(cluster: Cluster) -> None:
     nodes = [cluster.start("until_fenced", node, 1, nodes=2, spares=1, max_restarts=1) for node in range(3)]
     pids = [cluster.noted("ready", 1, rank) for rank in range(2)]
-    nodes[0].process.send_signal(signal.SIGSTOP)
+    nodes[0].process.signal(signal.SIGSTOP)
     assert [nodes[node].finish()[0] for node in (1, 2)] == [0, 0]
     assert is_alive(pids[0])
     assert cluster.noted("fenced", 1, 0).startswith("this rank belongs to attempt 1, and since epoch 2 the run goes on")
     assert [cluster.noted("epoch", 2, rank) for rank in range(2)] == [2, 2]
-    nodes[0].process.send_signal(signal.SIGCONT)
+    nodes[0].process.signal(signal.SIGCONT)
     assert nodes[0].finish()[0] == ExitCode.FAILED
     assert not is_alive(pids[0])
 

@@ -339,14 +339,28 @@ def test_noise_within_a_node_leaves_its_devices_one_group() -> None:
     assert {group.kind.link_bytes_per_s for group in found.groups} == {3e8 / DEFAULT.near_share}
 
 
-def test_an_all_reduce_takes_what_it_was_measured_to_take() -> None:
-    from phalanx.plan import links
+@pytest.mark.parametrize(("nodes", "per_node"), [(4, 1), (2, 4), (4, 8), (1, 4)])
+def test_an_all_reduce_takes_what_it_was_measured_to_take(nodes: int, per_node: int) -> None:
+    from phalanx.plan import calibrate, links
 
-    nodes = tuple(device(rank, "NVIDIA A100-SXM4-40GB", 0.4, node=rank) for rank in range(4))
-    found = measured.cluster_of(Hardware(WORK, nodes, Link(1e9, 1e-5)))
-    assert (found.nodes, found.devices) == (4, 4)
-    ring = links.ring_of(0, 4, 1, found)
+    ranks = nodes * per_node
+    rows = tuple(device(rank, "NVIDIA A100-SXM4-40GB", 0.4, node=rank // per_node) for rank in range(ranks))
+    found = measured.cluster_of(Hardware(WORK, rows, Link(1e9, 1e-5)))
+    assert (found.nodes, found.devices) == (nodes, ranks)
+    ring = links.ring_of(0, ranks, 1, found)
     assert links.all_reduce_s(1e9, ring, found, DEFAULT) == pytest.approx(1.0, rel=0.05)
+    again = calibrate._link_of(found, DEFAULT)
+    assert (again.bytes_per_s, again.latency_s) == pytest.approx((1e9, 1e-5))
+
+
+def test_a_mixed_type_is_computed_in_fp32_by_cpus() -> None:
+    took = {}
+    for dtype in ("fp32", "mixed"):
+        row = device(0, "a cpu", 4.0, times=((1, 1.0), (4, 4.0)), host_to_device_bytes_per_s=None)
+        found = measured.cluster_of(Hardware({**WORK, "dtype": dtype}, (row,), None))
+        asked = replace(measured._work_of({**WORK, "dtype": "fp32"}), global_batch=4)
+        took[dtype] = cost.predict(asked, found, Choice(micro_batch=4)).terms["compute"]
+    assert took["mixed"] == pytest.approx(took["fp32"]) and took["fp32"] == pytest.approx(4.0, rel=0.03)
 
 
 def test_a_cpu_an_unknown_accelerator_and_one_of_two_memories() -> None:

@@ -381,7 +381,10 @@ def test_a_pipeline_takes_what_its_orders_take_also_of_few_micro_batches(schedul
     assert found.step_s == pytest.approx(stages.step_s(spans) * pass_s, rel=0.01)
 
 
-@pytest.mark.parametrize(("pipeline", "micro_batches"), [(2, 2), (2, 4), (3, 3), (4, 4), (4, 8), (4, 17), (8, 16)])
+@pytest.mark.parametrize(
+    ("pipeline", "micro_batches"),
+    [(2, 1), (2, 2), (2, 3), (2, 4), (3, 3), (4, 1), (4, 3), (4, 4), (4, 5), (4, 6), (4, 8), (4, 17), (8, 12), (8, 16)],
+)
 @pytest.mark.parametrize("order", ["1f1b", "gpipe", "zero_bubble"])
 def test_stages_wait_as_their_orders_have_it(order: Order, pipeline: int, micro_batches: int) -> None:
     plan = divide(2 * pipeline, pipeline, order)
@@ -399,13 +402,13 @@ def test_folded_stages_have_both_ends_on_one_rank() -> None:
     assert [folded.ends(stage) for stage in range(2)] == [(True, True), (False, False)]
     assert [replace(folded, order="1f1b").ends(stage) for stage in range(2)] == [(True, False), (False, True)]
     fast = Cluster((Group(1, 2, replace(PLAIN, link_bytes_per_s=1e30)),))
-    head = replace(ALIKE, vocabulary=8 * 512)
-    # A block's products take 12 x 512^2, and attention some; the head 8 x 512^2 more on the rank with both ends.
-    even_, uneven = (
-        step(head, fast, pipeline=2, virtual=2, order="zero_bubble", stages=stages, micro_batch=1).terms["imbalance"]
-        for stages in ((1, 1, 1, 1), (1, 1, 1, 1)[::-1])
+    head = replace(ALIKE, layers=6, vocabulary=8 * 512)
+    # Of six blocks and a head the first rank, which has the head too, is slowest with four and fastest with two.
+    fewer, alike, more = (
+        step(head, fast, pipeline=2, virtual=2, order="zero_bubble", stages=cut, micro_batch=1).step_s
+        for cut in ((1, 2, 2, 1), (1, 1, 2, 2), (2, 1, 1, 2))
     )
-    assert even_ == uneven > 0
+    assert alike < fewer < more
 
 
 def test_a_stage_with_more_layers_is_waited_for() -> None:
@@ -617,6 +620,30 @@ def test_the_last_of_unlike_cpus_is_the_one_that_has_computed_and_carried() -> N
         again = step(SMALL, Cluster((Group(2, 1, slow),), 8e7, 0.0), micro_batch=8)
         assert found.step_s == pytest.approx(again.step_s)
         assert found.terms["communication"] == pytest.approx(alike.terms["communication"] + 0.09 * hidden_s)
+
+
+def test_unlike_devices_of_a_node_share_its_cable() -> None:
+    """Two nodes of eight are the same, whether or not half of each is told apart."""
+    kind = replace(PLAIN, link_bytes_per_s=1e30)
+    other = replace(kind, name="the same by another name")
+    whole = Cluster((Group(2, 8, kind),), 8e7, 0.0)
+    halves = (Group(1, 4, kind), Group(1, 4, other, beside=True))
+    apart = Cluster((*halves, *halves), 8e7, 0.0)
+    assert (apart.nodes, apart.devices, apart.crowds) == (2, 16, (8,) * 4)
+    assert Cluster((Group(3, 2, kind), Group(2, 1, other, beside=True))).crowds == (3, 3)
+    for layout in ({"shard_degree": 8}, {}, {"pipeline": 2}, {"tensor": 2}):
+        for work in (SMALL, replace(KEPT, replicate="every_step")):
+            found, same = (step(work, cluster, micro_batch=1, **layout) for cluster in (apart, whole))
+            assert found.step_s == pytest.approx(same.step_s), layout
+            assert (found.replicas is None) == (same.replicas is None)
+            if found.replicas is not None and same.replicas is not None:
+                assert found.replicas.node_bytes == pytest.approx(same.replicas.node_bytes)
+
+
+def test_what_devices_make_their_own_type_of_is_on_its_way_only_between_several() -> None:
+    work = replace(SMALL, gather_bytes=4)
+    (alone_,), (two, *_) = (step(work, alone(count), micro_batch=4).memory for count in (1, 2))
+    assert "weights on their way" not in alone_.parts and two.parts["weights on their way"] > 0
 
 
 def test_a_node_whose_state_others_have_anyway_sends_none() -> None:

@@ -3,7 +3,7 @@ that is only cut off goes on for a while, too, and nothing that its ranks write 
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -173,7 +173,7 @@ class Job:
     def agree(self, following: Roster, votes: Mapping[int, Message]) -> None:
         """The file of the next epoch is made; early, before anybody who votes has said what its ranks came to."""
         start = self.agents[following.leader].start
-        self.file = still_writing(start, self.roster, following, {} if self.early else votes)
+        self.file = still_writing(start, self.roster, following, {} if self.early else votes, self.file)
         self.roster = following
 
     def join(self, node: int) -> None:
@@ -344,6 +344,29 @@ def test_two_attempts_of_one_number_are_told_apart_by_their_epochs() -> None:
     assert job.file == {"since": 2, "attempt": 2}
     assert [fencing.is_over(job.file, attempt, epoch) for epoch, attempt in part.ordered] == [True] * 4
     assert not fencing.is_over(job.file, 2, 2)
+
+
+def test_a_node_that_comes_again_lets_nobody_write_who_was_lost() -> None:
+    """Neither after its leader was lost with it, nor after it was lost alone."""
+    job = Job(3, 0, Policy(nodes=3))
+    start, first = job.agents[0].start, job.roster
+    assert start is not None
+    for gone, leader in ((0, 1), (2, 0)):
+        fewer = first.with_members([member for member in first.members if member.node != gone], leader)
+        said = still_writing(start, first, fewer, {})
+        again = still_writing(start, fewer, fewer.with_members(first.members, leader), {}, said)
+        assert again == said
+        assert fencing.is_over(again, start["attempt"], start["epoch"])
+
+
+def test_another_process_of_a_seats_number_does_not_go_on_with_it() -> None:
+    job = Job(2, 0, Policy(nodes=2))
+    start, before = job.agents[0].start, job.roster
+    assert start is not None
+    members = [replace(each, token="f" * 16) if each.node == 1 else each for each in before.members]
+    for following, over in ((before.with_members(before.members, 0), False), (before.with_members(members, 0), True)):
+        said = still_writing(start, before, following, {})
+        assert fencing.is_over(said, start["attempt"], start["epoch"]) == over
 
 
 def test_what_a_successor_has_to_know_travels_as_it_is() -> None:
