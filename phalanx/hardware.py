@@ -36,7 +36,8 @@ class Device:
     # (sequences, seconds) of a forward and backward pass of the whole model, by size; empty: could not be measured
     times: tuple[tuple[int, float], ...]
     host_to_device_bytes_per_s: float | None  # None for a CPU, which copies nothing
-    # Of its computing that each byte costs a CPU which it sends and gets in an all-reduce; None for an accelerator, and of one rank
+    # Of its computing that each byte costs a CPU which it sends and gets in an all-reduce; None for an accelerator, and
+    # of one rank
     carries_s_per_byte: float | None = None
 
 
