@@ -49,7 +49,7 @@ PLANS = {
         marks=("nan",),
         injected=[
             asked("crash:rank=1,step=7,phase=update"),
-            asked("exception:rank=0,attempt=2,step=7,phase=data", during=True),
+            asked("exception:rank=0,attempt=2,step=8,phase=data", during=True),  # step 7 may just have been committed
             asked("disk-full:rank=1,attempt=3,step=9"),
             asked("corrupt-checkpoint:rank=0,attempt=3,step=12"),
             asked("bit-flip:rank=1,attempt=3,step=15"),
