@@ -261,19 +261,44 @@ def _conclude(paths: RunPaths, launched: Launched, node: int, start: str, code: 
     says is replaced by what comes later, and what a success says stays; of two that agree the lower node's word stays.
     """
     path = paths.over(start)
-    sure = (ExitCode.DONE, ExitCode.STOPPED)
     there = read_over(path)
-    if there is not None and there.code in sure and (code not in sure or there.node < node):
+    if there is not None and _stays(there, node, code):
         return there.follows
     saved = ending.recorded(paths)
     before = [over for other in _others(paths, path) if (over := read_over(other)) is not None]
     follow, why = follows(launched, code, paths.cancelled.exists(), saved, before)
+    text = f"{int(code)} {follow} {saved} {node}\n"
     with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
-        write_atomic(path, f"{int(code)} {follow} {saved} {node}\n")
+        if there is not None or not _created(path, text):
+            there = read_over(path)  # again: another node may have ended in the same moment
+            if there is not None and _stays(there, node, code):
+                return there.follows
+            write_atomic(path, text)
         if why:
             with open(paths.node_log(node), "a", encoding="utf-8") as log:
                 log.write(f"--- no further start: {why}\n")
     return follow
+
+
+def _stays(there: Over, node: int, code: int) -> bool:
+    """Whether what another node has said is not replaced by what this one says."""
+    sure = (ExitCode.DONE, ExitCode.STOPPED)
+    return there.code in sure and (code not in sure or there.node < node)
+
+
+def _created(path: Path, text: str) -> bool:
+    """Write a file that is whole as soon as it is there; False where there is one. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError:  # not every file system has links
+        write_atomic(path, text)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
 
 
 def _others(paths: RunPaths, path: Path) -> list[Path]:

@@ -105,6 +105,34 @@ def test_the_word_of_a_lower_node_and_of_success_stays(tmp_path: Path) -> None:
         assert paths.over("7-1").read_text() == expected
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_the_word_of_a_lower_node_stays_that_ends_in_the_same_moment(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 says how it ended while node 1 is about to."""
+    paths = RunPaths(tmp_path)
+    paths.launch.mkdir()
+    recorded = keeper.ending.recorded
+
+    def slowly(paths: RunPaths) -> int:
+        monkeypatch.setattr(keeper.ending, "recorded", recorded)
+        keeper._conclude(paths, LAUNCHED, 0, "7-1", int(ExitCode.DONE))
+        return recorded(paths)
+
+    def none(source: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if not links:  # nor is anything lost on a file system without them
+        monkeypatch.setattr(keeper.os, "link", none)
+        keeper._conclude(paths, LAUNCHED, 1, "7-1", int(ExitCode.DONE))
+        assert paths.over("7-1").read_text() == "0 end 0 1\n"
+    else:
+        monkeypatch.setattr(keeper.ending, "recorded", slowly)
+        keeper._conclude(paths, LAUNCHED, 1, "7-1", int(ExitCode.DONE))
+        assert paths.over("7-1").read_text() == "0 end 0 0\n"
+    assert [path.name for path in paths.launch.iterdir()] == ["over-7-1"]
+
+
 def test_slurm_is_asked_again_to_end_a_job_whose_script_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
