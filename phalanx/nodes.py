@@ -132,9 +132,10 @@ def train(
         devices = devices_of_ranks(found, accelerators, ranks)
         for folder in shared_memory.sweep(but=shared_memory.folder_of(paths)):
             _say(meeting, f"removed {folder}, which a run had left behind more than a day ago")
+        before = _epoch(paths)  # others may begin the next one while it is looked whether they go on
         if meeting.node == 0 and not _goes_on(paths, meeting):
             try:
-                return _lead(wanted, paths, devices, meeting, planned)
+                return _lead(wanted, paths, devices, meeting, planned, before)
             except RunError:
                 if not _is_taken_over(paths, meeting):
                     raise
@@ -210,21 +211,22 @@ def _is_taken_over(paths: RunPaths, meeting: Meeting) -> bool:
     return False
 
 
-def _watching(paths: RunPaths, tend: Callable[[], None]) -> Callable[[], None]:
-    """A function that does as `tend`, and raises RunError once others have begun another epoch of the run."""
+def _epoch(paths: RunPaths) -> int:
+    """The newest of the run; 0 without any."""
+    told = None if paths.url is not None else epochs.newest(paths)
+    return 0 if told is None else int(told["epoch"])
 
-    def epoch() -> int:
-        told = None if paths.url is not None else epochs.newest(paths)
-        return 0 if told is None else int(told["epoch"])
 
-    before, look_at = epoch(), time.monotonic() + LOOK_S
+def _watching(paths: RunPaths, tend: Callable[[], None], before: int) -> Callable[[], None]:
+    """A function that does as `tend`, and raises RunError once others have begun another epoch than `before`."""
+    look_at = time.monotonic() + LOOK_S
 
     def look() -> None:
         nonlocal look_at
         tend()
         if time.monotonic() > look_at:
             look_at = time.monotonic() + LOOK_S
-            if epoch() != before:
+            if _epoch(paths) != before:
                 raise RunError(
                     f"another node leads the run in {paths.shown} now; start this one again, and it comes back"
                 )
@@ -242,9 +244,9 @@ def _leader(paths: RunPaths) -> tuple[str, int] | None:
 
 
 def _lead(
-    wanted: Config, paths: RunPaths, devices: Sequence[Device], meeting: Meeting, planned: Sequence[Fault]
+    wanted: Config, paths: RunPaths, devices: Sequence[Device], meeting: Meeting, planned: Sequence[Fault], before: int
 ) -> int:
-    """Be node 0: bring all together, prepare the run, and then be one of the members."""
+    """Be node 0: bring all together, prepare the run, and then be one of the members. `before`: the run's epoch."""
     from phalanx.train import folder
 
     said = hello(wanted, devices, meeting, planned=planned)
@@ -260,7 +262,7 @@ def _lead(
             replaces = "replace" in wanted.resilience.on_lost_node
             first = held.enter_context(hosted(meeting, said, spares=meeting.spares if replaces else 0))
             tend = hearing(first)
-            gather(first, meeting, _watching(paths, tend))
+            gather(first, meeting, _watching(paths, tend, before))
             if (done := launch.finished(wanted, paths)) is not None:
                 first.finish(done, "the run is complete already")
                 run.code = done
