@@ -132,7 +132,7 @@ def train(
         devices = devices_of_ranks(found, accelerators, ranks)
         for folder in shared_memory.sweep(but=shared_memory.folder_of(paths)):
             _say(meeting, f"removed {folder}, which a run had left behind more than a day ago")
-        before = _epoch(paths)  # others may begin the next one while it is looked whether they go on
+        before = _epoch(paths) if meeting.node == 0 else 0  # others may begin one while it is looked whether they go on
         if meeting.node == 0 and not _goes_on(paths, meeting):
             try:
                 return _lead(wanted, paths, devices, meeting, planned, before)

@@ -49,7 +49,7 @@ class Attempt:
     job: Job
     number: int
     signals: Signals
-    early: Early = field(default_factory=Early)
+    early: Early
     processes: list[_Process] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)  # in order of detection
     forwarded: set[int] = field(default_factory=set)

@@ -48,7 +48,7 @@ def still_writing(
     before: Roster,
     following: Roster,
     votes: Mapping[int, Message],
-    said: Mapping[str, int] = NOBODY_YET,
+    said: Mapping[str, int],
 ) -> dict[str, int]:
     """What the file of an epoch says of the ranks that may still write: the oldest `attempt`, and `since` which epoch
     attempts have been ordered that may. `start` is the last order that the leader of the roster that is `following`

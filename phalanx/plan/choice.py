@@ -20,8 +20,8 @@ class Choice:
     order; with `order` "zero_bubble" they are folded: a stage has the nth chunk from either end. `engine`: "sharded" is
     this project's own, which moves parameters and gradients in a planned order; the others are its peers: "fsdp"
     fetches one layer ahead, "ddp" hides all-reduces behind the last backward pass, "megatron" sends everything after
-    it. `devices` are the first ones of the cluster; 0 takes all. `attention` is
-    "plain" where scores are written to memory.
+    it. `devices` are the first ones of the cluster; 0 takes all. `attention` is "plain" where scores are written to
+    memory.
     """
 
     zero: int = 1

@@ -12,9 +12,9 @@ class Work:
 
     `precision` is the type of matrix products; `master_bytes` and `state_bytes` are kept for each trained parameter
     (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each, `far_bytes` at most from node to node
-    where that is compressed. `trained` is the share of parameters
-    that are trained (adapters: a few hundredths). `positions` are rows of a learnt table of positions. `biases`:
-    matrices add one and norms have two vectors, as in GPT-2.
+    where that is compressed. `trained` is the share of parameters that are trained (adapters: a few hundredths).
+    `positions` are rows of a learnt table of positions. `biases`: matrices add one and norms have two vectors, as in
+    GPT-2.
     A position sees itself and those before it, with a `window` no more than so many, but in `full_layers` of the layers
     all the same, and `both_ways` all positions. `horizon` is a recipe's `memory.horizon`.
     `memory` and `replicate` are those of a recipe's `resilience`: on CPUs what they keep lies in the same memory;

@@ -33,6 +33,7 @@ from phalanx.cluster.affairs import (
 )
 from phalanx.cluster.roster import Member, Roster, standing
 from phalanx.cluster.succession import (
+    NOBODY_YET,
     beginning_state,
     budget_of,
     division_of,
@@ -353,7 +354,7 @@ def test_a_node_that_comes_again_lets_nobody_write_who_was_lost() -> None:
     assert start is not None
     for gone, leader in ((0, 1), (2, 0)):
         fewer = first.with_members([member for member in first.members if member.node != gone], leader)
-        said = still_writing(start, first, fewer, {})
+        said = still_writing(start, first, fewer, {}, NOBODY_YET)
         again = still_writing(start, fewer, fewer.with_members(first.members, leader), {}, said)
         assert again == said
         assert fencing.is_over(again, start["attempt"], start["epoch"])
@@ -365,7 +366,7 @@ def test_another_process_of_a_seats_number_does_not_go_on_with_it() -> None:
     assert start is not None
     members = [replace(each, token="f" * 16) if each.node == 1 else each for each in before.members]
     for following, over in ((before.with_members(before.members, 0), False), (before.with_members(members, 0), True)):
-        said = still_writing(start, before, following, {})
+        said = still_writing(start, before, following, {}, NOBODY_YET)
         assert fencing.is_over(said, start["attempt"], start["epoch"]) == over
 
 
