@@ -83,13 +83,13 @@ def launch(
     wish = jobs.Wish(node_count, spares, ranks, until_done, max_jobs or jobs.MOST_STARTS)
     if local:
         _check_local(node_count + spares, given, dry_run)
-        pid = jobs.to_background(wanted, paths, wish)
+        pid = jobs.to_background(wanted, paths, wish, os.environ)
         typer.echo(f"{paths.shown} is going on as process {pid}{_next(paths, wait)}")
     elif dry_run:
         typer.echo(slurm_script.script_of(jobs.ask(wanted, paths, wish)), nl=False)
         return
     else:
-        number = jobs.to_slurm(wanted, paths, wish)
+        number = jobs.to_slurm(wanted, paths, wish, os.environ)
         typer.echo(f"{paths.shown} is job {number} of Slurm{_next(paths, wait)}")
     if wait:
         raise typer.Exit(jobs.wait(paths, wanted))
@@ -182,8 +182,13 @@ def _status(run: Path | None, as_json: bool) -> str:
     folders = sorted(_runs()) if run is None else [run]
     found = []
     for paths in map(RunPaths, folders):
-        nodes = node_states.rows(paths) if paths.events.exists() else []
-        found.append(standing.standing(paths, now, jobs.scheduler_words(paths), nodes))
+        try:
+            nodes = node_states.rows(paths) if paths.events.exists() else []
+            found.append(standing.standing(paths, now, jobs.scheduler_words(paths), nodes))
+        except PermissionError as error:
+            if run is not None:
+                raise
+            typer.echo(f"{paths.shown} is left out: {error.filename} cannot be read ({error.strerror})", err=True)
     if as_json:
         return json.dumps(found[0] if run is not None else found, indent=2, default=str) + "\n"
     terminal = open_terminal()
@@ -198,9 +203,10 @@ def _status(run: Path | None, as_json: bool) -> str:
 
 
 def _runs() -> Iterator[Path]:
-    with contextlib.suppress(OSError):
-        for folder in Path("runs").iterdir():
-            paths = RunPaths(folder)
+    folders = sorted(Path("runs").iterdir()) if Path("runs").is_dir() else []
+    for folder in folders:
+        paths = RunPaths(folder)
+        with contextlib.suppress(PermissionError):  # another user's, closed to all others
             if paths.events.exists() or paths.metrics.exists():
                 yield folder
 
@@ -240,12 +246,13 @@ def logs(
     if not follow:
         typer.echo(found.tail(log()), nl=False)
         return
+    goes_on = jobs.Asking(paths)
     with contextlib.suppress(KeyboardInterrupt):
-        found.follow(
-            log,
-            lambda text: typer.echo(text, nl=False),
-            lambda: not jobs.goes_on(paths),
-        )
+        if found.is_silent(paths) and goes_on():
+            typer.echo(f"{paths.shown} has said nothing yet; waiting until it does", err=True)
+            while found.is_silent(paths) and goes_on():
+                time.sleep(found.LOOK_S)
+        found.follow(log, lambda text: typer.echo(text, nl=False), lambda: not goes_on())
 
 
 @jobs_app.command()

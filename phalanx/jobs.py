@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from rich.text import Text
 
 from phalanx import fencing, keeper, links, recipe
-from phalanx.cluster import slurm, slurm_script
+from phalanx.cluster import node_states, placement, slurm, slurm_script
 from phalanx.cluster.rendezvous import look_again
 from phalanx.cluster.slurm import SlurmJob
 from phalanx.cluster.slurm_script import Asked
@@ -28,6 +29,7 @@ from phalanx.report.terminal import open_terminal
 ASK_S = 2.0  # between two questions to Slurm
 DRAW_S = 0.2
 LATE_S = 5.0  # what a shared file system gets, once a job is gone, to show how its run has ended
+ENDS_S, BETWEEN_S = 60.0, 0.5  # what all nodes get to end their ranks at once, and between two signals
 STARTS_S = 30.0  # what a process in the background gets to take its lock
 MOST_STARTS = 100  # with --until-done, where nobody has said how many
 
@@ -97,7 +99,7 @@ def _listed(name: str | None, found: list[slurm.Partition], names: str) -> list[
     return [max((each for each in several if each.up), key=lambda each: each.nodes, default=several[0])]
 
 
-def to_slurm(config: Config, paths: RunPaths, wish: Wish) -> str:
+def to_slurm(config: Config, paths: RunPaths, wish: Wish, environment: Mapping[str, str]) -> str:
     """Give the run to Slurm; returns the job's number. Raises PhalanxError before anything was submitted."""
     asked = ask(config, paths, wish)
     script = slurm_script.script_of(asked)
@@ -106,13 +108,13 @@ def to_slurm(config: Config, paths: RunPaths, wish: Wish) -> str:
     _write(config, paths, wish, slurm_too=True)
     write_atomic(paths.launch_script, script)
     os.chmod(paths.launch_script, 0o755)
-    number = slurm.submit(paths.launch_script.resolve())
+    number = slurm.submit(paths.launch_script.resolve(), placement.outside(environment))
     with open(paths.jobs, "a", encoding="utf-8") as file:
         file.write(f"{number}\n")
     return number
 
 
-def to_background(config: Config, paths: RunPaths, wish: Wish) -> int:
+def to_background(config: Config, paths: RunPaths, wish: Wish, environment: Mapping[str, str]) -> int:
     """Start the run as a process of this machine that outlives this command; returns its number."""
     _check_free(paths)
     _write(config, paths, wish, slurm_too=False)
@@ -124,6 +126,7 @@ def to_background(config: Config, paths: RunPaths, wish: Wish) -> int:
             stdout=out,
             stderr=out,
             start_new_session=True,
+            env=placement.outside(environment),
         )
     until = time.monotonic() + STARTS_S
     while started.poll() is None and time.monotonic() < until:
@@ -218,6 +221,19 @@ def goes_on(paths: RunPaths) -> bool:
         return True
 
 
+class Asking:
+    """`goes_on`, to be called again and again: who else has Slurm to answer wants to be asked too."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths, self._asked, self._answer = paths, -ASK_S, True
+
+    def __call__(self) -> bool:
+        if time.monotonic() >= self._asked + ASK_S:
+            self._answer = goes_on(self._paths)
+            self._asked = time.monotonic()
+        return self._answer
+
+
 def scheduler_words(paths: RunPaths) -> dict[str, Any] | None:
     """What is known of the run beside its records: the job, or the process. Raises nothing: Slurm may be elsewhere."""
     numbers = job_numbers(paths)
@@ -270,6 +286,8 @@ def wait(paths: RunPaths, config: Config) -> int:
             if _is_over(paths, state):
                 gone = gone if gone is not None else now
                 if now > gone + LATE_S:
+                    if state is not None and (over := _over_of(paths, state)) is not None:
+                        return over.code  # whatever was to follow: somebody has ended the job itself
                     raise RunError(_without_a_word(paths, state))
             else:
                 gone = None
@@ -305,6 +323,11 @@ def _newest_over(paths: RunPaths) -> keeper.Over | None:
     return found[-1] if found else None
 
 
+def _over_of(paths: RunPaths, job: SlurmJob) -> keeper.Over | None:
+    """How the last start of a job ended, as its nodes say."""
+    return keeper.read_over(paths.over(f"{job.id}-{job.restarts + 1}"))
+
+
 def _without_a_word(paths: RunPaths, job: SlurmJob | None) -> str:
     if job is None:
         return (
@@ -327,6 +350,7 @@ def cancel(paths: RunPaths, now: bool) -> str:
     """Ask a run to save and leave, or end it at once; returns what was done, in words. Raises PhalanxError."""
     if not paths.root.is_dir():
         raise ConfigError(f"there is no run folder {paths.shown}; name the folder of a run")
+    links.check(paths)  # before anything is written there
     if paths.launch.is_dir():
         _note_cancelled(paths)
     job = newest_job(paths)
@@ -355,10 +379,39 @@ def cancel(paths: RunPaths, now: bool) -> str:
     if not now:
         _signal(paths, pid, signal.SIGTERM)
         return f"process {pid} was asked to stop: it finishes the step, saves and leaves"
+    if _on_several_nodes(paths):  # of which the others would go on without the one that is killed
+        return _end_everywhere(paths, pid)
     for lock in (paths.keeper, paths.lock):  # the keeper first: it would start the other again
         if (held := keeper.holder(lock)) is not None and held[1] == platform.node():
             _signal(paths, held[0], signal.SIGKILL, needed=False)
     return f"process {pid} was killed; the newest checkpoint is what is left"
+
+
+def _on_several_nodes(paths: RunPaths) -> bool:
+    rows = node_states.rows(paths) if paths.events.exists() else []
+    return sum(row["state"] == node_states.HERE for row in rows) > 1
+
+
+def _end_everywhere(paths: RunPaths, pid: int) -> str:
+    """Have the agent that leads end all ranks of all nodes at once, as a second Ctrl-C does. Raises RunError where it
+    does not."""
+    until, asked = time.monotonic() + ENDS_S, 0
+    while time.monotonic() < until:
+        held = keeper.holder(paths.lock)
+        if held is None:
+            return f"process {pid} has ended the run on all nodes; the newest checkpoint is what is left"
+        if held[0] != pid:
+            raise RunError(
+                f"the run {paths.shown} is led by process {held[0]} on {held[1]} meanwhile; give this command there"
+            )
+        if asked < 2:  # one after the other: two at a time are one
+            _signal(paths, pid, signal.SIGINT, needed=False)
+            asked += 1
+        time.sleep(BETWEEN_S)
+    raise RunError(
+        f"process {pid}, which leads the run {paths.shown}, was asked to end it on all nodes and has not within "
+        f"{ENDS_S:g} s; look with phalanx status, and end what is left on each node (kill -KILL)"
+    )
 
 
 def _end_gently(paths: RunPaths, job: SlurmJob) -> SlurmJob:

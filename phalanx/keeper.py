@@ -138,6 +138,11 @@ def keep(run: Path, environment: Mapping[str, str]) -> int:
     paths = RunPaths(run)
     step = step_of(environment)
     launched = _seen(paths)
+    if launched is None and paths.launched.exists():
+        raise ConfigError(
+            f"{paths.launched} says nothing that this version of Phalanx knows; launch the run again, "
+            "of the version that the nodes have"
+        )
     if launched is None:
         raise ConfigError(
             f"node {platform.node()} does not see what `phalanx launch` has written to {paths.launch}; give --run-dir "
@@ -211,10 +216,11 @@ def _child(words: list[str], out: int, stop: _Stop, cancelled: Path) -> int:
     """Run a command that dies with this process; minus a signal's number where one has ended it. It is asked to stop
     when the file `cancelled` comes to be, too: a signal may have come before there was anybody to heed it."""
     parent = os.getpid()
-    if stop.asked is not None or cancelled.exists():
-        return int(ExitCode.STOPPED)
+    # Before it is looked whether one has come: the next is then heeded when there is a child to pass it on to.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
+        if stop.asked is not None or cancelled.exists():
+            return int(ExitCode.STOPPED)
         stop.child = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
@@ -326,11 +332,13 @@ def _leave(paths: RunPaths, step: Step, code: int, follow: str, stop: _Stop) -> 
 
 
 def _end_job(paths: RunPaths, step: Step, follow: str, stop: _Stop) -> None:
-    """Have Slurm end the job; where it does not, as when its controller starts anew, it is asked again for a while,
-    unless the job does not run any more: other nodes ask, too. One that is cancelled meanwhile is not put back into
-    the queue."""
+    """Have Slurm end the job; where it does not, as when its controller starts anew, it is asked again for a while. One
+    that does not run any more is left alone: Slurm ends it or puts it back into the queue, as other nodes, or its user
+    by `scancel`, have asked. One that is cancelled meanwhile is not put back."""
     until = time.monotonic() + ASK_S
     stop.asked = None  # what has ended the training is no word on this
+    if not _runs(step.job):
+        return
     while True:
         try:
             back = follow == AGAIN and not paths.cancelled.exists()

@@ -31,7 +31,7 @@ def rows(paths: RunPaths) -> list[dict[str, str]]:
             hosts[number], state[number] = str(event["host"]), HERE
         elif kind == Kind.NODE_LOST:
             state[number] = LOST
-        elif kind in (Kind.FINISHED, Kind.STOPPED):
+        elif kind in (Kind.FINISHED, Kind.STOPPED, Kind.GAVE_UP):
             state = {each: LOST if was == LOST else OVER for each, was in state.items()}
         elif kind == Kind.RESTARTED:  # it had stopped to be divided anew
             state = {each: HERE if was == OVER else was for each, was in state.items()}

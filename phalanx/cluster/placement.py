@@ -8,6 +8,16 @@ from phalanx.records import Placement, StoreAddress
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+OF_USERS = ("SLURM_CONF", "SLURM_CLUSTERS")  # of Slurm's variables, what says which cluster is meant
+
+
+def outside(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for what is started here and is no part of the job whose shell this may be (`srun --pty bash`):
+    it would take itself for one of its ranks, and a job that is submitted here would take its sizes and its count of
+    restarts for its own."""
+    inside = "SLURM_JOB_ID" in environment
+    gone = {name for name in environment if inside and name.startswith("SLURM_") and name not in OF_USERS}
+    return {name: value for name, value in environment.items() if name not in {*TORCHRUN, *gone}}
 
 
 def from_environment(environment: Mapping[str, str], devices: Sequence[str]) -> Placement | None:

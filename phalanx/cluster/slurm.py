@@ -6,7 +6,7 @@ accounting database; long after its end Slurm forgets a job, and then there is n
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,8 +56,10 @@ class SlurmJob:
         return self.state not in (*WAITING, *RUNNING)
 
 
-def run_slurm(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
-    """Run one of Slurm's commands and return what it prints.
+def run_slurm(
+    command: Sequence[str], timeout_s: float = TIMEOUT_S, environment: Mapping[str, str] | None = None
+) -> str:
+    """Run one of Slurm's commands, in an `environment` (None: this process's), and return what it prints.
 
     Raises ConfigError where there is no Slurm, and RunError with Slurm's own words where it refuses or says nothing in
     time.
@@ -65,7 +67,13 @@ def run_slurm(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
     name = command[0]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, errors="replace"
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            errors="replace",
+            env=environment,
         )
     except FileNotFoundError:
         raise ConfigError(
@@ -94,8 +102,8 @@ def said(text: str, code: int) -> str:
 
 
 def partitions() -> list[Partition]:
-    """The partitions that there are. Raises as `run_slurm`."""
-    return read_partitions(run_slurm(["sinfo", "--noheader", "--format=%P|%a|%D|%l"]))
+    """The partitions that there are, hidden ones too. Raises as `run_slurm`."""
+    return read_partitions(run_slurm(["sinfo", "--all", "--noheader", "--format=%P|%a|%D|%l"]))
 
 
 def read_partitions(text: str) -> list[Partition]:
@@ -175,9 +183,10 @@ def seconds_of(text: str) -> int | None:
 # -------------------------------------------------------------------------------------------------------------- actions
 
 
-def submit(script: Path) -> str:
-    """Give a script to Slurm; returns the job's number. Raises as `run_slurm`."""
-    answer = run_slurm(["sbatch", "--parsable", str(script)], timeout_s=60.0).strip().partition(";")[0]
+def submit(script: Path, environment: Mapping[str, str]) -> str:
+    """Give a script to Slurm, with the environment that it is to have; returns the job's number. Raises as
+    `run_slurm`."""
+    answer = run_slurm(["sbatch", "--parsable", str(script)], 60.0, environment).strip().partition(";")[0]
     if not re.fullmatch(r"\d+(\+\d+)?", answer):
         raise RunError(f"sbatch has answered {answer[:100]!r} instead of a job's number; look with `squeue --me`")
     return answer

@@ -210,11 +210,17 @@ def _ending(asked: Asked) -> list[str]:
         script, jobs = RunPaths(Path()).launch_script, RunPaths(Path()).jobs
         lines += [
             'if [ "$next" = again ]; then',
-            '  if scontrol requeue "$SLURM_JOB_ID"; then',
-            "    sleep 300  # Slurm ends this script",
-            "  else",
-            f'    sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" "$run"/{script} >> "$run"/{jobs}',
-            "  fi",
+            '  state=$(scontrol show job --oneliner "$SLURM_JOB_ID")',
+            "  case $state in",
+            "  *' JobState=RUNNING '* | '')",
+            '    if scontrol requeue "$SLURM_JOB_ID"; then',
+            "      sleep 300  # Slurm ends this script",
+            "    else",
+            f'      sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" "$run"/{script} >> "$run"/{jobs}',
+            "    fi ;;",
+            '  *" PreemptTime="[0-9]*) scontrol requeue "$SLURM_JOB_ID" && sleep 300 ;;  # it may have done so itself',
+            "  # else it was cancelled by scancel, or Slurm has put it back into the queue by itself",
+            "  esac",
             "fi",
         ]
     return [*lines, 'exit "$code"']

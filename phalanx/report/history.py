@@ -148,7 +148,7 @@ def status(run: Run, now: float) -> tuple[str, str]:
                 return "finished", "good"
             case Kind.STOPPED:
                 return "stopped", "warn"
-            case Kind.WORKER_DIED:  # and nothing was started after it
+            case Kind.WORKER_DIED | Kind.GAVE_UP:  # and nothing was started after it
                 return "died", "bad"
             case Kind.RUN_STARTED | Kind.ATTEMPT_STARTED | Kind.RESUMED | Kind.RESTARTED:
                 break

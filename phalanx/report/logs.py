@@ -14,6 +14,7 @@ from phalanx.report import words
 TAIL_BYTES = 64 * 1024  # of a log that is shown from near its end
 LAST_LINES = 40  # of the log of a rank that went wrong
 LOOK_S = 0.25
+NOTHING = "there are no logs yet"
 
 
 def log_of(paths: RunPaths, rank: int | None, node: int | None) -> Path:
@@ -56,7 +57,12 @@ def _there(paths: RunPaths) -> str:
     )
     said = [f"nodes {_few(nodes)}"] if nodes else []
     said += [f"ranks {_few(ranks)}"] if ranks else []
-    return f"there are logs of {' and '.join(said)}" if said else "there are no logs yet"
+    return f"there are logs of {' and '.join(said)}" if said else NOTHING
+
+
+def is_silent(paths: RunPaths) -> bool:
+    """Whether nothing of a run has said anything yet: its job waits, or it is just being started."""
+    return not _job_logs(paths) and _there(paths) == NOTHING
 
 
 def _few(numbers: list[int]) -> str:

@@ -73,7 +73,7 @@ def standing(
         "checkpoint": _checkpoint(run),
         "goodput": goodput(run, now if running else None),
         "incidents": incidents(run),
-        "last_line": run.last_line,
+        "last_line": run.last_line or None,  # of records that are empty yet
         "scheduler": scheduler,
     }
 

@@ -214,6 +214,24 @@ def test_a_run_goes_on_after_each_time_limit_until_it_is_cancelled(cluster: Slur
     assert (place / "run" / "logs" / "node-0.log").read_text().count(" on n1, job 1, start ") == 2
 
 
+@pytest.mark.parametrize("ended", ["scancel 1", "scontrol requeue 1"])
+def test_what_slurm_itself_does_with_a_job_is_not_done_again(cluster: SlurmCluster, place: Path, ended: str) -> None:
+    """Who is asked to stop saves within the time that Slurm gives it. A job that its user has cancelled by Slurm's own
+    command does not come back, and one that Slurm puts into the queue again comes back once."""
+    words = [*LONG, "--until-done", "--run-dir", "run", "-p", "one"]
+    assert phalanx(cluster, place, "launch", "recipe.yaml", *words).returncode == 0
+    until(cluster, place, lambda: step(place) > 5)
+    cluster.run(*ended.split())
+    until(cluster, place, lambda: kinds(place).count(Kind.STOPPED) == 1)
+    until(cluster, place, lambda: job(cluster).over or job(cluster).restarts == 1, 60)
+    assert (job(cluster).state == "CANCELLED") is ended.startswith("scancel")
+    assert (place / "run" / "launch" / "jobs").read_text() == "1\n"
+    if ended.startswith("scancel"):
+        assert cluster.run("squeue", "-h").stdout == ""
+    else:
+        cluster.run("scancel", "1")
+
+
 def test_a_job_outlives_a_rank_a_frozen_node_and_the_node_that_runs_its_script(
     cluster: SlurmCluster, place: Path
 ) -> None:

@@ -79,7 +79,13 @@ def _count(paths: RunPaths, kind: str) -> int:
     return sum(event.get("kind") == kind for event in read_lines(paths.events))
 
 
-def test_waiting_shows_the_run_and_leaves_with_its_code(place: Path) -> None:
+def test_waiting_shows_the_run_and_leaves_with_its_code(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a shell of Slurm's, `srun --ntasks 8 --pty bash`, whose step the run in the background is no part of."""
+    for name in ("PROCID", "LOCALID", "NODEID", "STEP_ID"):
+        monkeypatch.setitem(ENVIRONMENT, f"SLURM_{name}", "0")
+    for name, value in (("NTASKS", "8"), ("STEP_NUM_TASKS", "8"), ("STEP_NUM_NODES", "1"), ("JOB_ID", "7")):
+        monkeypatch.setitem(ENVIRONMENT, f"SLURM_{name}", value)
+    monkeypatch.setitem(ENVIRONMENT, "SLURM_STEP_NODELIST", "n1")
     done = phalanx(place, "launch", "recipe.yaml", "--local", "--wait", "--run-dir", "run")
     assert done.returncode == 0, done.stderr
     assert "finished after step 2" in done.stdout

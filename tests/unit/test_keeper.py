@@ -1,10 +1,13 @@
 """Whether another start of a launched run follows: pure, and never for ever."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 from hypothesis import given
@@ -14,10 +17,10 @@ from phalanx import jobs, keeper
 from phalanx.cluster import epochs
 from phalanx.cluster.slurm import SlurmJob
 from phalanx.cluster.slurm_step import Step
-from phalanx.errors import RunError
+from phalanx.errors import ConfigError, RunError
 from phalanx.keeper import AGAIN, END, STALLED, Launched, Over, follows
-from phalanx.records import ExitCode, RunPaths
-from tests.helpers import free_port
+from phalanx.records import ExitCode, Kind, RunPaths, write_event
+from tests.helpers import free_port, wait_until
 
 LAUNCHED = Launched(True, 2, 0, None, True, 100, 0.0, "here")
 TRIED = (ExitCode.FAILED, ExitCode.STOPPED)
@@ -57,6 +60,17 @@ def test_what_was_launched_is_read_back(tmp_path: Path) -> None:
     assert keeper.read_launched(paths) is None
 
 
+def test_what_another_version_has_launched_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "SEEN_S", 0.0)
+    with pytest.raises(ConfigError, match="does not see what `phalanx launch` has written"):
+        keeper.keep(tmp_path, {})
+    paths = RunPaths(tmp_path)
+    paths.launch.mkdir()
+    paths.launched.write_text('{"nodes": 1}')
+    with pytest.raises(ConfigError, match="says nothing that this version of Phalanx knows"):
+        keeper.keep(tmp_path, {})
+
+
 def test_what_is_shown_is_the_log_of_the_node_that_leads(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
@@ -78,6 +92,76 @@ def test_a_start_after_a_cancellation_says_why_it_does_nothing(tmp_path: Path) -
     paths.cancelled.touch()
     assert keeper._train(paths, LAUNCHED, 0, None, keeper._Stop()) == ExitCode.STOPPED
     assert "--- not started, as the run was cancelled" in paths.node_log(0).read_text()
+
+
+def test_a_signal_that_comes_just_before_the_child_is_passed_on(tmp_path: Path) -> None:
+    class Cancelled(PosixPath):
+        """Slurm's signal comes while it is looked whether the run was cancelled."""
+
+        def exists(self) -> bool:
+            if stop.asked is None:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return False
+
+    stop = keeper._Stop()
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        assert keeper._child(["sleep", "20"], 2, stop, Cancelled(tmp_path / "cancelled")) == -signal.SIGUSR1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+LEADS = """
+import fcntl, os, platform, signal, sys, time
+lock = open(sys.argv[1], "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+asked = []
+signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+print(os.getpid(), "on", platform.node(), file=lock, flush=True)
+while len(asked) < int(sys.argv[2]):
+    time.sleep(0.02)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("hosts", "heeds", "code"), [(1, 2, -signal.SIGKILL), (2, 2, 7), (2, 3, None)])
+def test_a_run_on_several_nodes_is_not_ended_at_once_by_the_death_of_one(
+    hosts: int, heeds: int, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would go on: so the agent that leads is told as by a second Ctrl-C."""
+    monkeypatch.setattr(jobs, "ENDS_S", 60.0 if code else 2.0)
+    paths = RunPaths(tmp_path)
+    write_event(paths.events, Kind.RUN_STARTED, 1, hosts=["n1", "n2"][:hosts])
+    leads = subprocess.Popen([sys.executable, "-c", LEADS, str(paths.lock), str(heeds)])
+    try:
+        wait_until(lambda: jobs.running_here(paths) is not None)
+        if code is None:
+            with pytest.raises(RunError, match="was asked to end it on all nodes and has not within 2 s"):
+                jobs.cancel(paths, now=True)
+            return
+        said = jobs.cancel(paths, now=True)
+        assert ("has ended the run on all nodes" if hosts > 1 else "was killed") in said
+        assert leads.wait() == code
+    finally:
+        leads.kill()
+        leads.wait()
+
+
+def test_a_link_that_leads_out_of_a_run_is_not_written_to_by_who_cancels_it(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.launch.mkdir(parents=True)
+    paths.cancelled.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="leads out of it"):
+        jobs.cancel(paths, now=False)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_slurm_is_not_asked_at_each_look_whether_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[RunPaths] = []
+    monkeypatch.setattr(jobs, "goes_on", lambda paths: not asked.append(paths))
+    goes_on = jobs.Asking(RunPaths(tmp_path))
+    assert [goes_on() for _ in range(20)] == [True] * 20
+    assert len(asked) == 1
 
 
 def test_each_node_is_told_what_to_run(tmp_path: Path) -> None:
@@ -168,6 +252,7 @@ def test_who_has_failed_and_is_asked_to_stop_waits_no_longer_for_others_who_woul
     for name, value in (("WORD_S", 0.0), ("ASKED_S", 0.5), ("GROWN_S", 0.05), ("QUIET_S", 60.0 if asked else 1.5)):
         monkeypatch.setattr(keeper, name, value)
     monkeypatch.setattr(keeper.slurm, "cancel", calls.append)
+    monkeypatch.setattr(keeper.slurm, "job_of", lambda job: SlurmJob(job, "RUNNING"))
     stop = keeper._Stop()
     stop.asked = signal.SIGTERM
     if asked:
@@ -187,6 +272,9 @@ def test_who_has_failed_and_is_asked_to_stop_waits_no_longer_for_others_who_woul
         ("COMPLETING", ["requeue 7"]),
         ("CANCELLED", ["requeue 7"]),
         ("forgotten", ["requeue 7"]),
+        ("at once PENDING", []),
+        ("at once COMPLETING", []),  # as by `scancel`, after which `scontrol requeue` would have it come back
+        ("at once CANCELLED", []),
         ("a signal", ["requeue 7"]),
         ("cancelled", ["requeue 7", "cancel 7"]),
         ("cancelled, a signal", ["requeue 7", "cancel 7"]),
@@ -205,6 +293,10 @@ def test_slurm_is_not_asked_on_and_on_for_what_it_does_already(
         raise RunError("Slurm's scontrol has failed: Job is pending execution")
 
     def job_of(job: str) -> SlurmJob | None:
+        if "at once" in happens:
+            return SlurmJob(job, happens.split()[-1])
+        if not asked:
+            return SlurmJob(job, "RUNNING")
         if "cancelled" in happens:
             paths.cancelled.touch()
         if "a signal" in happens:

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cluster.placement import device_of, first_host, from_environment
+from phalanx.cluster.placement import device_of, first_host, from_environment, outside
 from phalanx.errors import ConfigError
 from phalanx.records import Placement, StoreAddress
 
+USERS = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "lab"}
 TORCHRUN = {
     "RANK": "5",
     "WORLD_SIZE": "8",
@@ -213,3 +214,11 @@ def test_tasks_of_a_node_are_found_in_any_spelling(groups: list[tuple[int, int]]
     found = from_environment(variables, [])
     assert found is not None
     assert found.local_world == counts[node]
+
+
+def test_what_is_started_in_a_shell_of_a_job_is_no_part_of_it() -> None:
+    of_job = {**SLURM, "SLURM_RESTART_COUNT": "1", "SLURM_MEM_PER_CPU": "100"}
+    found = outside({**USERS, **TORCHRUN, **of_job})
+    assert found == {**USERS, **{name: TORCHRUN[name] for name in found if name in TORCHRUN}}
+    assert from_environment(found, []) is None
+    assert outside({**USERS, "SLURM_HINT": "multithread"}) == {**USERS, "SLURM_HINT": "multithread"}

@@ -1,5 +1,6 @@
 """What is asked of Slurm and what it answers, as text; no Slurm is needed."""
 
+import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -76,6 +77,14 @@ def test_a_time_means_the_same_in_every_form(days: int, hours: int, minutes: int
     assert slurm.seconds_of(f"{days}-{hours}") == whole - minutes * 60 - seconds
 
 
+def test_a_hidden_partition_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text('#!/bin/sh\necho "all*|up|4|infinite"\ncase "$*" in *--all*) echo "mine|up|2|infinite";; esac\n')
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert [partition.name for partition in slurm.partitions()] == ["all", "mine"]
+
+
 def test_without_slurm_there_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"there is no no-such-command here, so Slurm cannot be asked; log in"):
         slurm.run_slurm(["no-such-command"])
@@ -114,6 +123,43 @@ def test_every_script_is_valid_bash(keys: dict[str, Any]) -> None:
     text = script(**keys, until_done=True)
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("state", "refuses", "asked"),
+    [
+        ("JobState=RUNNING PreemptTime=None", False, "requeue 7"),
+        ("JobState=RUNNING PreemptTime=None", True, "submit"),
+        (None, True, "submit"),  # its controller does not say
+        ("JobState=COMPLETING PreemptTime=None", False, ""),  # by `scancel`: to requeue it would have it come back
+        ("JobState=PENDING PreemptTime=None", True, ""),  # Slurm has put it back by itself
+        ("JobState=COMPLETING PreemptTime=2026-01-01T00:00:00", False, "requeue 7"),
+        ("JobState=COMPLETING PreemptTime=2026-01-01T00:00:00", True, ""),
+    ],
+)
+def test_a_job_that_slurm_itself_ends_or_puts_back_is_left_alone(
+    state: str | None, refuses: bool, asked: str, tmp_path: Path
+) -> None:
+    """The run was asked to stop, has saved, and wants another start."""
+    paths, told = RunPaths(tmp_path / "run"), tmp_path / "told"
+    paths.launch.mkdir(parents=True)
+    shows = "exit 1" if state is None else f"echo 'JobId=7 JobName=it {state} Command=x'"
+    commands = {
+        "srun": f"echo 10 again 5 0 > '{paths.over('7-1')}'",
+        "scontrol": f"test $1 = requeue || {{ {shows}; exit; }}\n{'exit 1' if refuses else f'echo $* > {told}'}",
+        "sbatch": f"echo submit > {told}; echo 8",
+        "sleep": "exec /bin/sleep 0.01",
+    }
+    for name, lines in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    job = Asked("run", paths, tmp_path, [(None, 1)], SlurmSection(), "python", until_done=True)
+    paths.launch_script.write_text(slurm_script.script_of(job))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", str(paths.launch_script)], env=environment, timeout=60)
+    assert done.returncode == 10
+    assert (told.read_text().strip() if told.exists() else "") == asked
+    assert (paths.jobs.read_text() if paths.jobs.exists() else "") == ("8\n" if asked == "submit" else "")
 
 
 def test_keys_become_options_of_the_job() -> None:

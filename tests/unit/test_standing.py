@@ -1,13 +1,17 @@
 """How a run stands, from records that are written here by hand."""
 
+import fcntl
 import io
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from phalanx import job_commands, jobs
 from phalanx.cluster import node_requests, node_states
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, append_line
@@ -78,6 +82,51 @@ def test_a_run_that_stops_to_be_divided_anew_is_not_over(paths: RunPaths) -> Non
     facts = standing.standing(paths, BEGAN + 3632)
     assert (facts["state"], facts["goodput"]["wall_s"]) == ("running", 30.0)
     assert facts["goodput"]["counted_s"] == 14.0
+
+
+def test_a_run_that_has_given_up_is_over(paths: RunPaths) -> None:
+    event(paths, Kind.NODE_LOST, 3620, attempt=3, node=1, host="n2", reason="it has left")
+    event(paths, Kind.GAVE_UP, 3621, attempt=3, reason="those that are left cannot go on without it")
+    assert standing.standing(paths, BEGAN + 3622)["state"] == "died"
+    assert [row["state"] for row in node_states.rows(paths)] == [node_states.OVER, node_states.LOST]
+
+
+def test_records_that_are_empty_yet_are_of_no_time(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.events.touch()
+    facts = standing.standing(paths, BEGAN)
+    assert (facts["state"], facts["last_line"]) == ("not finished", None)
+    assert "last heard of" not in shown(standing.screen(facts, BEGAN))
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may read everything, so it is said here that it may not."""
+    monkeypatch.chdir(tmp_path)
+    exists = Path.exists
+
+    def may_see(path: Path) -> bool:
+        if "closed" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    def may_read(paths: RunPaths) -> list[Any]:
+        if paths.name == "private":
+            raise PermissionError(13, "Permission denied", str(paths.events))
+        return []
+
+    for name in ("closed", "one", "private", "two"):
+        Path("runs", name).mkdir(parents=True)
+        event(RunPaths(Path("runs", name)), Kind.RUN_STARTED, 0, world=1)
+    monkeypatch.setattr(Path, "exists", may_see)
+    monkeypatch.setattr(node_states, "rows", may_read)
+    assert [run["name"] for run in json.loads(job_commands._status(None, as_json=True))] == ["one", "two"]
+    assert capsys.readouterr().err == (
+        "runs/private is left out: runs/private/events.jsonl cannot be read (Permission denied)\n"
+    )
+    with pytest.raises(PermissionError):
+        job_commands._status(Path("runs/private"), as_json=True)
 
 
 def test_what_the_scheduler_knows_goes_before_what_the_records_say(paths: RunPaths) -> None:
@@ -208,6 +257,30 @@ def test_a_log_is_followed_into_the_next_attempt(tmp_path: Path) -> None:
 
     logs.follow(find, seen.append, lambda: next(rounds))
     assert "".join(seen) == f"first\nsecond\n\n==> {two} <==\nzwölf\n"
+
+
+def test_who_follows_a_run_that_has_said_nothing_yet_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its job waits in the queue, or it is just being started."""
+    monkeypatch.setattr(jobs, "ASK_S", 0.1)
+    paths = RunPaths(tmp_path / "run")
+    paths.launch.mkdir(parents=True)
+    paths.keeper.write_text(f"{os.getpid()} on here\n")
+    held = os.open(paths.keeper, os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    def say() -> None:
+        paths.node_log(0).parent.mkdir()
+        paths.node_log(0).write_text("hello\n")
+        os.close(held)
+
+    threading.Timer(0.5, say).start()
+    job_commands.logs(paths.root, follow=True)
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("hello\n", f"{paths.root} has said nothing yet; waiting until it does\n")
+    with pytest.raises(RunError, match="has no log of rank 5; there are logs of nodes 0"):
+        job_commands.logs(paths.root, follow=True, rank=5)
 
 
 def test_only_the_end_of_a_long_log_is_shown(tmp_path: Path) -> None:
