@@ -188,7 +188,8 @@ class Member:
             self.limits = hardware.lowered(paths)  # where this node's ranks note theirs
         self.tidy(paths, tend)
         ranks = dict(zip(offer["seats"], (ranks for ranks, _ in offer["slots"]), strict=True))
-        mine = ranks.get(self.where.node, min(len(self.devices), max(ranks.values())))
+        # Of one that has come back with fewer devices than its ranks had, as many as it has: it cannot take them again.
+        mine = min(len(self.devices), ranks.get(self.where.node, max(ranks.values())))
         # In a child: devices and disks may take their time, and an agent may not.
         noticed = fork_call(fitness.checked, config, paths, self.devices, timeout_s=CHECK_S, meanwhile=tend)
         if noticed is not None:

@@ -59,7 +59,8 @@ def decide(state: State, event: Event) -> Decision:
         case Joined():
             others = tuple(node for node in state.nodes if node.node != event.node.node)
             # At once, also while another division is prepared: it may have to lead before that is there.
-            return replace(state, nodes=(*others, event.node)), [Offer(state.division, event.node.node)]
+            misfit = _misfit(state, event.node)
+            return replace(state, nodes=(*others, event.node)), [*misfit, Offer(state.division, event.node.node)]
         case Ready():
             return _ready(state, event)
         case Holds():
@@ -128,6 +129,17 @@ def _lost(state: State, event: Lost) -> Decision:
     return state, []
 
 
+def _misfit(state: State, node: Node) -> list[Action]:
+    """What to say of a node that comes back and cannot take its own seat again."""
+    pairs = zip(state.seats, state.slots, strict=True)
+    slot = next((slot for seat, slot in pairs if seat == node.node and not _fits(node, slot)), None)
+    if slot is None:
+        return []
+    has, had = (f"{each.ranks} rank{'s' if each.ranks != 1 else ''} on {each.model}" for each in (node, slot))
+    text = f"node {node.node} ({node.host}) has come back with {has}, and had {had}: it cannot take these again"
+    return [Note(Kind.WARNING, {"message": text})]
+
+
 def _is_prepared_for(state: State, node: int) -> bool:
     """Whether a division is being prepared in which a node has a seat."""
     return state.phase == Phase.PREPARING and any(planned == node for planned, _ in state.plan)
@@ -178,8 +190,7 @@ def _drained(state: State, event: Drained) -> Decision:
 def _has_stand_in(state: State, without: int) -> bool:
     """Whether spares can take all seats that are free, one node's among them."""
     usable = [node for node in state.nodes if not node.drained and node.node != without]
-    here = {node.node for node in usable}
-    kept = tuple(node if node in here else -1 for node in state.seats)
+    kept = _kept_seats(state, usable)
     return "replace" in state.policy.on_lost_node and _filled(state, kept, usable) is not None
 
 
@@ -265,8 +276,7 @@ def _failed(state: State, first: Cause | None, now: float) -> Decision:
 def _regroup(state: State, now: float) -> Decision:
     """Find a node for each slot, or other slots; wait or stop where there is neither."""
     usable = [node for node in state.nodes if not node.drained]
-    here = {node.node for node in usable}
-    kept = tuple(node if node in here else -1 for node in state.seats)
+    kept = _kept_seats(state, usable)
     if -1 not in kept and not (state.policy.grow and _grown(state)):
         return _ready_to_start(replace(state, seats=kept), now)
     waited = state.wait_until is not None and now > state.wait_until
@@ -296,6 +306,17 @@ def _wait(state: State, now: float) -> Decision:
     return state, [Note(Kind.WARNING, {"message": text})]
 
 
+def _fits(node: Node, slot: Slot) -> bool:
+    return node.ranks >= slot.ranks and node.model == slot.model
+
+
+def _kept_seats(state: State, usable: Iterable[Node]) -> tuple[int, ...]:
+    """The seats with -1 where a node is missing, or has come back with other devices than its ranks were given."""
+    here = {node.node: node for node in usable}
+    pairs = zip(state.seats, state.slots, strict=True)
+    return tuple(seat if seat in here and _fits(here[seat], slot) else -1 for seat, slot in pairs)
+
+
 def _filled(state: State, kept: tuple[int, ...], usable: Iterable[Node]) -> tuple[int, ...] | None:
     """The seats with spares where a node is missing; None where there are not enough that fit."""
     seated = set(kept)  # there may be thousands
@@ -304,7 +325,7 @@ def _filled(state: State, kept: tuple[int, ...], usable: Iterable[Node]) -> tupl
     for index, slot in enumerate(state.slots):
         if seats[index] != -1:
             continue
-        fitting = [node for node in spare if node.ranks >= slot.ranks and node.model == slot.model]
+        fitting = [node for node in spare if _fits(node, slot)]
         if not fitting:
             return None
         chosen = min(fitting, key=lambda node: (node.ready != state.division, node.node))

@@ -131,6 +131,20 @@ def test_what_cannot_shrink_waits_and_then_stops() -> None:
     assert done[0] == Finish(1, "nodes were lost, and those that are left cannot go on without them")
 
 
+def test_a_node_that_returns_with_fewer_devices_does_not_get_its_ranks_back() -> None:
+    """A GPU has fallen off its bus, say. Half a copy of the model is none, so it is waited for the rest."""
+    state, _ = walk(begun(ranks=2, group=4), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))
+    state, done = walk(state, Joined(2, node(1, 1, ready=0)), Ready(3, 1, 1))
+    assert kinds(done) == ["Note", "Offer"]
+    assert done[0].details["message"] == (  # type: ignore[union-attr]
+        "node 1 (host1) has come back with 1 rank on any, and had 2 ranks on any: it cannot take these again"
+    )
+    other = walk(state, Lost(4, 1, "gone"), Joined(5, node(1, 2, ready=0, model="another")), Ready(6, 1, 1))[1]
+    assert other[-1] == Prepare(2, ((0, 2), (1, 2)))  # shares were for other devices
+    _, done = walk(state, Lost(4, 1, "gone"), Joined(5, node(1, 2, ready=0)), Ready(6, 1, 1))
+    assert done[-1] == Start(2, 1, (0, 1), 0)
+
+
 def test_copies_of_the_model_stay_whole() -> None:
     state, done = walk(begun(nodes=3, ranks=2, group=4), Lost(1, 2, "gone"))
     state, done = walk(state, Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
@@ -372,6 +386,9 @@ def test_no_events_lead_to_two_attempts_at_once_or_for_ever(data: st.DataObject)
             if isinstance(action, Start):
                 assert not world.running, f"{action} while {world.running} still run"
                 assert set(action.seats) <= world.living
+                there = {node.node: node.ranks for node in state.nodes}
+                seated = zip(action.seats, state.slots, strict=True)
+                assert all(there[seat] >= slot.ranks for seat, slot in seated), "more ranks than a node has devices"
                 assert all(world.ready.get(seat, 1) == action.division for seat in action.seats)
                 assert action.step >= world.safe
                 assert len(set(action.seats)) == len(action.seats)
