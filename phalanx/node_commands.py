@@ -85,10 +85,19 @@ def give_back(node: Node, run: RunOption = None, reason: Reason = None) -> None:
     _asked(node, Wanted.RETURN, run, reason)
 
 
+def _host(paths: RunPaths, node: str) -> str:
+    """The host that a number means now: in another start, on other machines, it is another one's. Where nodes have one
+    host, the number itself."""
+    rows = [row["node"].split() for row in node_states.rows(paths) if row["state"] != node_states.ELSEWHERE]
+    named = [host for number, host in rows if number == node]
+    return named[0] if named and sum(host == named[0] for _, host in rows) == 1 else node
+
+
 def _asked(node: str, wanted: Wanted, run: str | None, reason: str | None) -> None:
     node_requests.check_name(node)
     if run is not None:
         paths = _folder(run)
+        node = _host(paths, node)
         node_requests.ask(paths, node, wanted, reason or "no reason given")
         there = [row for row in node_states.rows(paths) if row["state"] != node_states.ELSEWHERE]
         said = ""

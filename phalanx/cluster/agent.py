@@ -98,6 +98,8 @@ def run(job: Job) -> int:
             before, reached = reached, max(reached, job.progress())
             failures = 1 if reached > before else failures + 1
             if failures > job.max_restarts:
+                if job.max_restarts:  # else nobody expects another one
+                    job.on_event(Kind.GAVE_UP, {"attempt": number, "reason": _no_further(failures, reached)})
                 return code
             _pause(job, signals, PAUSE_S[min(failures, len(PAUSE_S)) - 1])
             for late in signals.take():
@@ -114,6 +116,14 @@ def _pause(job: Job, signals: Signals, seconds: float) -> None:
     poll.register(signals, select.POLLIN)
     while (left := until - time.monotonic()) > 0 and not poll.poll(min(left, IDLE_S) * 1000):
         job.on_idle()
+
+
+def _no_further(failures: int, reached: int) -> str:
+    """Why there is no other attempt after so many in a row that were in vain."""
+    return (
+        f"{failures} attempts in a row have not come beyond step {reached}; their logs say why, and "
+        "resilience.max_restarts allows more"
+    )
 
 
 def _same(place: tuple[int | None, str, str] | None, times: int) -> str:
