@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from phalanx import ending
-from phalanx.cluster.fork import fork, kill_group
+from phalanx.cluster.fork import end_child, fork
 from phalanx.cluster.node_requests import Request, Wanted, requests
 from phalanx.incidents import Incidents
 from phalanx.records import Kind, RunPaths, read_lines
@@ -146,9 +146,7 @@ class Recorder:
             self._reap()
 
     def _reap(self) -> None:
-        kill_group(self._pid)
-        os.waitpid(self._pid, 0)
-        os.close(self._pidfd)
+        end_child(self._pid, self._pidfd)
         os.close(self._told)
 
     def _send(self) -> None:

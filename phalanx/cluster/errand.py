@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.cluster.fork import answer_into, drain, error_of, fork, kill_group
+from phalanx.cluster.fork import answer_into, drain, end_child, error_of, fork
 from phalanx.errors import PhalanxError
 from phalanx.records import ExitCode
 
@@ -52,12 +52,10 @@ class Errand:
         raise RuntimeError(f"{self._name}, called in a process of its own, ended with {status} and no answer")
 
     def cancel(self) -> int | None:
-        """End the child, however far it is; its exit code, or minus a signal. Nothing where it is over."""
+        """End the child, however far it is; its exit code, or minus a signal. None: it was over, or does not end."""
         if self._over:
             return None
         self._over = True
-        kill_group(self._pid)
-        status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        os.close(self._pidfd)
+        status = end_child(self._pid, self._pidfd)
         os.close(self._reader)
         return status

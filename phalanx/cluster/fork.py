@@ -19,6 +19,7 @@ from phalanx.records import ExitCode
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 MEANWHILE_MS = 100.0
+UNKILLABLE_S = 1.0  # what a killed child gets to be gone, where nobody may wait for it for ever
 _PR_SET_PDEATHSIG = 1
 
 
@@ -139,6 +140,18 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         os.kill(pid, signal.SIGKILL)  # not yet the leader of its group
+
+
+def end_child(pid: int, pidfd: int) -> int | None:
+    """SIGKILL a child and whatever it started, and reap it; its exit code, or minus a signal. None where the kernel
+    does not end it within UNKILLABLE_S, as a file system or a device holds it there: then it ends when that lets it."""
+    kill_group(pid)
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    ended = bool(poll.poll(UNKILLABLE_S * 1000))
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if ended else None
+    os.close(pidfd)
+    return status
 
 
 def fork_call(

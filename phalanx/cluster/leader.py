@@ -92,7 +92,7 @@ class Leader:
             for node, vote in self.circle.votes.items():
                 self._hear_vote(node, vote)
         self._claimants: list[tuple[Channel, Message, float]] = []
-        self._welcome: dict[str, Channel] = {}  # by token, until they are members
+        self._welcome: dict[str, tuple[int, Channel]] = {}  # by token, with their numbers, until they are members
 
     def descriptors(self) -> Mapping[int, int]:
         """What poll() has to look at, and for what."""
@@ -139,7 +139,8 @@ class Leader:
         if self._preparing is not None:
             self._preparing[0].cancel()
             self._preparing = None
-        for channel in [*(claimant[0] for claimant in self._claimants), *self._welcome.values()]:
+        welcome = (channel for _, channel in self._welcome.values())
+        for channel in [*(claimant[0] for claimant in self._claimants), *welcome]:
             channel.close("the job is over")
 
     def _see_requests(self) -> None:
@@ -262,7 +263,7 @@ class Leader:
             if before.get(node) != member:
                 details = {"node": node, "host": member.host, "ranks": len(member.devices)}
                 self.notice(Kind.NODE_JOINED, {"attempt": max(self.state.attempt, 1), **details})
-                channel = self._welcome.pop(member.token, None)
+                _, channel = self._welcome.pop(member.token, (node, None))
                 if channel is not None:
                     channel.farewell({"roster": roster_to_message(roster)}, "it is a member now", patience_s=0.05)
                 self.event(Joined(now, node_of(member)))
@@ -277,12 +278,16 @@ class Leader:
         if wrong is not None:
             self.notice(Kind.WARNING, {"attempt": max(self.state.attempt, 1), "message": wrong})
             channel.farewell({"refused": wrong}, wrong, patience_s=0.05)
-        elif self.circle.roster.member(member.node) is None:
-            self._welcome[member.token] = channel
+        elif self.circle.roster.member(member.node) is None and not self._is_welcome(member.node):
+            self._welcome[member.token] = member.node, channel
             self.circle.admit(member)
         else:  # it may be that node, started again, and the one that is known may be gone without a word
             until = time.monotonic() + DEATH_ANSWER_S * self.circle.heartbeat_s
             self._claimants.append((channel, hello, until))
+
+    def _is_welcome(self, node: int) -> bool:
+        """Whether somebody of that number is about to be a member."""
+        return any(number == node for number, _ in self._welcome.values())
 
     def _see_claimants(self) -> None:
         waiting, self._claimants = self._claimants, []

@@ -76,6 +76,31 @@ def test_a_division_that_is_not_wanted_any_more_is_offered_to_nobody(monkeypatch
     assert not any("offer" in message for _, message in told)
 
 
+def test_of_two_that_come_as_the_same_node_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second calls before the first is a member."""
+    made, peer, _, _ = leading(monkeypatch)
+    monkeypatch.setattr(leader, "objection", lambda *_, **__: None)
+    monkeypatch.setattr(leader, "DEATH_ANSWER_S", 0.0)
+    admitted: list[Member] = []
+    peer.circle.admit, peer.circle.heartbeat_s = admitted.append, 1.0
+    answers: list[tuple[int, dict[str, Any]]] = []
+
+    def comes(pid: int) -> None:
+        channel = SimpleNamespace(lost=None, farewell=lambda message, why, patience_s: answers.append((pid, message)))
+        at = {"token": f"{pid:016x}", "address": "127.0.0.1", "port": 1, "beats": 2}
+        made.greet(channel, {"node": 7, "host": "host7", "pid": pid, "devices": [["cpu", "any", True]], "at": at})
+
+    comes(70)
+    comes(71)
+    made._see_claimants()
+    assert ([member.token for member in admitted], answers) == ([f"{70:016x}"], [])
+    peer.circle.roster = peer.circle.roster.with_members([*MEMBERS, *admitted], 0)
+    made._compare()
+    made._see_claimants()
+    made._see_claimants()
+    assert "roster" in answers[0][1] and answers[1][1]["refused"].startswith("process 71 on host7 says it is node 7")
+
+
 def test_a_job_that_fails_for_good_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     made, peer, _, said = leading(monkeypatch)
     made.state = State(**{**vars(made.state), "policy": Policy(nodes=3, on_lost_node=())})
