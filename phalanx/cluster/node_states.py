@@ -2,6 +2,7 @@
 them."""
 
 import socket
+from typing import Any
 
 from phalanx.cluster import node_requests
 from phalanx.errors import RunError
@@ -24,8 +25,8 @@ def rows(paths: RunPaths) -> list[dict[str, str]]:
     for event in read_lines(paths.events):
         kind, number = event.get("kind"), str(event.get("node"))
         if kind == Kind.RUN_STARTED and (event.get("hosts") or not hosts):  # without, its ranks were divided anew
-            here = [*(event.get("hosts") or [socket.gethostname()]), *(event.get("spares") or [])]
-            hosts = {str(at): str(host) for at, host in enumerate(here)}
+            here = [*(_names(event.get("hosts")) or [socket.gethostname()]), *_names(event.get("spares"))]
+            hosts = {str(at): host for at, host in enumerate(here)}
             state = dict.fromkeys(hosts, HERE)
         elif kind == Kind.NODE_JOINED and event.get("host"):
             hosts[number], state[number] = str(event["host"]), HERE
@@ -51,3 +52,8 @@ def rows(paths: RunPaths) -> list[dict[str, str]]:
         health = seen.get(request.node, "")
         found.append({"node": request.node, "state": ELSEWHERE, "health": health, "why": why})
     return found
+
+
+def _names(value: Any) -> list[str]:
+    """A list of names; none where a line, which may have come from anywhere, has something else."""
+    return [str(each) for each in value] if isinstance(value, list) else []

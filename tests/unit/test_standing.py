@@ -97,6 +97,8 @@ def test_records_that_are_empty_yet_are_of_no_time(tmp_path: Path) -> None:
     facts = standing.standing(paths, BEGAN)
     assert (facts["state"], facts["last_line"]) == ("not finished", None)
     assert "last heard of" not in shown(standing.screen(facts, BEGAN))
+    event(paths, Kind.RUN_STARTED, 0, hosts=5, spares="two")  # nor is what makes no sense a reason to fail
+    assert [row["state"] for row in node_states.rows(paths)] == [node_states.HERE]
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(
