@@ -106,8 +106,10 @@ class Injector:
         for fault in self._planned:
             if fault.kind == "corrupt-checkpoint" and step >= fault.step and self._is_left(fault):
                 assert isinstance(self._checkpoints, Path), "faults.check refuses that at a URL"
-                self._begin(fault, step)
-                change_a_byte(step_folder(self._checkpoints, step) / f"rank-{fault.rank:05d}.safetensors")
+                file = step_folder(self._checkpoints, step) / f"rank-{fault.rank:05d}.safetensors"
+                if file.exists():  # else there are fewer ranks by now, and it does not happen, which is said
+                    self._begin(fault, step)
+                    change_a_byte(file)
 
     def _due(self, kinds: Collection[str], step: int, later: bool = False) -> Iterator[Fault]:
         for fault in self._planned:

@@ -1,14 +1,19 @@
 """What a user may ask to go wrong: read as it is written, or refused in a sentence."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx import faults
+from phalanx.checkpoint.read import step_folder
 from phalanx.errors import ConfigError
 from phalanx.faults import KINDS, WHERE, Fault
+from phalanx.records import Kind
+from phalanx.train.injection import Injector
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
@@ -100,3 +105,15 @@ def test_attempts_count_from_the_first_one_of_the_command() -> None:
 def test_what_has_not_happened_is_known_by_its_text() -> None:
     planned = faults.parse(["kill:step=3", "kill:rank=1,step=3"])
     assert faults.missed(planned, {"kill:rank=0,step=3"}) == planned[1:]
+
+
+def test_the_file_of_a_rank_that_is_not_there_any_more_is_not_damaged(tmp_path: Path) -> None:
+    """A node was lost, and the others have divided the ranks: the save is no less whole for that."""
+    happened: list[Fault] = []
+    planned = [Fault("corrupt-checkpoint", 3, rank=rank) for rank in (0, 1)]
+    injector = Injector(planned, 0, 1, tmp_path, lambda fault, step: happened.append(fault))
+    (file := step_folder(tmp_path, 4) / "rank-00000.safetensors").parent.mkdir()
+    file.write_bytes(bytes(200))
+    told: list[Any] = []
+    injector.noting(lambda kind, details: told.append(kind))(Kind.CHECKPOINT_SAVED, {"step": 4})
+    assert (told, happened, file.read_bytes().count(4)) == ([Kind.CHECKPOINT_SAVED], planned[:1], 1)
