@@ -80,7 +80,7 @@ ACCURACY, PICK, MEMORY = 0.15, 1.05, 0.03  # what is asked
 class Size:
     """What is run and for how long: `warm` steps of `steps` do not count, in each of `turns`."""
 
-    cores: tuple[float, ...] = (0.125, 0.25, 0.5)  # of each of a node's two devices
+    cores: tuple[float, ...] = (0.1, 0.2, 0.4)  # of each of a node's two devices
     mbit: float = 400.0
     model: Mapping[str, int] = field(
         default_factory=lambda: {
@@ -91,8 +91,8 @@ class Size:
     layouts: tuple[str, ...] = tuple(LAYOUTS)
     surveys: int = 3
     turns: int = 2
-    warm: int = 1
-    steps: int = 4
+    warm: int = 2
+    steps: int = 5
     configurations: int = 50
     largest: int = 5  # of the lists of shapes below, how many are drawn from
 

@@ -129,8 +129,7 @@ class Model:
         critical = max(stages, key=lambda stage: stage.total_s)
         # Devices that are slow lose more of their time to what is carried, and may be the last for that.
         with_others = max(took + links.taken(kind, self.cluster, constants) * travel.hidden_s for took, kind in ends)
-        others = [self._update_s(choice, each, layers) for each in runs if each is not run]
-        update_s = max([travel.update_s, *others])
+        update_s = max(self._update_s(choice, each, layers) for each in runs)
         found = self._memory(choice, runs, layers, copies)
         terms = {
             "compute": part * (longest - critical.waits_s - critical.offload_s),
@@ -345,23 +344,23 @@ class Model:
         return moved / choice.tensor, gathered_s
 
     def _travel(self, choice: Choice, run: Run, stages: list[Stage], layers: tuple[int, ...], copies: int) -> Travel:
-        """Of the stage whose parameters take longest."""
-        work, worst = self.work, Travel(0.0, 0.0, 0.0)
+        """Of the stage whose parameters make a step longest on their way."""
+        work, worst, most_s = self.work, Travel(0.0, 0.0), 0.0
         width = copies * choice.tensor
         for number, stage in enumerate(stages):
             parameters, *_ = parameters_of(work, choice.tensor, layers[number], *choice.ends(number))
-            kind = run.kinds[number]
             first = number * width
             degree = choice.shard_degree or copies
             shard = self._shard_ring(first, degree, choice.tensor, copies // degree)
             spread = self._ring(first, copies // degree, choice.tensor * degree)
             least = min(choice.state) / sum(choice.state) if choice.state else 1.0 / degree
             found = exchange.travel(
-                work, choice, kind, parameters, layers[number], (shard, spread, least), run.owns,
+                work, choice, parameters, layers[number], (shard, spread, least), run.owns,
                 (stage.forward_s, stage.backward_s), run.parts, self.cluster, self.constants,
             )  # fmt: skip
-            if found.total_s > worst.total_s:
-                worst = found
+            longer_s = found.exposed_s + links.taken(run.kinds[number], self.cluster, self.constants) * found.hidden_s
+            if longer_s > most_s:
+                worst, most_s = found, longer_s
         return worst
 
     def _shard_ring(self, first: int, degree: int, tensor: int, count: int) -> Ring:

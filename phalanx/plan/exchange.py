@@ -21,15 +21,10 @@ COMMIT_PASSES = 3.0
 
 @dataclass(frozen=True)
 class Travel:
-    """Seconds of a step: of communication that computation waits for, of that which it does not, and of updates."""
+    """Seconds of a step: of communication that computation waits for, and of that which it does not."""
 
     exposed_s: float
     hidden_s: float
-    update_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.exposed_s + self.hidden_s + self.update_s
 
 
 def update_s(work: Work, kind: Kind, own: float, constants: Constants) -> float:
@@ -51,7 +46,7 @@ def commit_s(kind: Kind, state_bytes: float, window_s: float, constants: Constan
 
 
 def travel(
-    work: Work, choice: Choice, kind: Kind, parameters: float, layers: int, rings: tuple[Ring, Ring, float],
+    work: Work, choice: Choice, parameters: float, layers: int, rings: tuple[Ring, Ring, float],
     owns: float, passes_s: tuple[float, float], micro_batches: int, cluster: Cluster, constants: Constants,
 ) -> Travel:  # fmt: skip
     """Of a rank that holds a stage's `parameters`, whose pass takes `passes_s` forward and backward.
@@ -71,18 +66,15 @@ def travel(
         alone_s = links.shard_s(elements * each_bytes / operations, ring, cluster, constants, shorter)
         return operations * (alone_s + links.skew_s(ring, constants))
 
-    state = parameters * owns
     if choice.engine == "megatron" or choice.zero == 0 or choice.engine == "ddp":
         operations = units if choice.engine == "ddp" else 1
         reduce = sharded(trained, work.reduce_bytes, shard, operations)
         gather = sharded(trained, work.gather_bytes if choice.zero else work.reduce_bytes, shard, operations)
         moves = reduce + gather
-        update = update_s(work, kind, state if choice.zero else parameters, constants)
         if choice.engine == "megatron":
-            return Travel(moves, 0.0, update)
+            return Travel(moves, 0.0)
         exposed = max(moves / units, moves - backward * (1.0 - 1.0 / units))
-        return Travel(exposed, moves - exposed, update)
-    update = update_s(work, kind, state, constants)
+        return Travel(exposed, moves - exposed)
     reduce = fewer * sharded(trained, work.reduce_bytes, shard, units)
     if spread.ranks > 1:
         reduce += 2.0 * sharded(trained * owns, work.reduce_bytes, spread, units)
@@ -93,8 +85,8 @@ def travel(
         sent = _fetched(passes_s, gather, regathered + reduce, reduce, units)
         silent = _fetched(passes_s, gather, regathered, 0.0, units)
         alone = micro_batches - reduces
-        return Travel(reduces * sent[0] + alone * silent[0], reduces * sent[1] + alone * silent[1], update)
-    return _planned(choice.slots > 1, passes_s, reduce, gather, update, units, reduces)
+        return Travel(reduces * sent[0] + alone * silent[0], reduces * sent[1] + alone * silent[1])
+    return _planned(choice.slots > 1, passes_s, reduce, gather, units, reduces)
 
 
 def _fetched(
@@ -113,7 +105,7 @@ def _fetched(
 
 
 def _planned(
-    early: bool, passes_s: tuple[float, float], reduce: float, gather: float, update: float, units: int, reduces: int
+    early: bool, passes_s: tuple[float, float], reduce: float, gather: float, units: int, reduces: int
 ) -> Travel:
     """This project's own order with zero 1 and 2, of equal units: what `optim.overlap` is bound by.
 
@@ -130,4 +122,4 @@ def _planned(
         exposed = max(first_reduce + first_gather, reduces * reduce + gather - behind - ahead)
     else:
         exposed = max(first_reduce, reduces * reduce - behind) + max(first_gather, gather - ahead)
-    return Travel(exposed, max(0.0, reduces * reduce + gather - exposed), update)
+    return Travel(exposed, max(0.0, reduces * reduce + gather - exposed))

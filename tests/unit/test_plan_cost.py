@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
@@ -275,7 +275,7 @@ def travel(engine: str, passes: tuple[float, float], moved_s: float, **others: o
     choice = Choice(engine=engine, **others)  # type: ignore[arg-type]
     rings = (Ring(4, 1, 1, PLAIN), Ring(1, 1, 1, PLAIN), 0.25)
     return exchange.travel(
-        SMALL, choice, PLAIN, parameters, 7, rings, 0.25, passes, micro_batches, alone(4), FULL
+        SMALL, choice, parameters, 7, rings, 0.25, passes, micro_batches, alone(4), FULL
     )  # fmt: skip
 
 
@@ -753,7 +753,16 @@ def test_terms_add_up_and_none_is_negative(case: tuple[Work, Cluster, Choice]) -
     assert sum(held.devices for held in found.memory) == case[2].devices
 
 
+# One stage travels within nodes, another one between them: which of the two takes longer changes with the links.
+STAGES_APART = (
+    Work(layers=4, hidden=512, heads=8, kv_heads=2, ffn=4096, vocabulary=32000, seq_len=128, global_batch=64),
+    Cluster((Group(1, 8, KINDS["A100-80GB"]), Group(2, 8, KINDS["A100-80GB"])), 6.3e11),
+    Choice(zero=1, pipeline=4, reduce="per_step", devices=24),
+)  # fmt: skip
+
+
 @given(layouts(), st.floats(1.0, 10.0))
+@example(STAGES_APART, 2.0)
 @settings(max_examples=150, deadline=None)
 def test_more_bandwidth_is_never_slower(case: tuple[Work, Cluster, Choice], more: float) -> None:
     work, cluster, choice = case
