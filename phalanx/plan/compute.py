@@ -58,6 +58,12 @@ def matmul_s(rows: float, columns: float, depth: float, kind: Kind, dtype: str, 
     return max(2.0 * rows * columns * depth * longer / rate, moved / (kind.memory_bytes_per_s * constants.memory_share))
 
 
+def writes_scores(work: Work, choice: Choice) -> bool:
+    """Whether attention's scores are held in memory: without a kernel that never writes them, and where some of them
+    are dropped (`models.bert.dropped_attention`)."""
+    return choice.attention == "plain" or work.attention_dropout
+
+
 def band(work: Work, kind: Kind) -> int:
     """Queries of a band, whose keys are its own and those of the band before, where a layer with a window has no kernel
     that skips what it hides: on CPUs, on devices before Ampere, and in fp32. 0: there is such a kernel."""
@@ -118,7 +124,7 @@ def block(work: Work, kind: Kind, choice: Choice, sequences: float, constants: C
     pairs = 4.0 * sequences * work.seq_len * work.seq_len * queries
     kernels_forward, kernels_backward = KERNELS
     scores = sequences * work.seq_len * work.seq_len * work.heads / tensor
-    if choice.attention == "flash":
+    if not writes_scores(work, choice):
         rate *= kind.attention * constants.attention_share
         forward += seen(work, kind) * pairs / rate
         backward += 2.5 * seen(work, kind) * pairs / rate
@@ -128,8 +134,9 @@ def block(work: Work, kind: Kind, choice: Choice, sequences: float, constants: C
         forward += pairs / rate
         backward += 2.0 * pairs / rate
         # Written, softmax in and out, dropout in and out and its mask, read: forward; all of it and more backward.
-        passes_forward += scores * (4.0 + (2.5 if work.dropout else 0.0))
-        passes_backward += scores * (7.0 + (2.5 if work.dropout else 0.0))
+        dropped = 2.5 if work.dropout or work.attention_dropout else 0.0
+        passes_forward += scores * (4.0 + dropped)
+        passes_backward += scores * (7.0 + dropped)
         kernels_forward, kernels_backward = kernels_forward + PLAIN_KERNELS[0], kernels_backward + PLAIN_KERNELS[1]
     forward += constants.traffic * passes_forward * moving
     backward += constants.traffic * passes_backward * moving
@@ -138,9 +145,10 @@ def block(work: Work, kind: Kind, choice: Choice, sequences: float, constants: C
         backward, kernels_again = backward + forward, kernels_forward
     elif choice.recompute == "selective":
         # Where scores are written, attention is computed again; else all that only moves data.
-        if choice.attention == "plain":
+        if writes_scores(work, choice):
             backward += pairs / rate
-            backward += constants.traffic * scores * (4.0 + (2.5 if work.dropout else 0.0)) * moving
+            dropped = 2.5 if work.dropout or work.attention_dropout else 0.0
+            backward += constants.traffic * scores * (4.0 + dropped) * moving
         else:
             backward += constants.traffic * passes_forward * moving
         kernels_again = kernels_forward // 2

@@ -91,14 +91,18 @@ def block_activations(work: Work, choice: Choice, bands: float = 0.0) -> tuple[f
     norms = 2 * (4 + 2 * width) if choice.engine == "sharded" else 4 * width
     outside = norms * hidden + (2 * hidden if work.dropout else 0)
     inside = width * (work.queries + 2 * work.keys + work.queries + gates * work.ffn)
-    scores = work.heads * work.seq_len * (2 * width - 2 + 3 if work.dropout else width)
-    if choice.attention == "flash":
+    dropped = work.dropout or work.attention_dropout
+    scores = work.heads * work.seq_len * (2 * width - 2 + 3 if dropped else width)
+    if work.attention_dropout and choice.engine == "sharded":
+        # Their exponents in fp32 at least, what is left of them, and which were dropped; products are kept either way.
+        scores = work.heads * work.seq_len * (max(4, width) + width + 1)
+    elif not compute.writes_scores(work, choice):
         scores = 0
     everything = work.seq_len * (outside / spread + (inside + scores) / tensor) + bands
     if choice.recompute == "none":
         return everything, 0.0
     if choice.recompute == "selective":
-        if choice.attention == "plain":
+        if compute.writes_scores(work, choice):
             return work.seq_len * (outside / spread + inside / tensor), work.seq_len * scores / tensor
         results = width * (work.queries + 2 * work.keys + work.queries + (2 if work.gated else 1) * work.ffn)
         return work.seq_len * (3 * width * hidden / spread + results / tensor), work.seq_len * inside / tensor + bands

@@ -1,12 +1,13 @@
 """Between recipes and plans: what a recipe asks of a cluster, which layouts it allows, and the keys of a plan."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from phalanx import recipe
 from phalanx.combinations import is_own, problems_with
 from phalanx.config import Config, spec_of
 from phalanx.errors import ConfigError
+from phalanx.model_config import LoraTarget
 from phalanx.models.spec import ModelSpec, adapter_count, parameter_count
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster
@@ -19,6 +20,7 @@ STATE_BYTES = {
     "nadam": 8.0, "radam": 8.0, "rmsprop": 4.0, "rprop": 8.0, "asgd": 4.0,
 }  # fmt: skip
 MORE_STATE = {"amsgrad": 4.0, "momentum": 4.0, "centered": 4.0}  # options that keep one number more
+FRESH_RANK = 16  # of adapters that nobody says more of, as a start has it
 # Bytes of an element on its way between nodes, by comm.compress; int8 has a scale of 2 bytes for 64 of them.
 SENT = {"none": None, "bf16": 2.0, "int8": 1 + 2 / 64}
 # Keys of a recipe that a plan chooses, and the field of a Choice that each is.
@@ -66,7 +68,20 @@ def shape_of(config: Config, folder_spec: ModelSpec | None = None) -> ModelSpec:
         )
     if folder_spec is None and config.model.preset is None and config.model.vocab_size == "auto":
         config = recipe.update(config, {"model.vocab_size": config.data.tokenizer_vocab})
-    return spec_of(config, folder_spec)
+    return spec_of(_with_adapters(config), folder_spec)
+
+
+def _with_adapters(config: Config) -> Config:
+    """With fresh adapters where `model.lora` leaves them open: those of a folder are not known before it is read, and
+    are nearer to fresh ones than to training all weights."""
+    lora = config.model.lora
+    if lora is None:
+        return config
+    rank = FRESH_RANK if lora.rank == "auto" else lora.rank
+    fresh = {"rank": rank, "alpha": 2.0 * rank, "targets": list(get_args(LoraTarget))}
+    return recipe.update(
+        config, {f"model.lora.{name}": value for name, value in fresh.items() if getattr(lora, name) == "auto"}
+    )
 
 
 def precision_of(config: Config, cluster: Cluster) -> tuple[str, bool]:
@@ -105,6 +120,7 @@ def work_of(config: Config, spec: ModelSpec, cluster: Cluster) -> Work:
         gated=not bert,
         biases=bert,
         dropout=spec.dropout > 0,
+        attention_dropout=spec.attention_dropout > 0,
         positions=spec.max_seq_len if bert else 0,
         head_dim=spec.head_dim,
         precision=precision,
@@ -166,13 +182,27 @@ def pins_of(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
 def space_of(config: Config, work: Work, cluster: Cluster, pins: Mapping[str, Any]) -> Space:
     """Which degrees the recipe can run with on this cluster: those that come out even and that it does not refuse.
     Raises ConfigError with its own words where it refuses all that are asked for."""
+    if pins.get("offload") and work.layers <= work.horizon:
+        raise ConfigError(
+            f"memory.activations=offload would move nothing: the inputs of the last {work.horizon} blocks stay on the "
+            f"device (memory.horizon) and the model has {work.layers}; set memory.activations=full"
+        )
     asked = {f"parallel.{name}": pins[name] for name in ("tensor", "pipeline") if name in pins}
     if why := _why_not(config, asked):
         raise ConfigError(why)
+    # Of a folder's model the recipe alone does not know what it is, and a start would refuse to cut it.
+    kind = "a BERT" if work.both_ways else "adapters (model.lora)" if config.model.lora is not None else None
+    if kind is not None and any(degree > 1 for degree in asked.values()):
+        words = " and ".join(f"{key}={value}" for key, value in asked.items() if value > 1)
+        raise ConfigError(
+            f"{words} cuts models of the Llama family whose weights are all trained, not {kind}; remove it"
+        )
     refused: dict[tuple[int, bool], bool] = {}  # what is said of a pipeline does not depend on its length
     found = []
     for tensor, pipeline in degrees(work, cluster):
         if (pins.get("tensor", tensor), pins.get("pipeline", pipeline)) != (tensor, pipeline):
+            continue
+        if kind is not None and tensor * pipeline > 1:
             continue
         key = (tensor, pipeline > 1)
         if key not in refused:

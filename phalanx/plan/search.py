@@ -308,7 +308,7 @@ class _Search:
                     continue  # which has several micro-batches under way, and offload knows of one
                 if offload and "offload" not in pins and any(kind.on_host for kind in self.cluster.kinds):
                     continue  # the host's memory is the device's
-                if offload and "offload" not in pins and self.work.layers <= self.work.horizon:
+                if offload and self.work.layers <= self.work.horizon:
                     continue  # nothing would leave
                 base = Choice(
                     tensor=tensor, pipeline=pipeline, virtual=virtual, recompute=recompute, offload=offload,

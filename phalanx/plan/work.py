@@ -15,6 +15,7 @@ class Work:
     where that is compressed. `trained` is the share of parameters that are trained (adapters: a few hundredths).
     `positions` are rows of a learnt table of positions. `biases`: matrices add one and norms have two vectors, as in
     GPT-2.
+    With `attention_dropout` scores are written to memory, whatever a layout has for attention.
     A position sees itself and those before it, with a `window` no more than so many, but in `full_layers` of the layers
     all the same, and `both_ways` all positions. `horizon` is a recipe's `memory.horizon`.
     `memory` and `replicate` are those of a recipe's `resilience`: on CPUs what they keep lies in the same memory;
@@ -33,6 +34,7 @@ class Work:
     gated: bool = True
     biases: bool = False
     dropout: bool = False
+    attention_dropout: bool = False
     positions: int = 0
     head_dim: int = 0  # 0: hidden / heads
     precision: str = "bf16"

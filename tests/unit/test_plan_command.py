@@ -187,6 +187,7 @@ def test_on_a_cpu_the_cheapest_way_out_is_to_keep_no_steps(tmp_path: Path) -> No
         ([LLAMA, "--hardware", "nowhere.json"], "nowhere.json"),
         ([LLAMA, "model.code=mine.py", "--cluster", NODES], "model.code"),
         (["--simulate"], "--gpus"),
+        ([LLAMA, "model.layers=2", "memory.activations=offload", "--cluster", NODES], "offload would move nothing"),
         ([LLAMA, "--cluster", NODES, "--simulate", "--copies-every", "4"], "--copies-every would change nothing for a"),
         (["--simulate", "--gpus", "8", "--copies-every", "4"], "without --keep copies"),
         (["--simulate", "--gpus", "8", "--commit-time", "1s"], "without --keep memory or copies"),
@@ -252,6 +253,34 @@ def test_no_kind_is_better_off_without_the_others() -> None:
     best, ours = question.on(both).best, question.on(alone).best
     assert best.estimate.tokens_per_s >= ours.estimate.tokens_per_s
     assert best.cluster.groups == alone.groups and question.work(best.cluster).precision == "bf16"
+
+
+def test_adapters_that_are_left_open_are_adapters() -> None:
+    said = ["model.preset=null", "model.from_hf=folder", "model.lora.dropout=0.0"]
+    config = free(recipe.load(LLAMA, said), [])
+    there = parse.cluster("2xRTX-4090")
+    question = Question(config, PRESETS["llama-3-8b"], ())
+    assert 0.001 < question.work(there).trained < 0.02
+    found = question.on(there)  # all weights would not fit there, and slices have no adapters
+    assert found.plans and all(plan.choice.tensor * plan.choice.pipeline == 1 for plan in found.plans)
+
+
+def test_a_folders_bert_is_not_cut() -> None:
+    config = free(recipe.load(ROOT / "recipes" / "bert-ner.yaml"), [])
+    question, there = Question(config, PRESETS["bert-base-uncased"], ()), parse.cluster("4xA100-40GB")
+    assert {plan.choice.tensor * plan.choice.pipeline for plan in question.on(there).plans} == {1}
+    with pytest.raises(ConfigError, match="tensor=2 cuts models of the Llama family"):
+        question.changed("parallel.tensor=2").on(there)
+
+
+def test_a_bert_that_drops_scores_holds_them() -> None:
+    config = recipe.load(ROOT / "recipes" / "bert-base-pretrain.yaml", ["train.micro_batch=4"])
+    there = parse.cluster("2xA100-40GB")
+    held, less = (
+        predict(recipe.update(config, {"model.attention_dropout": p}), there).estimate.memory[0].parts["activations"]
+        for p in (0.1, 0.0)
+    )
+    assert held - less == pytest.approx(4 * 12 * 12 * 512**2 * 7)  # sequences, layers, heads, pairs, bytes
 
 
 def test_every_rule_has_bytes_of_state() -> None:

@@ -8,6 +8,7 @@ import torch
 from phalanx import recipe
 from phalanx.models.attention import attention
 from phalanx.models.spec import PRESETS
+from phalanx.plan import compute
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.constants import DEFAULT
@@ -43,6 +44,22 @@ def test_a_kernel_that_writes_no_scores_keeps_none_and_one_without_dropout_no_ma
     flash = Choice(engine="megatron")
     assert block_activations(GPT, flash)[0] == 34 * 2048 * 12288
     assert block_activations(replace(GPT, dropout=False), flash)[0] == 32 * 2048 * 12288
+
+
+def test_scores_that_are_dropped_are_written_whatever_the_layout_has() -> None:
+    flash, scores = Choice(), 96 * 2048**2
+    work = replace(GPT, attention_dropout=True)
+    # Exponents in fp32, what is left of them in fp16, and a byte for which; more of fp32 alone.
+    assert block_activations(work, flash)[0] - block_activations(GPT, flash)[0] == (4 + 2 + 1) * scores
+    fp32 = replace(work, precision="fp32")
+    assert block_activations(fp32, flash)[0] - block_activations(replace(fp32, attention_dropout=False), flash)[0] == (
+        9 * scores
+    )
+    assert block_activations(replace(GPT, dropout=False, attention_dropout=True), megatron())[0] == (
+        block_activations(replace(GPT, dropout=False), megatron())[0] + (5 - 2) * scores
+    )
+    slower, before = (compute.block(each, A100, flash, 1, DEFAULT) for each in (work, GPT))
+    assert slower.forward_s > before.forward_s and slower.backward_s > before.backward_s
 
 
 def test_a_window_without_a_kernel_keeps_bands() -> None:
