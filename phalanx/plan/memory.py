@@ -94,7 +94,7 @@ def block_activations(work: Work, choice: Choice, bands: float = 0.0) -> tuple[f
     dropped = work.dropout or work.attention_dropout
     scores = work.heads * work.seq_len * (2 * width - 2 + 3 if dropped else width)
     if work.attention_dropout and choice.engine == "sharded":
-        # Their exponents in fp32 at least, what is left of them, and which were dropped; products are kept either way.
+        # Their exponents in fp32 at least, what is left of them, and which were dropped.
         scores = work.heads * work.seq_len * (max(4, width) + width + 1)
     elif not compute.writes_scores(work, choice):
         scores = 0
@@ -102,6 +102,9 @@ def block_activations(work: Work, choice: Choice, bands: float = 0.0) -> tuple[f
     if choice.recompute == "none":
         return everything, 0.0
     if choice.recompute == "selective":
+        if work.attention_dropout and choice.engine == "sharded":
+            # Scores are products, which are kept, and a dry run shows nearly all that is made of them kept as well.
+            return work.seq_len * (outside / spread + (inside + scores) / tensor), 0.0
         if compute.writes_scores(work, choice):
             return work.seq_len * (outside / spread + inside / tensor), work.seq_len * scores / tensor
         results = width * (work.queries + 2 * work.keys + work.queries + (2 if work.gated else 1) * work.ffn)
