@@ -292,8 +292,8 @@ def in_words(lesson: Lesson) -> list[str]:
     took, then, now = lesson.measured_s, lesson.before_s, lesson.after_s
     return [
         *lesson.said,
-        f"a step took {seconds(took)}: {apart(took, then)} the {seconds(then)} foretold, {apart(took, now)} the "
-        f"{seconds(now)} that are foretold now",
+        f"a step took {seconds(took)}: {apart(took, then)} the {seconds(then)} predicted, {apart(took, now)} the "
+        f"{seconds(now)} that are predicted now",
     ]
 
 

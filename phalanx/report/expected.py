@@ -30,13 +30,13 @@ def card(run: Run) -> list[str]:
     if held is not None and thought_of is not None:
         cells = ("memory of the fullest rank", words.size(thought_of), words.size(held), _apart(held, thought_of), "")
         rows.append(_cells(cells))
-    head = "".join(f"<th>{title}</th>" for title in ("", "foretold", "measured", "", "of a step"))
-    note = f"medians of {event.get('steps', '?')} steps up to step {event.get('step', '?')}, foretold from "
+    head = "".join(f"<th>{title}</th>" for title in ("", "predicted", "measured", "", "of a step"))
+    note = f"medians of {event.get('steps', '?')} steps up to step {event.get('step', '?')}, predicted from "
     note += f"{event.get('basis', 'data-sheets')}"
     said = f"<p>{html.escape(words.sentence(event))}</p>"
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
     table = f'<div class="scroll"><table class="inside">{body}</table></div>'
-    title = f"<summary>Foretold and measured <span>{html.escape(note)}</span></summary>"
+    title = f"<summary>Predicted and measured <span>{html.escape(note)}</span></summary>"
     return [f'<details class="card" open>{title}{said}{table}</details>']
 
 

@@ -326,7 +326,7 @@ def _compared(event: dict[str, Any]) -> str:
     thought, took = number(event, "predicted_s"), number(event, "measured_s")
     if not thought or took is None:
         return "a step was compared with what was expected of it"
-    said = f"a step takes {seconds(took)}, {apart(took, thought)} {seconds(thought)} foretold"
+    said = f"a step takes {seconds(took)}, {apart(took, thought)} {seconds(thought)} predicted"
     said += f" from {event['basis']}" if event.get("basis") else ""
     for row in event.get("terms") or []:
         if isinstance(row, dict) and row.get("name") == event.get("off") and event.get("off"):

@@ -51,7 +51,7 @@ def test_the_choice_is_kept_said_and_repeated(place: Path) -> None:
     said = (place / "said").read_text()
     assert f"layout: {first['layout']}; a step should take " in said
     assert "phalanx plan says more" in said
-    assert " foretold from data-sheets" in " ".join(said.split()) or " foretold from measurements" in " ".join(
+    assert " predicted from data-sheets" in " ".join(said.split()) or " predicted from measurements" in " ".join(
         said.split()
     )
     config = paths.config.read_text()
@@ -83,7 +83,7 @@ def test_steps_are_compared_with_what_was_foretold(place: Path, name: str) -> No
 
 def test_the_report_shows_both(place: Path) -> None:
     page = (place / "chosen" / "report.html").read_text()
-    assert "Foretold and measured" in page
+    assert "Predicted and measured" in page
     assert "memory of the fullest rank" in page
 
 

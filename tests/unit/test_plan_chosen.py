@@ -268,7 +268,7 @@ def test_steps_as_they_were_foretold() -> None:
         assert row["measured_s"] == pytest.approx(row["predicted_s"]), row
     assert sum(row["measured_s"] for row in told["terms"]) == pytest.approx(1.0)
     said = words.sentence({"kind": Kind.COMPARED, **told})
-    assert said == "a step takes 1.0 s, as much as 1.0 s foretold from data-sheets; memory 100 B, as much as 100 B"
+    assert said == "a step takes 1.0 s, as much as 1.0 s predicted from data-sheets; memory 100 B, as much as 100 B"
 
 
 @pytest.mark.parametrize(
