@@ -256,9 +256,10 @@ def ways_out(question: Question, cluster: Cluster) -> list[str]:
     return ways[:3]
 
 
-def _fits(question: Question, cluster: Cluster) -> bool:
+def _fits(question: Question, cluster: Cluster, *words: str) -> bool:
+    """Whether there is a layout, with `words` beside what is asked; a recipe that refuses them has none."""
     try:
-        return bool(question.on(cluster).plans)
+        return bool((question.changed(*words) if words else question).on(cluster).plans)
     except ConfigError:
         return False
 
@@ -273,11 +274,11 @@ def _settings(question: Question, cluster: Cluster) -> list[str]:
     if resilience.memory is not False and any(kind.on_host for kind in cluster.kinds):  # where steps are kept, too
         words = "resilience.memory=false"
         off = () if resilience.replicate in ("auto", "off") else ("resilience.replicate=off",)
-        if _fits(question.changed(words, *off), cluster):
+        if _fits(question, cluster, words, *off):
             found.append(f"{' '.join((words, *off))}: no steps in memory, so that failures go back to a checkpoint")
     if question.config.optim.rule == "adamw":
         words = "optim.rule=adamw8bit"
-        if _fits(question.changed(words), cluster):
+        if _fits(question, cluster, words):
             found.append(f"{words}: moments in 8 bits (another curve)")
     return found
 
@@ -288,7 +289,7 @@ def _shorter(question: Question, cluster: Cluster) -> list[str]:
     while length > 128:
         length, batch = length // 2, batch * 2
         words = (f"data.seq_len={length}", f"train.global_batch={batch}")
-        if _fits(question.changed(*words), cluster):
+        if _fits(question, cluster, *words):
             return [f"{' '.join(words)}: shorter sequences, as many tokens a step (another curve)"]
     return []
 

@@ -154,6 +154,13 @@ def test_a_model_that_fits_nowhere_says_how_much_is_short_and_three_ways_out(tmp
     assert enough["used"]["devices"] > 2
 
 
+def test_a_way_out_that_the_recipe_would_refuse_is_not_tried(tmp_path: Path) -> None:
+    """Shares of 512 sequences are no shares of twice as many that are half as long."""
+    done = phalanx("plan", LLAMA, "--cluster", "2xT4", "balance.work=[256,256]", "--json")
+    assert done.exit_code == 2
+    assert json.loads(done.output)["ways_out"]
+
+
 def test_on_a_cpu_the_cheapest_way_out_is_to_keep_no_steps(tmp_path: Path) -> None:
     words = (ROOT / "recipes" / "llama-3.2-1b.yaml", "--cluster", "CPU")
     told = json.loads(phalanx("plan", *words, "--json").output)
