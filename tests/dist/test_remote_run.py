@@ -16,7 +16,7 @@ from tests.dist.command import RECIPE, call, phalanx, write_place
 from tests.helpers import free_port, run_ranks
 from tests.stores import S3Server, register
 
-OFTEN = ["train.steps=40", "checkpoint.every=2", "optim.decay_steps=40", "train.dtype=fp64"]
+OFTEN = ["train.steps=40", "checkpoint.every=2", "optim.decay_steps=40", "train.dtype=fp64", "balance.work=even"]
 
 
 @pytest.fixture

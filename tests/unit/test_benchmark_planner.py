@@ -24,7 +24,9 @@ from tests.helpers import ROOT, run_ranks
 
 MODEL = {"hidden": 32, "layers": 3, "heads": 2, "intermediate": 64, "vocabulary": 300, "seq_len": 16,
          "global_batch": 14}  # fmt: skip
-TINY = Size(cores=(0.2, 0.4), model=MODEL, layouts=(PICKED,), surveys=1, turns=1, steps=2, configurations=1, largest=1)
+TINY = Size(
+    cores=(0.2, 0.4), model=MODEL, layouts=(PICKED,), surveys=1, turns=1, warm=1, steps=2, configurations=1, largest=1
+)
 GIB = 2**30
 LAB = borrowed_lab.Size(
     cores=(0.8, 0.4), memory=(4 * GIB, 2 * GIB), model={**MODEL, "global_batch": 12}, turns=1, steps=2

@@ -100,7 +100,7 @@ def test_a_signal_that_comes_just_before_the_child_is_passed_on(tmp_path: Path) 
 
         def exists(self) -> bool:
             if stop.asked is None:
-                os.kill(os.getpid(), signal.SIGUSR1)
+                signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # another thread would take it at once
             return False
 
     stop = keeper._Stop()
@@ -338,7 +338,6 @@ def test_of_a_job_that_was_over_before_it_could_be_cancelled_that_is_said(
 
 
 def test_a_lock_names_its_holder_while_it_is_held(tmp_path: Path) -> None:
-    import os
     import platform
 
     paths = RunPaths(tmp_path)
