@@ -81,6 +81,15 @@ def test_all_done() -> None:
     assert walk(state, Lost(3, 1, ""), Time(9))[1] == []
 
 
+@pytest.mark.parametrize("lost_first", [False, True])
+def test_a_node_that_is_lost_when_the_others_are_done_is_not_waited_for(lost_first: bool) -> None:
+    events = [Ended(1, 1, 1, 0), Lost(2, 0, "power")]
+    _, done = walk(begun(on_lost_node=("replace", "wait")), *(events[::-1] if lost_first else events))
+    assert done[-1] == Finish(0, "the run is done")
+    _, done = walk(begun(on_lost_node=("replace", "wait")), Lost(1, 0, "power"), Ended(2, 1, 1, 1, LOST_PEER))
+    assert kinds(done) == ["End", "Note"]  # it is waited for
+
+
 def test_a_dead_rank_ends_the_attempt_everywhere_and_the_next_begins_when_all_have() -> None:
     state, done = walk(begun(), Ended(1, 1, 1, 1, KILLED))
     assert done == [End(1)]
