@@ -393,6 +393,8 @@ class Member:
             return code
         recorder.close()
         self.paths.sign.unlink(missing_ok=True)
+        if code == ExitCode.DONE and peer.offer is not None and peer.start is not None:
+            ending.tell_done(self.paths, int(peer.offer["steps"]), int(peer.start["attempt"]))
         code, asked = ending.outcome(self.paths, code, self.first_attempt)
         self.code = code
         ending.tell_missed(self.paths, self.planned, self.first_attempt)

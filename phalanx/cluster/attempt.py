@@ -144,15 +144,16 @@ class Attempt:
             for name in others.stops() if others is not None else ():
                 self._pass_on(signal.Signals[name])
             if self._is_broken():
-                return self._incident()
+                break
             if self._living() and self._patience_is_over():
                 return self._kill_the_unwilling()
             if time.monotonic() >= self.next_idle:
                 self.next_idle = time.monotonic() + IDLE_S
                 self.early.tend(self.job)
                 self.job.on_idle()
-        if self._is_broken():
+        if self._living() or any(end.abnormal for end in self.ends):
             return self._incident()
+        # Whatever has happened elsewhere meanwhile, all ranks of this node have done what they had to.
         stopped = any(end.exit_code == ExitCode.STOPPED for end in self.ends)
         return int(ExitCode.STOPPED if stopped else ExitCode.DONE)
 
@@ -278,7 +279,9 @@ class Attempt:
         ends = [end for end in self.ends if end.abnormal]
         elsewhere = others is not None and others.broken()
         if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
-            return int(ExitCode.FAILED)  # a node was lost, or node 0 ended the attempt: that has been said
+            # A node was lost, or the leader ended the attempt: that has been said. Where a rank is done, all have saved.
+            done = any(end.exit_code == ExitCode.DONE for end in self.ends)
+            return int(ExitCode.DONE if done else ExitCode.FAILED)
         end = first_cause(ends)
         starved = end.signal == signal.SIGKILL and end.host is None and out_of_memory_kills() > self.kills[0][1]
         # What other groups of this machine have lost is no sign that this rank took too much.

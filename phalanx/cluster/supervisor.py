@@ -236,8 +236,9 @@ def _if_over(state: State, now: float) -> Decision:
         first = None
     peaceful = codes <= {ExitCode.DONE, ExitCode.STOPPED} and not lost
     planned, state = state.planned, replace(state, phase=Phase.IDLE, planned=None)
-    # A rank that is done knows that the last step is saved for all of them, so nodes that are lost then are not missed.
-    if codes == {ExitCode.DONE} and first is None:
+    # A rank that is done knows that the last step is saved for all of them: neither nodes that are lost then are missed,
+    # nor ranks that were ended for it before they had left.
+    if ExitCode.DONE in codes and first is None:
         return _finish(state, ExitCode.DONE, "the run is done")
     if state.asked or (peaceful and not planned):
         killed = ExitCode.FAILED if codes - {ExitCode.DONE, ExitCode.STOPPED} else ExitCode.STOPPED

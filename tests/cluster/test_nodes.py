@@ -147,6 +147,14 @@ def test_without_a_spare_the_ranks_are_divided_anew(cluster: Cluster, lost: int)
     assert cluster.noted("place", 2, 0) == [0, 0]
 
 
+def test_a_node_that_is_lost_when_a_rank_is_done_is_not_waited_for_though_others_had_not_left(cluster: Cluster) -> None:
+    nodes = [cluster.start("is_leaving", node, 1 + node, on_lost_node=["wait"]) for node in range(2)]
+    pids = [cluster.noted("ready", 1, rank) for rank in range(3)]
+    wait_until(lambda: not is_alive(pids[1]))
+    nodes[0].kill()
+    assert nodes[1].finish()[:2] == (0, "the run is done")
+
+
 @pytest.mark.parametrize("unfit", [0, 1])
 def test_a_node_that_does_not_fit_a_new_division_leaves_and_the_others_go_on(cluster: Cluster, unfit: int) -> None:
     """The leader, too: another one leads then."""

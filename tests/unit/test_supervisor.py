@@ -90,6 +90,16 @@ def test_a_node_that_is_lost_when_the_others_are_done_is_not_waited_for(lost_fir
     assert kinds(done) == ["End", "Note"]  # it is waited for
 
 
+@pytest.mark.parametrize("last", [None, LOST_PEER])
+def test_ranks_that_are_ended_for_a_lost_node_while_others_are_done_do_not_begin_again(last: Cause | None) -> None:
+    """They were leaving, and were not quick enough."""
+    events = [Ended(1, 0, 1, 0), Lost(2, 2, "power"), Ended(3, 1, 1, 1, last)]
+    _, done = walk(begun(nodes=3, on_lost_node=("wait",)), *events)
+    assert done[-1] == Finish(0, "the run is done")
+    _, done = walk(begun(nodes=3, on_lost_node=("wait",)), *events[:2], Ended(3, 1, 1, 1, KILLED))
+    assert kinds(done)[-1] == "Note"  # a rank that has failed by itself may have failed to save
+
+
 def test_a_dead_rank_ends_the_attempt_everywhere_and_the_next_begins_when_all_have() -> None:
     state, done = walk(begun(), Ended(1, 1, 1, 1, KILLED))
     assert done == [End(1)]
