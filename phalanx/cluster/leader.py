@@ -135,13 +135,15 @@ class Leader:
         """Have an attempt end everywhere; `known`: why, so that nobody waits for a rank that might say it."""
         self.circle.tell_all({"end": attempt, "known": known})
 
-    def close(self) -> None:
+    def close(self, over: tuple[int, str] | None) -> None:
         if self._preparing is not None:
             self._preparing[0].cancel()
             self._preparing = None
         welcome = (channel for _, channel in self._welcome.values())
         for channel in [*(claimant[0] for claimant in self._claimants), *welcome]:
-            channel.close("the job is over")
+            if over is not None:  # or it would wait in vain for whoever leads now
+                channel.farewell({"finish": over[0], "text": over[1]}, "the job is over", patience_s=0.05)
+            channel.close("this node has left")
 
     def _see_requests(self) -> None:
         """Nodes that are not to be used any more, or are to be used again; whoever asks names a node or its host."""

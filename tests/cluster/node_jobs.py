@@ -151,6 +151,12 @@ class Node:
     def make(self, offer: Message, tend: Callable[[], None]) -> Job:
         if int(offer["division"]) == self.options.get("unfit_for"):
             raise ConfigError("there is no room for that here")
+        if int(offer["division"]) == self.options.get("slow_for"):
+            (FOLDER / f"slow-{self.node}").touch()
+            until = time.monotonic() + 120
+            while time.monotonic() < until:
+                tend()
+                time.sleep(0.02)
         if self.options.get("unhealthy"):
             raise Unhealthy("this node is not fit to be trained on: it smokes")
         allowed = iter([True] * self.options.get("lowered", 0))

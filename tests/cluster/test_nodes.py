@@ -409,6 +409,21 @@ def test_a_stop_signal_on_any_node_stops_all(cluster: Cluster, asked: int) -> No
     assert [cluster.noted("received", 1, rank) for rank in range(3)] == ["SIGTERM"] * 3
 
 
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_stop_signal_is_heeded_while_nodes_get_ready_for_a_new_division(cluster: Cluster, asked: int) -> None:
+    """They may have to make token files anew, for an hour."""
+    nodes = [cluster.start("second_time", node, nodes=3, max_restarts=3, slow_for=2) for node in range(3)]
+    for rank in range(3):
+        cluster.noted("ready", 1, rank)
+    nodes[2].kill()
+    for node in range(2):
+        wait_until((cluster.folder / f"slow-{node}").exists, timeout_s=60)
+    begun = time.monotonic()
+    nodes[asked].process.signal(signal.SIGTERM)
+    assert [node.finish()[0] for node in nodes[:2]] == [ExitCode.STOPPED] * 2
+    assert time.monotonic() - begun < 60
+
+
 @pytest.mark.parametrize("asked", [1, 2])
 def test_a_stop_that_only_a_lost_leader_was_told_of_is_not_forgotten(cluster: Cluster, asked: int) -> None:
     """By a node with ranks, which stop, and by the spare, which gets some when they are asked to stop."""
