@@ -7,7 +7,6 @@ script may be gone. It imports no torch and does little else than wait.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -24,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from phalanx import ending
+from phalanx import ending, locks
 from phalanx.cluster import slurm
 from phalanx.cluster.fork import STOP_SIGNALS, die_with, heeded
 from phalanx.cluster.slurm_step import Step, step_of
@@ -408,12 +407,8 @@ def _held(paths: RunPaths) -> Iterator[None]:
     """Hold the lock that says that this process keeps the run. Raises RunError when another does."""
     descriptor = os.open(paths.keeper, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(
-                f"{paths.shown} is kept already, by process {_text(paths.keeper)}; stop that first"
-            ) from None
+        if not locks.take(descriptor):
+            raise RunError(f"{paths.shown} is kept already, by process {_text(paths.keeper)}; stop that first")
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()} on {platform.node()}\n".encode())
         yield
@@ -428,12 +423,8 @@ def holder(lock: Path) -> tuple[int, str] | None:
     except OSError:
         return None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            match = re.match(r"(\d+) on (\S+)", _text(lock))
-            return (int(match[1]), match[2]) if match else None
-        return None
+        match = re.match(r"(\d+) on (\S+)", _text(lock)) if locks.is_held(descriptor) else None
+        return (int(match[1]), match[2]) if match else None
     finally:
         os.close(descriptor)
 

@@ -1,6 +1,8 @@
 """Whether another start of a launched run follows: pure, and never for ever."""
 
+import fcntl
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from phalanx.cluster.slurm_step import Step
 from phalanx.errors import ConfigError, RunError
 from phalanx.keeper import AGAIN, END, STALLED, Launched, Over, follows
 from phalanx.records import ExitCode, Kind, RunPaths, write_event
+from phalanx.train import folder
 from tests.helpers import free_port, wait_until
 
 LAUNCHED = Launched(True, 2, 0, None, True, 100, 0.0, "here")
@@ -337,9 +340,21 @@ def test_of_a_job_that_was_over_before_it_could_be_cancelled_that_is_said(
     assert jobs.cancel(RunPaths(tmp_path), now=False) == said
 
 
-def test_a_lock_names_its_holder_while_it_is_held(tmp_path: Path) -> None:
-    import platform
+def test_who_looks_whether_a_run_goes_on_is_in_nobodys_way(tmp_path: Path) -> None:
+    """`phalanx launch --local` looks every 20 ms whether the process that it has started holds the run."""
+    paths = RunPaths(tmp_path)
+    paths.launch.mkdir()
+    for lock, held in ((paths.keeper, keeper._held), (paths.lock, folder.opened)):
+        looks = open(lock, "w+b")  # noqa: SIM115: it is closed by another thread
+        fcntl.flock(looks, fcntl.LOCK_SH)
+        threading.Timer(0.1, looks.close).start()
+        with held(paths):
+            assert keeper.holder(lock) == (os.getpid(), platform.node())
+            with pytest.raises(RunError, match=f"process {os.getpid()}"), held(paths):
+                pass
 
+
+def test_a_lock_names_its_holder_while_it_is_held(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
     assert keeper.holder(paths.keeper) is None
