@@ -26,7 +26,7 @@ WAITS = ("", "reduce", "gather", "message", "lane", "device")
 MAGIC = 0x5048_4C58_0001
 SIZE_BYTES = 4096
 REMEMBERED = 16  # steps, the longest of which counts
-_MAGIC, _ATTEMPT, _STEP, _PHASE, _MICRO_BATCH, _CHANGED_NS, _WAITS, _STEPS, _LONGEST_NS, _LARGEST = range(10)
+_MAGIC, _ATTEMPT, _STEP, _PHASE, _MICRO_BATCH, _CHANGED_NS, _WAITS, _STEPS, _LONGEST_NS, _LARGEST, _DONE = range(11)
 
 
 class Pulse:
@@ -38,7 +38,7 @@ class Pulse:
         self._durations: deque[int] = deque(maxlen=REMEMBERED)
         self._begun: int | None = None  # when the step under way was begun
         self._words[_MAGIC] = 0  # what a rank of an older attempt left means nothing while it is replaced
-        for index in range(_ATTEMPT, _LARGEST + 1):
+        for index in range(_ATTEMPT, _DONE + 1):
             self._words[index] = 0
         self._words[_ATTEMPT], self._words[_CHANGED_NS] = attempt, time.monotonic_ns()
         self._words[_MAGIC] = MAGIC
@@ -59,6 +59,10 @@ class Pulse:
     def runs(self, largest: int) -> None:
         """Its micro-batches have so many sequences at most from now on; 0: it runs none."""
         self._words[_LARGEST] = largest
+
+    def done(self) -> None:
+        """The run is done, and its last step saved: whatever becomes of this rank or others from now on."""
+        self._words[_DONE] = 1
 
     def beat(self) -> None:
         """It gets on with what it does."""
@@ -87,7 +91,8 @@ class Pulse:
 @dataclass(frozen=True)
 class Beat:
     """What a rank's pulse said: where it is, what it waits for, for how long nothing has changed, how many steps it has
-    done in this attempt, and the longest of the last ones; sequences of the largest micro-batch that it runs."""
+    done in this attempt, and the longest of the last ones; sequences of the largest micro-batch that it runs;
+    whether the run is done."""
 
     rank: int
     step: int
@@ -98,6 +103,7 @@ class Beat:
     steps: int
     longest_s: float
     largest: int = 0
+    done: bool = False
 
 
 def file_of(folder: str | Path, rank: int) -> Path:
@@ -127,9 +133,9 @@ def opened(folder: str | None, rank: int, attempt: int) -> Pulse:
 
 def read(content: bytes, rank: int, attempt: int, now_ns: int) -> Beat | None:
     """What a pulse says, from the file's first bytes; None where it is not of this attempt, or makes no sense."""
-    if len(content) < 8 * (_LARGEST + 1):
+    if len(content) < 8 * (_DONE + 1):
         return None
-    words = memoryview(content[: 8 * (_LARGEST + 1)]).cast("q")
+    words = memoryview(content[: 8 * (_DONE + 1)]).cast("q")
     known = words[_PHASE] in range(len(PHASES)) and words[_WAITS] in range(len(WAITS))
     if words[_MAGIC] != MAGIC or words[_ATTEMPT] != attempt or not known:
         return None
@@ -143,4 +149,5 @@ def read(content: bytes, rank: int, attempt: int, now_ns: int) -> Beat | None:
         steps=words[_STEPS],
         longest_s=words[_LONGEST_NS] / 1e9,
         largest=words[_LARGEST],
+        done=words[_DONE] == 1,
     )

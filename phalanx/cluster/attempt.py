@@ -278,6 +278,12 @@ class Attempt:
         self.kill()
         ends = [end for end in self.ends if end.abnormal]
         elsewhere = others is not None and others.broken()
+        if (
+            elsewhere
+            and not ends
+            and all(process.status == 0 or self._is_done(process.rank) for process in self.processes)
+        ):
+            return int(ExitCode.DONE)  # all was saved when the other one was lost
         if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
             # A node was lost, or the leader ended the attempt: that has been said. Where a rank is done, all have saved.
             done = any(end.exit_code == ExitCode.DONE for end in self.ends)
@@ -300,13 +306,22 @@ class Attempt:
             return int(ExitCode.STOPPED)  # it had not got as far as to handle the signal, nor to do a step
         return int(ExitCode.FAILED if end.exit_code is None else end.exit_code)
 
-    def _after_kernel_kill(self, rank: int) -> str | None:
-        """What the job says of a rank that the kernel has killed for want of memory, by what its pulse said last."""
+    def _is_done(self, rank: int) -> bool:
+        """Whether a rank had said that the run is done, though it was killed before it had left."""
+        beat = self._last_beat(rank)
+        return beat is not None and beat.done
+
+    def _last_beat(self, rank: int) -> pulse.Beat | None:
+        """What a rank's pulse has said last in this attempt, if anything."""
         try:
             content = b"" if self.job.shared is None else pulse.file_of(self.job.shared, rank).read_bytes()
         except OSError:
             content = b""
-        beat = pulse.read(content, rank, self.number, time.monotonic_ns())
+        return pulse.read(content, rank, self.number, time.monotonic_ns())
+
+    def _after_kernel_kill(self, rank: int) -> str | None:
+        """What the job says of a rank that the kernel has killed for want of memory, by what its pulse said last."""
+        beat = self._last_beat(rank)
         return None if beat is None else self.job.after_kernel_kill(rank, beat.largest, beat.steps)
 
     def _kill_the_unwilling(self) -> int:

@@ -226,6 +226,7 @@ class Loop:
             self.evaluate(steps)
         self.finish_saving(steps)
         self.records.event(Kind.FINISHED, {"step": steps, "seconds": time.perf_counter() - began})
+        self.moments.pulse.done()
         return ExitCode.DONE
 
     def make_up(self, start: Start) -> int | None:

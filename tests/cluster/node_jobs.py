@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx import fencing, nodes
+from phalanx import fencing, nodes, pulse
 from phalanx.cluster import epochs, other_node, wire
 from phalanx.cluster.affairs import Policy
 from phalanx.cluster.door import Door
@@ -71,6 +71,14 @@ def second_time(placement: Placement) -> int:
         time.sleep(60)
     note(placement, "place", [placement.node, placement.rank])
     return 0
+
+
+def lingers(placement: Placement) -> int:
+    """All is done and saved, but ranks take their time to leave."""
+    pulse.opened(placement.shared, placement.rank, placement.attempt).done()
+    note(placement, "ready", os.getpid())
+    time.sleep(60)
+    return 1
 
 
 def until_fenced(placement: Placement) -> int:
@@ -160,7 +168,10 @@ class Node:
         if self.options.get("unhealthy"):
             raise Unhealthy("this node is not fit to be trained on: it smokes")
         allowed = iter([True] * self.options.get("lowered", 0))
-        return Job(self.ranks, **self.work, after_out_of_memory=lambda: next(allowed, False))
+        shared = FOLDER / f"shared-{self.node}" if self.options.get("shared") else None
+        if shared is not None:
+            shared.mkdir(exist_ok=True)
+        return Job(self.ranks, **self.work, shared=shared, after_out_of_memory=lambda: next(allowed, False))
 
     def prepare(self, division: int, plan: Plan, devices: list[list[Any]]) -> Message:
         assert sum(ranks for _, ranks in plan) >= self.options.get("least_ranks", 1), "too few ranks for the model"

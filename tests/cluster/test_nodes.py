@@ -246,6 +246,16 @@ def test_node_0_comes_back_to_a_run_that_another_node_leads(cluster: Cluster) ->
     assert [cluster.noted("place", 2, rank) for rank in range(2)] == [[0, 0], [1, 1]]
 
 
+def test_a_node_that_is_lost_when_all_is_done_is_not_waited_for(cluster: Cluster) -> None:
+    options: dict[str, Any] = {"max_restarts": 1, "on_lost_node": ["wait"], "wait_s": 600, "shared": True}
+    first, other = (cluster.start("lingers", node, 1, **options) for node in range(2))
+    for rank in range(2):
+        cluster.noted("ready", 1, rank)
+    first.kill()
+    code, words, _ = other.finish()
+    assert code == ExitCode.DONE, words
+
+
 def _published(cluster: Cluster) -> str:
     """Where the new leader can be found: its epoch's file says so, and a test has no member to put it in the folder."""
     file = cluster.folder / "run" / "epochs" / "000002.json"
