@@ -278,15 +278,9 @@ class Attempt:
         self.kill()
         ends = [end for end in self.ends if end.abnormal]
         elsewhere = others is not None and others.broken()
-        if (
-            elsewhere
-            and not ends
-            and all(process.status == 0 or self._is_done(process.rank) for process in self.processes)
-        ):
-            return int(ExitCode.DONE)  # all was saved when the other one was lost
         if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
-            # A node was lost, or the leader ended the attempt: that has been said. Where a rank is done, all have saved.
-            done = any(end.exit_code == ExitCode.DONE for end in self.ends)
+            # A node was lost, or the leader ended the attempt: that has been said. Where one rank is done, all had saved.
+            done = any(process.status == 0 or self._is_done(process.rank) for process in self.processes)
             return int(ExitCode.DONE if done else ExitCode.FAILED)
         end = first_cause(ends)
         starved = end.signal == signal.SIGKILL and end.host is None and out_of_memory_kills() > self.kills[0][1]
