@@ -120,7 +120,6 @@ def train(
     paths: RunPaths,
     ranks: int | None,
     meeting: Meeting,
-    environment: Mapping[str, str],
     on_cpu: bool = False,
     planned: Sequence[Fault] = (),
 ) -> int:
