@@ -113,7 +113,13 @@ class Attempt:
         keep = [] if placement.store is None or placement.store.listen_fd is None else [placement.store.listen_fd]
         interface = self.part.interface
         taken = self.early.take(self.job, placement, interface)
-        pid, pidfd = taken or fork(lambda: run_worker(self.job.worker, placement, self.job.paths, interface), keep)
+        try:
+            pid, pidfd = taken or fork(lambda: run_worker(self.job.worker, placement, self.job.paths, interface), keep)
+        except OSError as error:
+            raise RunError(
+                f"rank {placement.rank} was not started, as there is no room here for another process or open file "
+                f"({error.strerror}); raise the limits (ulimit -u, ulimit -n, the number of processes of a container)"
+            ) from error
         self.processes.append(_Process(placement.rank, pid, pidfd))
 
     def _make_logs(self, paths: RunPaths) -> None:
