@@ -116,7 +116,7 @@ class Attempt:
         try:
             pid, pidfd = taken or fork(lambda: run_worker(self.job.worker, placement, self.job.paths, interface), keep)
         except OSError as error:
-            raise RunError(
+            raise PhalanxError(
                 f"rank {placement.rank} was not started, as there is no room here for another process or open file "
                 f"({error.strerror}); raise the limits (ulimit -u, ulimit -n, the number of processes of a container)"
             ) from error

@@ -21,7 +21,7 @@ from phalanx.cluster.causes import End, describe, first_cause, is_aftermath, is_
 from phalanx.cluster.early import Early
 from phalanx.cluster.job import Job
 from phalanx.cluster.stopping import Signals
-from phalanx.errors import CollectiveError, ConfigError, RunError
+from phalanx.errors import CollectiveError, ConfigError, PhalanxError
 from phalanx.records import RunPaths
 from tests.helpers import ROOT, is_alive, wait_until
 from tests.unit import agent_jobs
@@ -165,7 +165,7 @@ def test_where_there_is_no_room_for_a_rank_it_is_said_and_none_is_left(
     job = Job(2, agent_jobs.fine, RunPaths(tmp_path))
     with Signals() as signals:
         attempt = Attempt(job, 1, signals, Early())
-        with pytest.raises(RunError, match=r"rank 1 was not started.*\(Resource temporarily unavailable\); raise the"):
+        with pytest.raises(PhalanxError, match=r"rank 1 was not started.*\(Resource temporarily unavailable\); raise the"):
             attempt.start()
         attempt.kill()
     assert not is_alive(started[0].pid)
