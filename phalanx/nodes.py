@@ -306,6 +306,7 @@ def _lead(
             epoch = 1 if run.claim is None else epochs.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
 
         def enter() -> None:
+            tend()  # a node that was asked to stop has left by now, and all shall stop
             enter_first(first, peer, run.claim, wanted.resilience.heartbeat_s, epoch)
             until_all_meet.pop_all()  # by the sign the others go on, and come back, without this node too
 
