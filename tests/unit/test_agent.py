@@ -168,6 +168,7 @@ def test_where_there_is_no_room_for_a_rank_it_is_said_and_none_is_left(
         with pytest.raises(PhalanxError, match=r"rank 1 was not started.*\(Resource temporarily unavailable\); raise the"):
             attempt.start()
         attempt.kill()
+    started[0].wait()  # it was reaped already
     assert not is_alive(started[0].pid)
 
 
