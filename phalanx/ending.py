@@ -72,7 +72,7 @@ def outcome(paths: RunPaths, code: int, first_attempt: int) -> tuple[int, bool]:
 
 
 def tell_done(paths: RunPaths, step: int, attempt: int) -> None:
-    """Write that a run of several nodes is done with `step`, where rank 0 was lost before it had written that itself."""
+    """Write that a run of several nodes is done with `step`, where rank 0 was lost before it had written that."""
     said = [event.get("step") for event in read_lines(paths.events) if event.get("kind") == Kind.FINISHED]
     if not any(type(each) is int and each >= step for each in said):
         with contextlib.suppress(OSError):  # a full disk must not hide how the run ended

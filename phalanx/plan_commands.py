@@ -88,7 +88,7 @@ def plan_command(
     restart: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="With --simulate: from that notice to the first new step. Default: 60s, or as in --run."
+            metavar="TIME", help="With --simulate: from then on to the first new step. Default: 60s, or as in --run."
         ),
     ] = None,
     checkpoint_time: Annotated[
@@ -98,14 +98,14 @@ def plan_command(
     commit_time: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="With --simulate, without a recipe: how much longer a step takes that is kept in memory."
+            metavar="TIME", help="With --simulate, without a recipe: what keeping a step in memory adds to it."
         ),
     ] = None,
     copies_every: Annotated[
         int,
         typer.Option(
             min=1,
-            help="With --simulate --keep copies, without a recipe (which says it by resilience.replicate): two nodes keep "
+            help="With --simulate --keep copies, without a recipe, whose resilience.replicate says it: two nodes keep "
             "one of so many steps.",
         ),
     ] = 1,

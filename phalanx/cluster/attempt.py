@@ -285,7 +285,7 @@ class Attempt:
         ends = [end for end in self.ends if end.abnormal]
         elsewhere = others is not None and others.broken()
         if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
-            # A node was lost, or the leader ended the attempt: that has been said. Where one rank is done, all had saved.
+            # A node was lost, or the leader ended the attempt: that has been said. If one rank is done, all had saved.
             done = any(process.status == 0 or self._is_done(process.rank) for process in self.processes)
             return int(ExitCode.DONE if done else ExitCode.FAILED)
         end = first_cause(ends)

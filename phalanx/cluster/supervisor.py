@@ -236,7 +236,7 @@ def _if_over(state: State, now: float) -> Decision:
         first = None
     peaceful = codes <= {ExitCode.DONE, ExitCode.STOPPED} and not lost
     planned, state = state.planned, replace(state, phase=Phase.IDLE, planned=None)
-    # A rank that is done knows that the last step is saved for all of them: neither nodes that are lost then are missed,
+    # A rank that is done knows that the last step is saved for all of them: nodes that are lost then are not missed,
     # nor ranks that were ended for it before they had left.
     if ExitCode.DONE in codes and first is None:
         return _finish(state, ExitCode.DONE, "the run is done")
