@@ -378,9 +378,9 @@ def test_who_looks_whether_a_run_goes_on_is_in_nobodys_way(tmp_path: Path) -> No
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
     for lock, held in ((paths.keeper, keeper._held), (paths.lock, folder.opened)):
-        looks = open(lock, "w+b")  # noqa: SIM115: it is closed by another thread
+        looks = os.open(lock, os.O_RDWR | os.O_CREAT)
         fcntl.flock(looks, fcntl.LOCK_SH)
-        threading.Timer(0.1, looks.close).start()
+        threading.Timer(0.1, os.close, [looks]).start()
         with held(paths):
             assert keeper.holder(lock) == (os.getpid(), platform.node())
             with pytest.raises(RunError, match=f"process {os.getpid()}"), held(paths):
