@@ -203,6 +203,8 @@ class Leader:
         if abnormal:
             first = first_cause(abnormal)
             code = 1 if first.exit_code is None else first.exit_code
+            if told["code"] == ExitCode.STOPPED:  # it was asked to stop, and could not heed that yet
+                code = int(ExitCode.STOPPED)
             cause = Cause(suspicion(first), code, sameness(first), bool(told.get("lowered")))
             self._begin_incident()
         self.event(Ended(now, node, int(told["attempt"]), int(told["code"]), cause))

@@ -102,6 +102,8 @@ def _ended(state: State, event: Ended) -> Decision:
     ends: list[Action] = []
     if event.code not in (ExitCode.DONE, ExitCode.STOPPED):
         state, ends = _broken(state, event.now)
+    elif event.cause is not None:  # asked to save before it could heed that, a rank has died: the others wait for it
+        state, ends = replace(state, phase=Phase.ENDING, since=event.now), [End(state.attempt)]
     return _and(ends, _if_over(state, event.now))
 
 
@@ -244,7 +246,7 @@ def _if_over(state: State, now: float) -> Decision:
         killed = ExitCode.FAILED if codes - {ExitCode.DONE, ExitCode.STOPPED} else ExitCode.STOPPED
         code = ExitCode.STOPPED if peaceful else killed if first is None else first.code
         return _finish(state, code, f"stopped by {state.asked or 'a signal to a rank'}")
-    if planned and first is None:
+    if planned and (first is None or first.code == ExitCode.STOPPED):
         return _regroup(replace(state, again=planned), now)
     if not lost and first is not None and first.code == ExitCode.CONFIG:
         return _finish(state, first.code, first.what)

@@ -219,6 +219,17 @@ def test_a_stop_asked_for_ends_the_job_however_it_ends() -> None:
     assert done[-1] == Finish(ExitCode.STOPPED, "stopped by SIGTERM")
 
 
+def test_a_rank_that_dies_of_being_asked_to_stop_as_it_begins_is_not_waited_for() -> None:
+    died = Cause(0, ExitCode.STOPPED, "")
+    state, done = walk(begun(), Asked(1, "SIGTERM"), Ended(2, 1, 1, ExitCode.STOPPED, died))
+    assert done == [End(1)]
+    assert walk(state, Ended(3, 0, 1, 1))[1] == [Finish(ExitCode.STOPPED, "stopped by SIGTERM")]
+    state, done = walk(begun(spares=1), Drained(1, 0, True, "drained"), Ended(2, 1, 1, ExitCode.STOPPED, died))
+    assert done[-1] == End(1)
+    state, done = walk(state, Ended(3, 0, 1, 1, LOST_PEER))
+    assert (done[-1], state.failures) == (Start(2, 1, (2, 1), 0), 0)
+
+
 def test_a_node_that_does_not_end_its_ranks_is_dropped() -> None:
     state, _ = walk(begun(), Ended(1, 0, 1, 1, KILLED))
     assert walk(state, Time(1 + COLLECT_S))[1] == []
