@@ -268,7 +268,7 @@ def _failed(state: State, first: Cause | None, now: float) -> Decision:
         crash = (first.what, state.crash[1] + 1 if first.what == state.crash[0] and not grown else 1)
     pause_s = PAUSE_S[min(failures, len(PAUSE_S)) - 1]
     state = replace(state, failures=failures, reached=max(state.reached, safe), crash=crash, start_at=now + pause_s)
-    code = int(ExitCode.FAILED if first is None else first.code)
+    code = int(ExitCode.FAILED if first is None or first.code == ExitCode.STOPPED else first.code)
     if crash[1] >= state.policy.same_crash and crash[0]:
         why = f"the same has happened {crash[1]} times in a row ({crash[0]}), so it would happen again"
         return _finish(state, code, why)
