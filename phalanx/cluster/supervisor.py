@@ -273,7 +273,8 @@ def _failed(state: State, first: Cause | None, now: float) -> Decision:
         why = f"the same has happened {crash[1]} times in a row ({crash[0]}), so it would happen again"
         return _finish(state, code, why)
     if failures > state.policy.max_restarts:
-        return _finish(state, code, f"{failures} attempts in a row have saved nothing new")
+        many = f"{failures} attempts in a row have" if failures > 1 else "the attempt has"
+        return _finish(state, code, f"{many} saved nothing new")
     return _regroup(state, now)
 
 

@@ -229,7 +229,7 @@ def test_a_rank_that_dies_of_being_asked_to_stop_as_it_begins_is_not_waited_for(
     state, done = walk(state, Ended(3, 0, 1, 1, LOST_PEER))
     assert (done[-1], state.failures) == (Start(2, 1, (2, 1), 0), 0)
     state, _ = walk(begun(max_restarts=0), Ended(2, 1, 1, ExitCode.STOPPED, died))  # and nobody has asked
-    assert walk(state, Ended(3, 0, 1, 1))[1][-1] == Finish(1, "1 attempts in a row have saved nothing new")
+    assert walk(state, Ended(3, 0, 1, 1))[1][-1] == Finish(1, "the attempt has saved nothing new")
 
 
 def test_a_node_that_does_not_end_its_ranks_is_dropped() -> None:
