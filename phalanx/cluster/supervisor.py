@@ -110,7 +110,8 @@ def _ended(state: State, event: Ended) -> Decision:
 def _broken(state: State, now: float) -> Decision:
     """An attempt has failed: have it end everywhere at once, also where it was only asked to save, which nobody can any
     more. Once."""
-    if state.phase == Phase.ENDING and state.planned is None:
+    ends_already = state.planned is None or any(cause.code == ExitCode.STOPPED for cause in state.causes)
+    if state.phase == Phase.ENDING and ends_already:
         return state, []
     return replace(state, phase=Phase.ENDING, since=now, planned=None), [End(state.attempt)]
 
