@@ -43,10 +43,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """An all-reduce over all ranks: bytes of the tensor per second for a large one, seconds for one number."""
+    """An all-reduce over all ranks: bytes of the tensor per second for a large one, seconds for one number.
+
+    `busy_latency_s`: for one number while all ranks compute, as they do when gradients travel; a CPU that has a part of
+    a core answers later then. None where nobody has measured it, and for accelerators.
+    """
 
     bytes_per_s: float
     latency_s: float
+    busy_latency_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,8 @@ def from_json(tree: Any) -> Hardware:
     if not isinstance(link, dict):
         raise ValueError(f"its link is {link!r}, not a table")
     rate, latency = _positive(link, "bytes_per_s", "link"), _positive(link, "latency_s", "link")
-    return Hardware(work, found, Link(rate, latency), learnt)
+    busy = None if link.get("busy_latency_s") is None else _positive(link, "busy_latency_s", "link")
+    return Hardware(work, found, Link(rate, latency, busy), learnt)
 
 
 def misfit(hardware: Hardware, models: Sequence[str | None], work: Mapping[str, Any]) -> str | None:

@@ -273,7 +273,8 @@ def _link(
         return link
 
     def slower(factor: float) -> Link:
-        return Link(link.bytes_per_s / factor, link.latency_s * factor)
+        busy_s = None if link.busy_latency_s is None else link.busy_latency_s * factor
+        return Link(link.bytes_per_s / factor, link.latency_s * factor, busy_s)
 
     def communicates(factor: float) -> float:
         return _foretold(run, replace(found, link=slower(factor))).estimate.terms["communication"]

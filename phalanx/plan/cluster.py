@@ -27,6 +27,7 @@ class Group:
 class Cluster:
     """Groups of nodes on one network. A node sends `between_bits_per_s` at most, whatever number of devices it has, and
     as many come in at the same time. Devices are numbered by group, node and place on the node, as ranks are.
+    `busy_hop_s`: by how much later than else a rank that computes takes part in what others send; CPUs only.
 
     Raises ConfigError for a cluster without a device, or with a network that carries nothing.
     """
@@ -34,6 +35,7 @@ class Cluster:
     groups: tuple[Group, ...]
     between_bits_per_s: float = 100e9
     between_latency_s: float = 5e-6
+    busy_hop_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.groups or any(group.nodes < 1 or group.per_node < 1 for group in self.groups):

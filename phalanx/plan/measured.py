@@ -191,6 +191,10 @@ def _linked(cluster: Cluster, found: Hardware, constants: Constants) -> Cluster:
     if found.link is None:
         return cluster
     rate, latency, count = found.link.bytes_per_s, found.link.latency_s, cluster.devices
+    if found.link.busy_latency_s is not None and count > 1:
+        # Round a ring and round again, as gloo's all-reduce goes: 2 (n - 1) times somebody waits for another one.
+        later_s = max(0.0, found.link.busy_latency_s - latency) / (2 * (count - 1))
+        cluster = replace(cluster, busy_hop_s=later_s)
     share = 2 * (1 - 1 / count) if count > 1 else 1.0
     if cluster.nodes > 1:
         bits = 8 * 2 * (1 - 1 / cluster.nodes) * rate / constants.far_share
