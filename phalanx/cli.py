@@ -151,7 +151,7 @@ def train(
     if meeting is None:
         meeting = nodes.meeting_of_slurm(paths, os.environ, spares)
     if meeting is not None:
-        raise typer.Exit(nodes.train(wanted, paths, ranks, meeting, os.environ, on_cpu=shrink, planned=planned))
+        raise typer.Exit(nodes.train(wanted, paths, ranks, meeting, on_cpu=shrink, planned=planned))
     raise typer.Exit(launch.train(wanted, paths, ranks, os.environ, on_cpu=shrink, planned=planned))
 
 

@@ -1,5 +1,6 @@
 """What a launcher says and writes of a run beside its ranks: its agent's events, how it ended, the report."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,14 @@ def outcome(paths: RunPaths, code: int, first_attempt: int) -> tuple[int, bool]:
     if code == ExitCode.FAILED and asked and Kind.STOPPED in kinds:
         return ExitCode.STOPPED, asked
     return code, asked
+
+
+def tell_done(paths: RunPaths, step: int, attempt: int) -> None:
+    """Write that a run of several nodes is done with `step`, where rank 0 was lost before it had written that."""
+    said = [event.get("step") for event in read_lines(paths.events) if event.get("kind") == Kind.FINISHED]
+    if not any(type(each) is int and each >= step for each in said):
+        with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+            write_event(paths.events, Kind.FINISHED, attempt, step=step)
 
 
 def tell_missed(paths: RunPaths, planned: Sequence[Fault], first_attempt: int) -> None:

@@ -264,7 +264,7 @@ def wait(paths: RunPaths, config: Config) -> int:
     terminal = open_terminal()
     console = Console(config.train.steps, paths.name)
     follower = Follower(paths, console)
-    asked, told = 0.0, ""
+    asked, told, answers = 0.0, "", True
     state: SlurmJob | None = None
     gone: float | None = None
     try:
@@ -273,17 +273,20 @@ def wait(paths: RunPaths, config: Config) -> int:
             now = time.monotonic()
             if now >= asked + ASK_S:
                 asked = now
-                state = newest_job(paths)
-                words = _said(state)
+                try:
+                    state, answers = newest_job(paths), True
+                    words = _said(state)
+                except RunError as error:  # Slurm's controller may be away for minutes, and jobs go on meanwhile
+                    words, answers = f"{error}; waiting on", False
                 if words != told:
                     told = words
                     console.say(words)
             if gone is not None:
                 look_again(paths.launch)
-            over = _newest_over(paths)
-            if over is not None and over.follows != AGAIN and _is_over(paths, state):
+            over, ended = _newest_over(paths), answers and _is_over(paths, state)
+            if over is not None and over.follows != AGAIN and ended:
                 return over.code
-            if _is_over(paths, state):
+            if ended:
                 gone = gone if gone is not None else now
                 if now > gone + LATE_S:
                     if state is not None and (over := _over_of(paths, state)) is not None:

@@ -7,7 +7,6 @@ script may be gone. It imports no torch and does little else than wait.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -22,10 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
-from phalanx import ending
+from phalanx import ending, locks
 from phalanx.cluster import slurm
+from phalanx.cluster.causes import signal_name
 from phalanx.cluster.fork import STOP_SIGNALS, die_with, heeded
 from phalanx.cluster.slurm_step import Step, step_of
 from phalanx.errors import ConfigError, PhalanxError, RunError
@@ -193,9 +193,9 @@ def _train(paths: RunPaths, launched: Launched, node: int, step: Step | None, st
     with open(log, "ab", buffering=0) as out:
         while True:
             where = platform.node() if step is None else f"{platform.node()}, job {step.job}, start {step.start}"
-            out.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} on {where}\n".encode())
+            _note(out, f"{time.strftime('%Y-%m-%d %H:%M:%S')} on {where}")
             if stop.asked is None and paths.cancelled.exists():
-                out.write(b"--- not started, as the run was cancelled: give it to `phalanx launch` again\n")
+                _note(out, "not started, as the run was cancelled: give it to `phalanx launch` again")
             began = _size(paths.metrics)
             code = _child(command(paths, launched, node), out.fileno(), stop, paths.cancelled)
             if code >= 0:
@@ -204,12 +204,16 @@ def _train(paths: RunPaths, launched: Launched, node: int, step: Step | None, st
                 return int(ExitCode.STOPPED)  # before it could heed it; or Slurm sent the signal to it, too, as it left
             revivals = 1 if _size(paths.metrics) > began else revivals + 1
             last = revivals > REVIVALS or stop.asked is not None
-            out.write(
-                f"--- phalanx train was killed here by {signal.Signals(-code).name}; "
-                f"{'giving up' if last else 'starting it again'}\n".encode()
-            )
+            then = "giving up" if last else "starting it again"
+            _note(out, f"phalanx train was killed here by {signal_name(-code)}; {then}")
             if last:
                 return int(ExitCode.FAILED)
+
+
+def _note(out: BinaryIO, text: str) -> None:
+    """Write a line of one's own among those of the child. A full disk must not end what still trains."""
+    with contextlib.suppress(OSError):
+        out.write(f"--- {text}\n".encode())
 
 
 def _child(words: list[str], out: int, stop: _Stop, cancelled: Path) -> int:
@@ -408,12 +412,8 @@ def _held(paths: RunPaths) -> Iterator[None]:
     """Hold the lock that says that this process keeps the run. Raises RunError when another does."""
     descriptor = os.open(paths.keeper, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(
-                f"{paths.shown} is kept already, by process {_text(paths.keeper)}; stop that first"
-            ) from None
+        if not locks.take(descriptor):
+            raise RunError(f"{paths.shown} is kept already, by process {_text(paths.keeper)}; stop that first")
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()} on {platform.node()}\n".encode())
         yield
@@ -428,12 +428,8 @@ def holder(lock: Path) -> tuple[int, str] | None:
     except OSError:
         return None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            match = re.match(r"(\d+) on (\S+)", _text(lock))
-            return (int(match[1]), match[2]) if match else None
-        return None
+        match = re.match(r"(\d+) on (\S+)", _text(lock)) if locks.is_held(descriptor) else None
+        return (int(match[1]), match[2]) if match else None
     finally:
         os.close(descriptor)
 

@@ -369,9 +369,11 @@ class Member:
 
     # --------------------------------------------------------------------------------------------------------- the end
 
-    def to_the_end(self, peer: Peer) -> int:
-        """Run this node's part and say how the run ended. Returns the exit code."""
+    def to_the_end(self, peer: Peer, enter: Callable[[], None] = lambda: None) -> int:
+        """Run this node's part and say how the run ended. Returns the exit code. `enter` makes all who have met members
+        first: of a stop signal that comes meanwhile they hear, and do not go on without this node."""
         with Signals() as signals:
+            enter()
             try:
                 code = run(peer, self.wanted.comm.timeout_s, signals)
                 if peer.over is not None and peer.leads:
@@ -393,6 +395,8 @@ class Member:
             return code
         recorder.close()
         self.paths.sign.unlink(missing_ok=True)
+        if code == ExitCode.DONE and peer.offer is not None and peer.start is not None:
+            ending.tell_done(self.paths, int(peer.offer["steps"]), int(peer.start["attempt"]))
         code, asked = ending.outcome(self.paths, code, self.first_attempt)
         self.code = code
         ending.tell_missed(self.paths, self.planned, self.first_attempt)

@@ -120,7 +120,6 @@ def train(
     paths: RunPaths,
     ranks: int | None,
     meeting: Meeting,
-    environment: Mapping[str, str],
     on_cpu: bool = False,
     planned: Sequence[Fault] = (),
 ) -> int:
@@ -305,9 +304,13 @@ def _lead(
             lost = [{"node": node, "host": hosts[node], "reason": why} for node, why in left_out]
             run.begin(launch.facts(prepared, everywhere, world) | there, prepared, noticed, lost)
             epoch = 1 if run.claim is None else epochs.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
+
+        def enter() -> None:
+            tend()  # a node that was asked to stop has left by now, and all shall stop
             enter_first(first, peer, run.claim, wanted.resilience.heartbeat_s, epoch)
             until_all_meet.pop_all()  # by the sign the others go on, and come back, without this node too
-        return run.to_the_end(peer)
+
+        return run.to_the_end(peer, enter)
 
 
 def _replay_of(form: Mapping[str, Any]) -> Any:

@@ -61,7 +61,7 @@ def plan_command(
     tokens: Annotated[str | None, typer.Option(help="How much is to be trained on, such as 300B.")] = None,
     price: Annotated[float | None, typer.Option(min=0.0, help="Of one device for an hour, in any money.")] = None,
     wish: Annotated[
-        str | None, typer.Option("--explain", metavar="KEY=VALUE", help="What this costs against the best layout.")
+        str | None, typer.Option("--explain", metavar="KEY=VALUE", help="Say what this costs against the best layout.")
     ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("plan.json"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, what is written.")] = False,
@@ -74,13 +74,13 @@ def plan_command(
     gpus: Annotated[int | None, typer.Option(min=1, help="With --simulate: devices. Default: the plan's.")] = None,
     per_node: Annotated[int, typer.Option(min=1, help="With --simulate: devices of a node.")] = 8,
     mtbf: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Between failures of the whole job, such as 3h.")
+        str | None, typer.Option(metavar="TIME", help="Mean time between failures of the whole job, such as 3h.")
     ] = None,
     days: Annotated[float, typer.Option(min=0.01, max=3650.0, help="With --simulate: how long.")] = 30.0,
     keep: Annotated[
         Keep | None,
         typer.Option(
-            help="With --simulate: what outlives a failure; each step in memory, or there on two nodes. "
+            help="With --simulate: what outlives a failure: checkpoints, each step in memory, or that on two nodes. "
             "Default: as the recipe's resilience says; without a recipe, checkpoints."
         ),
     ] = None,
@@ -88,37 +88,38 @@ def plan_command(
     restart: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="With --simulate: from then to the first new step. Default: 60s, or as --run."
+            metavar="TIME", help="With --simulate: from then on to the first new step. Default: 60s, or as in --run."
         ),
     ] = None,
     checkpoint_time: Annotated[
-        str | None, typer.Option(metavar="TIME", help="With --simulate: for which a checkpoint holds training up.")
+        str | None,
+        typer.Option(metavar="TIME", help="With --simulate: for how long a checkpoint holds training up."),
     ] = None,
     commit_time: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="With --simulate, without a recipe: by which a step is longer that is kept in memory."
+            metavar="TIME", help="With --simulate, without a recipe: what keeping a step in memory adds to it."
         ),
     ] = None,
     copies_every: Annotated[
         int,
         typer.Option(
             min=1,
-            help="With --simulate --keep copies, without a recipe, whose resilience.replicate says it: steps of which "
-            "two nodes keep one.",
+            help="With --simulate --keep copies, without a recipe, whose resilience.replicate says it: two nodes keep "
+            "one of so many steps.",
         ),
     ] = 1,
     spares: Annotated[int, typer.Option(min=0, help="With --simulate: nodes that wait beside the others.")] = 4,
     stragglers_every: Annotated[
-        str | None, typer.Option(metavar="TIME", help="With --simulate: until a node is slow for an hour.")
+        str | None, typer.Option(metavar="TIME", help="With --simulate: how often a node is slow for an hour.")
     ] = None,
     stalls_every: Annotated[
-        str | None, typer.Option(metavar="TIME", help="With --simulate: until all wait half a minute.")
+        str | None, typer.Option(metavar="TIME", help="With --simulate: how often all wait for half a minute.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="With --simulate: the same seed, the same failures.")] = 0,
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="RUN", help="Take recoveries and checkpoints to last as in this run."),
+        typer.Option("--run", metavar="RUN", help="Reckon with recoveries and checkpoints as long as in this run."),
     ] = None,
     calibrate: Annotated[
         str | None,

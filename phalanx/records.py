@@ -78,7 +78,7 @@ class Kind(enum.StrEnum):
     INCIDENT = "incident"  # what, done, seconds, step, phases
     SIGNALLED = "signalled"  # signal
     STOPPED = "stopped"  # step
-    FINISHED = "finished"  # step, seconds
+    FINISHED = "finished"  # step, seconds (if rank 0 has said so itself)
     EXPORTED = "exported"  # folder
     PROFILED = "profiled"  # first, last, phases, operators, folder
     MEMORY_RECORDED = "memory_recorded"  # step, peak_bytes, phases, folder

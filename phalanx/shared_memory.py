@@ -54,26 +54,18 @@ def held(folder: Path) -> Iterator[SharedMemory]:
 
     Raises RunError when another agent holds it, or when it is not this user's alone.
     """
+    descriptor, until = _lock_of(folder), time.monotonic() + PASSING_S
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise RunError(
-            f"there is no room in shared memory for {folder} ({error.strerror}); give the machine or container a "
-            "larger /dev/shm"
-        ) from None
-    # Anybody may make folders there, and links.
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise RunError(f"{folder} is not a folder that is this user's alone, so nothing is kept in it; remove it")
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        until = time.monotonic() + PASSING_S
-        while not _locked(descriptor):
+        while not _locked(descriptor) or not _is_at(descriptor, folder / LOCK):
             if time.monotonic() > until:
                 raise RunError(
                     f"another process holds {folder}, so this run already goes on on this machine; stop that one first"
                 )
             time.sleep(0.02)
+            if not _is_at(descriptor, folder / LOCK):  # whoever held it has removed the folder
+                another = _lock_of(folder)
+                os.close(descriptor)
+                descriptor = another
         memory = SharedMemory(folder)
         memory.touch()
         try:
@@ -83,6 +75,30 @@ def held(folder: Path) -> Iterator[SharedMemory]:
                 shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(descriptor)
+
+
+def _lock_of(folder: Path) -> int:
+    """The lock of a folder, which is made if need be, opened. Raises RunError."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        # Anybody may make folders there, and links.
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise RunError(f"{folder} is not a folder that is this user's alone, so nothing is kept in it; remove it")
+        return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise RunError(
+            f"there is no room in shared memory for {folder} ({error.strerror}); give the machine or container a "
+            "larger /dev/shm"
+        ) from None
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is the one that a path leads to."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
 
 
 def _locked(descriptor: int) -> bool:

@@ -182,6 +182,9 @@ def _run(peer: Peer) -> int:
             code = run(peer, GRACE_S, signals)
             if peer.leads and peer.over is not None and code == ExitCode.DONE:
                 peer.over = code, "the devices are measured, and node 0 has the file"
+                if peer.circle.me.node > 0:
+                    code = int(ExitCode.FAILED)
+                    peer.over = code, "node 0, which alone has what was measured, was lost; measure again"
         finally:
             peer.close()
     return code

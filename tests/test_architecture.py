@@ -24,7 +24,7 @@ PLAIN = {
     "config", "combinations", "recipe", "explain", "models.spec", "optim.overlap", "optim.timeline",
     "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
     "shared_memory", "state_file", "kept", "pairing", "pulse", "faults", "slurm_config", "resilience_config",
-    "fencing", "replicas", "host_memory", "links", "incidents", "kept_bytes", "processors", "control_groups",
+    "fencing", "replicas", "host_memory", "links", "locks", "incidents", "kept_bytes", "processors", "control_groups",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kept_bytes": {"shared_memory"},
     "fencing": {"errors", "records"},
     "links": {"errors", "records"},
+    "locks": set(),
     "incidents": {"records"},
     "balance": {"errors"},
     "pairing": set(),

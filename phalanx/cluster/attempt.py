@@ -113,7 +113,13 @@ class Attempt:
         keep = [] if placement.store is None or placement.store.listen_fd is None else [placement.store.listen_fd]
         interface = self.part.interface
         taken = self.early.take(self.job, placement, interface)
-        pid, pidfd = taken or fork(lambda: run_worker(self.job.worker, placement, self.job.paths, interface), keep)
+        try:
+            pid, pidfd = taken or fork(lambda: run_worker(self.job.worker, placement, self.job.paths, interface), keep)
+        except OSError as error:
+            raise PhalanxError(
+                f"rank {placement.rank} was not started, as there is no room here for another process or open file "
+                f"({error.strerror}); raise the limits (ulimit -u, ulimit -n, the number of processes of a container)"
+            ) from error
         self.processes.append(_Process(placement.rank, pid, pidfd))
 
     def _make_logs(self, paths: RunPaths) -> None:
@@ -144,15 +150,16 @@ class Attempt:
             for name in others.stops() if others is not None else ():
                 self._pass_on(signal.Signals[name])
             if self._is_broken():
-                return self._incident()
+                break
             if self._living() and self._patience_is_over():
                 return self._kill_the_unwilling()
             if time.monotonic() >= self.next_idle:
                 self.next_idle = time.monotonic() + IDLE_S
                 self.early.tend(self.job)
                 self.job.on_idle()
-        if self._is_broken():
+        if self._living() or any(end.abnormal for end in self.ends):
             return self._incident()
+        # Whatever has happened elsewhere meanwhile, all ranks of this node have done what they had to.
         stopped = any(end.exit_code == ExitCode.STOPPED for end in self.ends)
         return int(ExitCode.STOPPED if stopped else ExitCode.DONE)
 
@@ -277,14 +284,10 @@ class Attempt:
         self.kill()
         ends = [end for end in self.ends if end.abnormal]
         elsewhere = others is not None and others.broken()
-        if (
-            elsewhere
-            and not ends
-            and all(process.status == 0 or self._is_done(process.rank) for process in self.processes)
-        ):
-            return int(ExitCode.DONE)  # all was saved when the other one was lost
         if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
-            return int(ExitCode.FAILED)  # a node was lost, or node 0 ended the attempt: that has been said
+            # A node was lost, or the leader ended the attempt: that has been said. If one rank is done, all had saved.
+            done = any(process.status == 0 or self._is_done(process.rank) for process in self.processes)
+            return int(ExitCode.DONE if done else ExitCode.FAILED)
         end = first_cause(ends)
         starved = end.signal == signal.SIGKILL and end.host is None and out_of_memory_kills() > self.kills[0][1]
         # What other groups of this machine have lost is no sign that this rank took too much.

@@ -20,7 +20,7 @@ from phalanx.cluster.door import Door
 from phalanx.cluster.errand import Errand
 from phalanx.cluster.herald import Voice
 from phalanx.cluster.roster import Member, Roster, roster_of, roster_to_message, standing, watched_by
-from phalanx.cluster.wire import Channel, Message, Proof, calling
+from phalanx.cluster.wire import LINGER_S, Channel, Message, Proof, calling
 from phalanx.errors import PhalanxError
 
 OVERSLEPT_S = 0.3  # between two turns: who was silent meanwhile may have spoken to nobody, and gets that time back
@@ -164,12 +164,12 @@ class Circle:
         self._fence(why)
 
     def close(self, farewell: Message | None = None) -> None:
-        """Leave; members that can be reached hear a last word first."""
-        for node, link in self._links.items():
-            if link.channel is not None and farewell is not None and link.up and node not in self.lost:
-                link.channel.farewell(farewell, "the job is over")
-            elif link.channel is not None:
-                link.channel.close("this node has left")
+        """Leave; members that can be reached hear a last word first, and all before one of them is waited for."""
+        if farewell is not None:
+            self.tell_all(farewell, but=self.me.node)
+        for link in self._links.values():
+            if link.channel is not None:
+                link.channel.linger("this node has left", 0.0 if farewell is None else LINGER_S)
         self._links = {}
         self._stop_claiming()
         for channel, _ in self.callers:

@@ -279,17 +279,22 @@ class FirstNode:
 
     def enter(self, roster: Roster) -> None:
         """Have all others enter the circle; the meeting is over, and this one's door is for others to tend."""
-        for seat in self._seats.values():
-            seat.channel.farewell({"roster": roster_to_message(roster)}, "the meeting is over")
-        self._seats, self._over = {}, True
+        self._say_last({"roster": roster_to_message(roster)}, "the meeting is over")
+        self._over = True
 
     def finish(self, code: int, text: str) -> None:
         """Tell all nodes how the job ended, and leave nothing behind. Nothing to do once the meeting is over."""
-        for seat in self._seats.values():
-            seat.channel.farewell({"finish": code, "text": text}, "the job is over")
-        self._seats = {}
+        self._say_last({"finish": code, "text": text}, "the job is over")
         if not self._over:
             self.door.close("the job is over")
+
+    def _say_last(self, message: Message, why: str) -> None:
+        """Say it to all before one of them is waited for: there may be thousands."""
+        for seat in self._seats.values():
+            seat.channel.say(message)
+        for seat in self._seats.values():
+            seat.channel.linger(why)
+        self._seats = {}
 
 
 def _ranks(devices: list[Any]) -> str:

@@ -160,7 +160,8 @@ def fork_call(
     """Call `function(*args)` in a forked child and return its JSON-able result.
 
     For work that would leave threads, memory or an opened accelerator behind. The child writes to this process's
-    output; whatever it started is killed when it ends, and it is killed when this process is interrupted.
+    output; whatever it started is killed when it ends, and it is killed when this process is interrupted. One that the
+    kernel does not end, for a device or a file system that hangs, is not waited for.
 
     Args:
         timeout_s: seconds the call may take; None for no limit.
@@ -181,10 +182,8 @@ def fork_call(
     try:
         text = _listen(reader, pidfd, timeout_s, meanwhile)
     finally:
-        kill_group(pid)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        status = end_child(pid, pidfd)
         os.close(reader)
-        os.close(pidfd)
     if text is None:
         raise PhalanxError(f"{name} was stopped: it had not finished after {timeout_s:g} s in a process of its own")
     if status == 0 and text:
@@ -193,6 +192,7 @@ def fork_call(
         raise error_of(json.loads(text))
     if status == -signal.SIGKILL and out_of_memory_kills() > kills_before:
         raise OutOfMemory(f"{name} was killed because this machine ran out of memory; ask for less, or free some")
+    assert status is not None, "what has said its last word has ended"
     how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with exit code {status}"
     raise RuntimeError(f"{name}, called in a process of its own, {how} before it gave an answer")
 

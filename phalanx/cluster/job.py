@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.cluster.watchdog import Blame, Known, Patience, Word
+from phalanx.cluster.wire import Channel, Message
 from phalanx.kept import Address, Kept
 from phalanx.records import Placement, RunPaths, StoreAddress
 
@@ -42,6 +43,25 @@ class Others(Protocol):
 
     def tell_stop(self, name: str) -> None:
         """This node got a stop signal."""
+
+
+class Leading(Protocol):
+    """What the node that leads does beside its part."""
+
+    def tend(self) -> None:
+        """Do all that can be done without waiting."""
+
+    def hear(self, node: int, message: Message) -> None:
+        """Take what a member says."""
+
+    def greet(self, channel: Channel, hello: Message) -> None:
+        """Take a caller who is no member."""
+
+    def descriptors(self) -> Mapping[int, int]:
+        """What poll() has to look at, and for what."""
+
+    def close(self, over: tuple[int, str] | None) -> None:
+        """Leave nothing behind; who was about to come hears how the job ended, exit code and words, if it is `over`."""
 
 
 @dataclass(frozen=True)

@@ -135,13 +135,15 @@ class Leader:
         """Have an attempt end everywhere; `known`: why, so that nobody waits for a rank that might say it."""
         self.circle.tell_all({"end": attempt, "known": known})
 
-    def close(self) -> None:
+    def close(self, over: tuple[int, str] | None) -> None:
         if self._preparing is not None:
             self._preparing[0].cancel()
             self._preparing = None
         welcome = (channel for _, channel in self._welcome.values())
         for channel in [*(claimant[0] for claimant in self._claimants), *welcome]:
-            channel.close("the job is over")
+            if over is not None:  # or it would wait in vain for whoever leads now
+                channel.farewell({"finish": over[0], "text": over[1]}, "the job is over", patience_s=0.05)
+            channel.close("this node has left")
 
     def _see_requests(self) -> None:
         """Nodes that are not to be used any more, or are to be used again; whoever asks names a node or its host."""
@@ -201,6 +203,8 @@ class Leader:
         if abnormal:
             first = first_cause(abnormal)
             code = 1 if first.exit_code is None else first.exit_code
+            if told["code"] == ExitCode.STOPPED:  # it was asked to stop, and could not heed that yet
+                code = int(ExitCode.STOPPED)
             cause = Cause(suspicion(first), code, sameness(first), bool(told.get("lowered")))
             self._begin_incident()
         self.event(Ended(now, node, int(told["attempt"]), int(told["code"]), cause))

@@ -82,7 +82,7 @@ def requests(paths: RunPaths) -> list[Request]:
             names = ("node", "wanted", "reason", "time", "by")
             node, wanted, reason, when, by = (tree[name] for name in names)
             request = Request(str(node), Wanted(wanted), str(reason), float(when), str(by))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if path.name == f"{request.node}.json":
             found.append(request)
@@ -102,6 +102,6 @@ def health_reports(paths: RunPaths) -> dict[str, dict[str, Any]]:
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
             found[str(tree["host"])] = tree
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
     return found

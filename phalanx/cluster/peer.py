@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx import state_file
 from phalanx.cluster import hangs, rendezvous, succession
@@ -24,7 +24,7 @@ from phalanx.cluster.circle import Circle, Claim
 from phalanx.cluster.door import Address, Door
 from phalanx.cluster.early import Early
 from phalanx.cluster.herald import Herald
-from phalanx.cluster.job import Job, Part
+from phalanx.cluster.job import Job, Leading, Part
 from phalanx.cluster.orders import Seat, kept_of, replicas_of_before, seat_of, taken_from_others
 from phalanx.cluster.relay import CALL_S, Relay, beside_the_store, hand_over, to_node_0
 from phalanx.cluster.replica_keeper import ROLE, ReplayOf, ReplicaKeeper, never
@@ -37,25 +37,6 @@ from phalanx.kept import Kept, held_to_message
 from phalanx.records import ExitCode, Kind, RunPaths, StoreAddress
 
 LEAVE_S = 5.0  # what the leader gets, after a second SIGINT on another node, to say how the job ended
-
-
-class Leading(Protocol):
-    """What the node that leads does beside its part."""
-
-    def tend(self) -> None:
-        """Do all that can be done without waiting."""
-
-    def hear(self, node: int, message: Message) -> None:
-        """Take what a member says."""
-
-    def greet(self, channel: Channel, hello: Message) -> None:
-        """Take a caller who is no member."""
-
-    def descriptors(self) -> Mapping[int, int]:
-        """What poll() has to look at, and for what."""
-
-    def close(self) -> None:
-        """Leave nothing behind."""
 
 
 class Changed(Exception):
@@ -359,20 +340,21 @@ class Peer:
 
     # ------------------------------------------------------------------------------------------------------- the loop
 
-    def prepare(self) -> None:
-        """Make the job of a new offer, if there is one, and say that this node is ready."""
+    def prepare(self, enough: Callable[[], bool]) -> None:
+        """Make the job of a new offer, if there is one, and say that this node is ready. `enough` passes stop signals
+        on, and says whether this node leaves now whatever becomes of the job."""
         while self.offer is not None and int(self.offer["division"]) != self._division:
             offer = self.offer
 
             def tend(offer: Message = offer) -> None:
                 self.tend()
-                if self.circle.fenced is not None or self.over is not None or self.offer is not offer:
+                if enough() or self._leaves() or self.offer is not offer:
                     raise Changed
 
             try:
                 job = self._make(offer, tend)
             except Changed:
-                if self.circle.fenced is not None or self.over is not None:
+                if enough() or self._leaves():
                     return
                 continue
             except PhalanxError as error:
@@ -384,8 +366,12 @@ class Peer:
 
     def expect_another(self) -> None:
         """Have what the next attempt needs, while the others end theirs and it is decided what becomes of the job."""
-        if self.over is None and self.circle.fenced is None:
+        if not self._leaves():
             self._open_keeper()
+
+    def _leaves(self) -> bool:
+        """Whether there is nothing more to do here: the job is over, or the others go on without this node."""
+        return self.over is not None or self.circle.fenced is not None
 
     def say_ready(self) -> None:
         self._ready_unheard = self._alone()  # the next leader hears it, whose vote may be older
@@ -443,12 +429,10 @@ class Peer:
         for channel, _, _ in self._store_calls:
             channel.close("this node has left")
         self._store_calls = []
-        farewell = None
+        over = None if self._leading is None or self.circle.fenced is not None else self.over
         if self._leading is not None:
-            self._leading.close()
-            if self.over is not None:
-                farewell = {"finish": self.over[0], "text": self.over[1]}
-        self.circle.close(farewell)
+            self._leading.close(over)
+        self.circle.close(None if over is None else {"finish": over[0], "text": over[1]})
 
 
 def run(peer: Peer, grace_s: float, signals: Signals) -> int:
@@ -458,18 +442,24 @@ def run(peer: Peer, grace_s: float, signals: Signals) -> int:
     Ends workers and passes signals on as `agent.run` does. Raises as that does where this node is to blame.
     """
     deadline = math.inf
-    while True:
-        _wait(peer, signals)
+
+    def enough() -> bool:
+        nonlocal deadline
         for asked in signals.take():
             peer.tell_stop(asked.name)
         if signals.asked:
             patience_s = LEAVE_S if signals.asked.count(signal.SIGINT) >= 2 else grace_s
             deadline = min(deadline, time.monotonic() + patience_s)
+        return time.monotonic() > deadline
+
+    while True:
+        _wait(peer, signals)
+        late = enough()
         if peer.over is not None:
             return peer.over[0]
-        if peer.circle.fenced is not None or time.monotonic() > deadline:  # whom the others do without knows no better
+        if peer.circle.fenced is not None or late:  # whom the others do without knows no better
             return int(ExitCode.STOPPED if peer.circle.fenced is None else ExitCode.FAILED)
-        peer.prepare()
+        peer.prepare(enough)
         if (order := peer.starting()) is not None:
             _attempt(peer, *order, signals)
 

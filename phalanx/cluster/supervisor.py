@@ -102,6 +102,8 @@ def _ended(state: State, event: Ended) -> Decision:
     ends: list[Action] = []
     if event.code not in (ExitCode.DONE, ExitCode.STOPPED):
         state, ends = _broken(state, event.now)
+    elif event.cause is not None:  # asked to save before it could heed that, a rank has died: the others wait for it
+        state, ends = replace(state, phase=Phase.ENDING, since=event.now), [End(state.attempt)]
     return _and(ends, _if_over(state, event.now))
 
 
@@ -236,14 +238,15 @@ def _if_over(state: State, now: float) -> Decision:
         first = None
     peaceful = codes <= {ExitCode.DONE, ExitCode.STOPPED} and not lost
     planned, state = state.planned, replace(state, phase=Phase.IDLE, planned=None)
-    # A rank that is done knows that the last step is saved for all of them, so nodes that are lost then are not missed.
-    if codes == {ExitCode.DONE} and first is None:
+    # A rank that is done knows that the last step is saved for all of them: nodes that are lost then are not missed,
+    # nor ranks that were ended for it before they had left.
+    if ExitCode.DONE in codes and first is None:
         return _finish(state, ExitCode.DONE, "the run is done")
     if state.asked or (peaceful and not planned):
         killed = ExitCode.FAILED if codes - {ExitCode.DONE, ExitCode.STOPPED} else ExitCode.STOPPED
         code = ExitCode.STOPPED if peaceful else killed if first is None else first.code
         return _finish(state, code, f"stopped by {state.asked or 'a signal to a rank'}")
-    if planned and first is None:
+    if planned and (first is None or first.code == ExitCode.STOPPED):
         return _regroup(replace(state, again=planned), now)
     if not lost and first is not None and first.code == ExitCode.CONFIG:
         return _finish(state, first.code, first.what)

@@ -25,6 +25,7 @@ SILENT_S = IDLE_S + BETWEEN_S * COUNT
 # The kernel answers for a process that is stopped or stuck, too: one that says nothing for ASK_S is asked itself, and
 # has DEAF_S to answer. Node 0 may be busy for a while, with its report for instance.
 ASK_S, DEAF_S = 30.0, 300.0
+LINGER_S = 0.5  # what last words get to be taken
 
 Message = dict[str, Any]
 
@@ -97,10 +98,14 @@ class Channel:
         self._in.clear()
         self.socket.close()
 
-    def farewell(self, message: Message, why: str, patience_s: float = 0.5) -> None:
-        """Send a last message and close. A slow network, and the other side's own last words, get a moment: closing
-        over what has not been read would take back what was sent."""
+    def farewell(self, message: Message, why: str, patience_s: float = LINGER_S) -> None:
+        """Send a last message and close."""
         self.say(message)
+        self.linger(why, patience_s)
+
+    def linger(self, why: str, patience_s: float = LINGER_S) -> None:
+        """Close, once what was said has gone. A slow network, and the other side's own last words, get a moment:
+        closing over what has not been read would take back what was sent."""
         until, poll, told = time.monotonic() + patience_s, select.poll(), False
         while self.lost is None and time.monotonic() < until:
             if not self._out and not told:

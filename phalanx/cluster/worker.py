@@ -4,6 +4,7 @@ A worker ends in one of three ways: its function returns an exit code, it raises
 and the log), or a signal kills it (the agent sees which). No torch here.
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -83,7 +84,8 @@ def ask_flight_recorder(shared: Path, rank: int) -> None:
     except OSError:
         return
     try:
-        os.write(descriptor, b"1\n")
+        with contextlib.suppress(OSError):  # it has just died, or does not read what it is asked
+            os.write(descriptor, b"1\n")
     finally:
         os.close(descriptor)
 

@@ -64,12 +64,6 @@ class Messages:
             _wait(work, self._traffic)
         return theirs.to(self._device)
 
-    def share(self, tensor: torch.Tensor, of: int) -> torch.Tensor:
-        """What rank `of` gives for `tensor`; every rank of the group calls this."""
-        told = tensor.to(self._via).contiguous()
-        _wait(dist.broadcast(told, group=self._group, group_src=of, async_op=True), self._traffic)
-        return told.to(self._device)
-
     def settle(self) -> None:
         """Wait until all that was sent has left."""
         while self._sent:

@@ -118,7 +118,7 @@ def prepare_records(
         told = sum_of_missing("records", progress, everything, keys, cache)
 
         def build(wanted: Wanted, partial: Path, out: Path) -> None:
-            _build(Work(wanted, kind, format, tokenizer, name, told), partial, out)
+            _build(Work(wanted, kind, format, tokenizer, name, told), out)
 
         joined = functools.partial(_joined, tokenizer_name=name, cache=cache)
         sets = made_sets(train, validation, keys, cache, build, joined)
@@ -191,7 +191,7 @@ def _texts(train: list[Wanted], format: Format, progress: Progress) -> Iterator[
 # ------------------------------------------------------------------------------------------------------------- one set
 
 
-def _build(work: Work, partial: Path, out: Path) -> None:
+def _build(work: Work, out: Path) -> None:
     specials = work.tokenizer.specials
     assert specials is not None
     wide = token_dtype(work.tokenizer.vocab_size).str

@@ -88,10 +88,6 @@ class Pipeline:
         if ends[0] != ends[1]:
             gradient += self.messages.exchange(gradient, ends[self.rank == ends[0]])
 
-    def from_last(self, tensor: Tensor) -> Tensor:
-        """What the rank of the last stage gives for `tensor`, on all ranks of the pipeline."""
-        return self.messages.share(tensor, self.plan.owner(self.plan.last))
-
     def close(self) -> None:
         """The end; it is of no more use."""
         self.messages.close()

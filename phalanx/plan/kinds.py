@@ -82,7 +82,7 @@ def _kind(
 # Warp-level matrix instructions, which FlashAttention 2 and Triton of 2023 use: Luo et al., Benchmarking and Dissecting
 # the Nvidia Hopper GPU Architecture, 2024. Of Blackwell nobody has published it.
 _HOPPER = 0.63
-_PCIE3, _PCIE4, _PCIE5 = 16.0, 32.0, 64.0  # GB/s of 16 lanes, in one direction
+_PCIE3, _PCIE4 = 16.0, 32.0  # GB/s of 16 lanes, in one direction
 
 # fp32 is what PyTorch computes by default, without TF32. Memory is what the devices report, in GiB.
 KINDS: dict[str, Kind] = {

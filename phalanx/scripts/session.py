@@ -38,7 +38,6 @@ class Session:
     flush_warnings: bool = False
     empty_shards: bool = False
     seed: int | None = None
-    tensor_seed: int = 0
     given: frozenset[str] = frozenset()
     names: dict[str, str] = field(default_factory=dict)  # what `tensor` and the like are called where they were set
     done: set[str] = field(default_factory=set)

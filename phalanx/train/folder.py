@@ -1,7 +1,6 @@
 """The run folder: one run at a time, one configuration for good."""
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import phalanx
-from phalanx import links, recipe, storage
+from phalanx import links, locks, recipe, storage
 from phalanx.config import Config
 from phalanx.data.chat import template_text
 from phalanx.data.tokens import TokenFile
@@ -102,15 +101,13 @@ def _make(folder: Path) -> bool:
 
 
 def _take(lock: int, paths: RunPaths) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if not locks.take(lock):
         holder = os.read(lock, 64).decode(errors="replace").strip() or "unknown"
         os.close(lock)
         raise RunError(
             f"the run folder {paths.shown} is in use by process {holder}; wait for it, stop it, "
             "or choose another --run-dir"
-        ) from None
+        )
 
 
 def _is_at(lock: int, path: Path) -> bool:

@@ -12,12 +12,13 @@ import resource
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.started import command_line
 from phalanx import shared_memory
-from phalanx.cluster import node_requests
+from phalanx.cluster import first_node, node_requests
 from phalanx.cluster.fork import fork
 from phalanx.records import Placement, RunPaths, read_lines, read_steps
 from phalanx.replicas import SOCKET
@@ -40,7 +41,8 @@ PATIENCE_S = 200.0
 # gets `signal` (0 and None: at once, and not at all); `thaw_s`: a stopped one goes on after so many seconds. Instead of
 # the signal it may be `asked` for: a node, and what is wanted of it; or the `keeper` of a node gets it; or `all` nodes.
 # One that is `emptied` has lost its memory since the life before; what one has kept is that of the node whose number it
-# `had` before. It may open so many `files` (None: as many as this process).
+# `had` before. It may open so many `files` (None: as many as this process). Node 0 may be `stopped_at_entry`: asked to
+# stop when the others have just heard that they are members.
 Life = dict[str, Any]
 
 
@@ -88,6 +90,8 @@ def _node(placement: Placement, folder: str, run: str, commands: list[list[str]]
 def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPaths, out: Path) -> list[Any]:
     def child() -> int:
         os.chdir(folder)
+        if told.get("stopped_at_entry"):
+            first_node.FirstNode.enter = _stopped(first_node.FirstNode.enter)  # type: ignore[method-assign]
         if told.get("files") is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (told["files"], told["files"]))
         return command_line(arguments, out)
@@ -114,6 +118,16 @@ def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPa
             os.kill(pid, signal.SIGCONT)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return [status, out.read_text() if out.exists() else ""]
+
+
+def _stopped(enter: Callable[..., None]) -> Callable[..., None]:
+    """A function that has this process asked to stop when it has done the same."""
+
+    def entered(*arguments: Any) -> None:
+        enter(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    return entered
 
 
 def _keeper(paths: RunPaths, node: int) -> int:

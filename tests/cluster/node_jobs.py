@@ -104,6 +104,13 @@ def third_time(placement: Placement) -> int:
     return agent_jobs.stops_when_asked(placement)
 
 
+def is_leaving(placement: Placement) -> int:
+    """Rank 1 is done; the others take their time to leave."""
+    note(placement, "ready", os.getpid())
+    time.sleep(0 if placement.rank == 1 else 60)
+    return 0
+
+
 def more_memory(placement: Placement) -> int:
     """Runs out of memory in attempts 1 and 2, on the last rank."""
     if placement.attempt < 3 and placement.rank == placement.world - 1:
@@ -152,6 +159,12 @@ class Node:
     def make(self, offer: Message, tend: Callable[[], None]) -> Job:
         if int(offer["division"]) == self.options.get("unfit_for"):
             raise ConfigError("there is no room for that here")
+        if int(offer["division"]) == self.options.get("slow_for"):
+            (FOLDER / f"slow-{self.node}").touch()
+            until = time.monotonic() + 120
+            while time.monotonic() < until:
+                tend()
+                time.sleep(0.02)
         if self.options.get("unhealthy"):
             raise Unhealthy("this node is not fit to be trained on: it smokes")
         allowed = iter([True] * self.options.get("lowered", 0))

@@ -1,5 +1,6 @@
 """Agents as equals, in one process: who may lead after whom, and when."""
 
+import contextlib
 import functools
 import random
 import time
@@ -334,6 +335,31 @@ def with_a_word_for_the_leader(placement: Placement, folder: str) -> list[Any]:
 def test_what_a_lost_leader_was_told_the_next_one_is_told_again(tmp_path: Path) -> None:
     heard = run_ranks(with_a_word_for_the_leader, 1, folder=str(tmp_path))[0]
     assert heard == [[[3, {"stop": "SIGTERM"}]], [[3, {"stop": "SIGTERM", "again": True}]]]
+
+
+def last_words(placement: Placement, folder: str) -> list[Any]:
+    """Which others have heard how the job ended when the first of four nodes, which says it, dies while it waits for
+    one of them to take it."""
+
+    def dies(why: str, patience_s: float = 0.0) -> None:
+        raise InterruptedError
+
+    with nodes(4, f"{folder}/run") as there:
+        channels = [link.channel for link in there.circles[0]._links.values() if link.channel is not None]
+        for channel in channels:
+            vars(channel)["linger"] = dies
+        with contextlib.suppress(InterruptedError):
+            there.circles[0].close({"finish": 0, "text": "the run is done"})
+        for channel in channels:
+            del vars(channel)["linger"]
+        others = [there.circles[node] for node in (1, 2, 3)]
+        for _ in range(100):
+            there.turn(only=others)
+        return [each.finished for each in others]
+
+
+def test_all_hear_how_the_job_ended_before_one_of_them_is_waited_for(tmp_path: Path) -> None:
+    assert run_ranks(last_words, 1, folder=str(tmp_path))[0] == [True] * 3
 
 
 def as_they_die(placement: Placement, folder: str, seeds: list[int]) -> list[Any]:

@@ -58,6 +58,12 @@ def test_a_node_0_that_is_not_fit_only_brings_the_others_together(place: Path) -
     assert not events(place / "unfit", Kind.RESTARTED)
 
 
+def test_a_node_0_that_is_stopped_as_the_others_become_members_stops_them_too(place: Path) -> None:
+    ended = train(place, "entry", [[life() | {"stopped_at_entry": True}], [life()]], 2)
+    assert [each[-1][0] for each in ended] == [ExitCode.STOPPED] * 2, ended
+    assert not events(place / "entry", Kind.NODE_LOST)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_run_shrinks_and_takes_the_node_back_when_it_returns(place: Path, lost: int) -> None:
     run = f"shrunk-{lost}"

@@ -147,6 +147,14 @@ def test_without_a_spare_the_ranks_are_divided_anew(cluster: Cluster, lost: int)
     assert cluster.noted("place", 2, 0) == [0, 0]
 
 
+def test_a_node_that_is_lost_when_a_rank_is_done_is_not_waited_for_though_others_had_not_left(cluster: Cluster) -> None:
+    nodes = [cluster.start("is_leaving", node, 1 + node, on_lost_node=["wait"]) for node in range(2)]
+    pids = [cluster.noted("ready", 1, rank) for rank in range(3)]
+    wait_until(lambda: not is_alive(pids[1]))
+    nodes[0].kill()
+    assert nodes[1].finish()[:2] == (0, "the run is done")
+
+
 @pytest.mark.parametrize("unfit", [0, 1])
 def test_a_node_that_does_not_fit_a_new_division_leaves_and_the_others_go_on(cluster: Cluster, unfit: int) -> None:
     """The leader, too: another one leads then."""
@@ -409,6 +417,21 @@ def test_a_stop_signal_on_any_node_stops_all(cluster: Cluster, asked: int) -> No
     for _, _, events in ended:
         assert [event["signal"] for event in events if event["kind"] == "signalled"] == ["SIGTERM"]
     assert [cluster.noted("received", 1, rank) for rank in range(3)] == ["SIGTERM"] * 3
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_stop_signal_is_heeded_while_nodes_get_ready_for_a_new_division(cluster: Cluster, asked: int) -> None:
+    """They may have to make token files anew, for an hour."""
+    nodes = [cluster.start("second_time", node, nodes=3, max_restarts=3, slow_for=2) for node in range(3)]
+    for rank in range(3):
+        cluster.noted("ready", 1, rank)
+    nodes[2].kill()
+    for node in range(2):
+        wait_until((cluster.folder / f"slow-{node}").exists, timeout_s=60)
+    begun = time.monotonic()
+    nodes[asked].process.signal(signal.SIGTERM)
+    assert [node.finish()[0] for node in nodes[:2]] == [ExitCode.STOPPED] * 2
+    assert time.monotonic() - begun < 60
 
 
 @pytest.mark.parametrize("asked", [1, 2])

@@ -143,6 +143,9 @@ def test_what_is_asked_of_nodes_is_written_and_listed(tmp_path: Path) -> None:
     assert "replace" in rows[1]["why"]
     assert "n9" in done[4][1]
     assert "is called so now" in done[2][1] and "is called so" not in done[0][1] + done[1][1]
+    (paths.nodes / "odd.json").write_text("[" * 100_000)
+    (paths.nodes / "odd.health").write_text("[" * 100_000)
+    assert "odd" not in node_requests.health_reports(paths)
     asked = node_requests.requests(paths)
     assert [(each.node, each.wanted) for each in asked] == [
         ("n1", Wanted.DRAIN), ("n2", Wanted.REPLACE), ("n9", Wanted.RETURN),

@@ -15,9 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.cluster import attempt as attempts
+from phalanx.cluster.attempt import Attempt
 from phalanx.cluster.causes import End, describe, first_cause, is_aftermath, is_deterministic, place_of
-from phalanx.errors import CollectiveError, ConfigError
+from phalanx.cluster.early import Early
+from phalanx.cluster.job import Job
+from phalanx.cluster.stopping import Signals
+from phalanx.errors import CollectiveError, ConfigError, PhalanxError
+from phalanx.records import RunPaths
 from tests.helpers import ROOT, is_alive, wait_until
+from tests.unit import agent_jobs
 
 
 def start(worker: str, world: int, folder: Path, **options: Any) -> subprocess.Popen[str]:
@@ -141,6 +148,28 @@ def test_whom_the_kernel_kills_for_want_of_memory_asks_for_less(worker: str, tmp
     )
     again = [event["reason"] for event in events if event["kind"] == "restarted"]
     assert again == ["with smaller micro-batches"] * 2
+
+
+def test_where_there_is_no_room_for_a_rank_it_is_said_and_none_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = [subprocess.Popen(["sleep", "60"], process_group=0)]
+
+    def fork(child: Any, keep: Any) -> tuple[int, int]:
+        if len(started) > 1:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(started[0])
+        return started[0].pid, os.pidfd_open(started[0].pid)
+
+    monkeypatch.setattr(attempts, "fork", fork)
+    job = Job(2, agent_jobs.fine, RunPaths(tmp_path))
+    with Signals() as signals:
+        attempt = Attempt(job, 1, signals, Early())
+        with pytest.raises(PhalanxError, match=r"rank 1 was not started.*\(Resource temporarily unavailable\)"):
+            attempt.start()
+        attempt.kill()
+    started[0].wait()  # it was reaped already
+    assert not is_alive(started[0].pid)
 
 
 def test_attempts_are_numbered_from_the_first(tmp_path: Path) -> None:

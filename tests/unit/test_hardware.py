@@ -4,13 +4,14 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import hardware
+from phalanx import hardware, survey
 from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware, Link, line
 from phalanx.records import RunPaths
@@ -181,3 +182,15 @@ def test_a_limit_that_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
     for text in ("", "[]", '{"rank": 0}', '{"rank": 0, "most": 0}', '{"rank": 0, "most": "4"}'):
         paths.limit(0).write_text(text)
         assert hardware.limits(paths) == {}
+
+
+@pytest.mark.parametrize(("leads", "code", "words"), [(0, 0, "node 0 has the file"), (1, 1, "was lost; measure again")])
+def test_what_was_measured_is_lost_with_node_0(
+    leads: int, code: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of the other nodes are done then."""
+    monkeypatch.setattr(survey, "run", lambda *_: 0)
+    circle = SimpleNamespace(me=SimpleNamespace(node=leads))
+    peer: Any = SimpleNamespace(leads=True, over=(0, "the run is done"), circle=circle, close=lambda: None)
+    assert survey._run(peer) == code
+    assert peer.over[0] == code and peer.over[1].endswith(words)

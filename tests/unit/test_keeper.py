@@ -1,6 +1,8 @@
 """Whether another start of a launched run follows: pure, and never for ever."""
 
+import fcntl
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -17,9 +19,11 @@ from phalanx import jobs, keeper
 from phalanx.cluster import epochs
 from phalanx.cluster.slurm import SlurmJob
 from phalanx.cluster.slurm_step import Step
+from phalanx.config import Config
 from phalanx.errors import ConfigError, RunError
 from phalanx.keeper import AGAIN, END, STALLED, Launched, Over, follows
 from phalanx.records import ExitCode, Kind, RunPaths, write_event
+from phalanx.train import folder
 from tests.helpers import free_port, wait_until
 
 LAUNCHED = Launched(True, 2, 0, None, True, 100, 0.0, "here")
@@ -94,6 +98,18 @@ def test_a_start_after_a_cancellation_says_why_it_does_nothing(tmp_path: Path) -
     assert "--- not started, as the run was cancelled" in paths.node_log(0).read_text()
 
 
+def test_a_full_disk_does_not_keep_an_agent_that_was_killed_from_another_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, mark = RunPaths(tmp_path), tmp_path / "begun"
+    paths.launch.mkdir()
+    paths.node_log(0).parent.mkdir()
+    paths.node_log(0).symlink_to("/dev/full")
+    script = f"import os, pathlib; m = pathlib.Path({str(mark)!r}); m.exists() or m.touch() or os.kill(os.getpid(), 9)"
+    monkeypatch.setattr(keeper, "command", lambda *_: [sys.executable, "-c", script])
+    assert keeper._train(paths, LAUNCHED, 0, None, keeper._Stop()) == 0
+
+
 def test_a_signal_that_comes_just_before_the_child_is_passed_on(tmp_path: Path) -> None:
     class Cancelled(PosixPath):
         """Slurm's signal comes while it is looked whether the run was cancelled."""
@@ -154,6 +170,26 @@ def test_a_link_that_leads_out_of_a_run_is_not_written_to_by_who_cancels_it(tmp_
     with pytest.raises(RunError, match="leads out of it"):
         jobs.cancel(paths, now=False)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_waiting_for_a_job_outlives_a_controller_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, silent = RunPaths(tmp_path), RunError("Slurm has not answered `scontrol` for 30 s")
+    paths.launch.mkdir()
+    paths.over("7-1").write_text("0 end 5 0\n")
+    answers = [silent, SlurmJob("7", "RUNNING"), silent, SlurmJob("7", "COMPLETED")]
+
+    def newest_job(of: RunPaths) -> SlurmJob:
+        answer = answers.pop(0)
+        if isinstance(answer, RunError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(jobs, "newest_job", newest_job)
+    monkeypatch.setattr(jobs, "ASK_S", 0.0)
+    assert jobs.wait(paths, Config()) == 0
+    assert answers == []
 
 
 def test_slurm_is_not_asked_at_each_look_whether_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,9 +373,21 @@ def test_of_a_job_that_was_over_before_it_could_be_cancelled_that_is_said(
     assert jobs.cancel(RunPaths(tmp_path), now=False) == said
 
 
-def test_a_lock_names_its_holder_while_it_is_held(tmp_path: Path) -> None:
-    import platform
+def test_who_looks_whether_a_run_goes_on_is_in_nobodys_way(tmp_path: Path) -> None:
+    """`phalanx launch --local` looks every 20 ms whether the process that it has started holds the run."""
+    paths = RunPaths(tmp_path)
+    paths.launch.mkdir()
+    for lock, held in ((paths.keeper, keeper._held), (paths.lock, folder.opened)):
+        looks = os.open(lock, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(looks, fcntl.LOCK_SH)
+        threading.Timer(0.1, os.close, [looks]).start()
+        with held(paths):
+            assert keeper.holder(lock) == (os.getpid(), platform.node())
+            with pytest.raises(RunError, match=f"process {os.getpid()}"), held(paths):
+                pass
 
+
+def test_a_lock_names_its_holder_while_it_is_held(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
     assert keeper.holder(paths.keeper) is None

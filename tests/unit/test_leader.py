@@ -101,6 +101,20 @@ def test_of_two_that_come_as_the_same_node_one_is_refused(monkeypatch: pytest.Mo
     assert "roster" in answers[0][1] and answers[1][1]["refused"].startswith("process 71 on host7 says it is node 7")
 
 
+def test_who_comes_when_the_job_has_just_ended_hears_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for a leader for minutes."""
+    heard: list[dict[str, Any]] = []
+    channel: Any = SimpleNamespace(
+        farewell=lambda message, why, patience_s: heard.append(message), close=lambda why: None
+    )
+    for over in (None, (0, "the run is done")):
+        made, _, _, _ = leading(monkeypatch)
+        made._welcome["7" * 16] = 7, channel
+        made._claimants.append((channel, {"node": 0}, 0.0))
+        made.close(over)
+    assert heard == [{"finish": 0, "text": "the run is done"}] * 2
+
+
 def test_a_job_that_fails_for_good_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     made, peer, _, said = leading(monkeypatch)
     made.state = State(**{**vars(made.state), "policy": Policy(nodes=3, on_lost_node=())})

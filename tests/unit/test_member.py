@@ -4,11 +4,14 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+from phalanx import ending
 from phalanx.config import Config
 from phalanx.devices import Device
 from phalanx.member import Member, Where
-from phalanx.records import ExitCode, RunPaths
+from phalanx.records import ExitCode, Kind, RunPaths, read_lines, write_event
+from phalanx.report import words
 from phalanx.shared_memory import LOCK, TOUCHED_S, held, sweep
+from phalanx.train import folder
 
 
 def test_what_a_run_of_days_keeps_is_not_taken_for_left_behind(tmp_path: Path) -> None:
@@ -21,6 +24,17 @@ def test_what_a_run_of_days_keeps_is_not_taken_for_left_behind(tmp_path: Path) -
         memory.touched -= 2 * TOUCHED_S
         job.on_idle()
     assert sweep(tmp_path) == []
+
+
+def test_that_a_run_is_done_is_written_where_rank_0_was_lost_before_it_had(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    write_event(paths.events, Kind.FINISHED, 1, step=10, seconds=1.0)
+    ending.tell_done(paths, 10, 1)
+    assert len(list(read_lines(paths.events))) == 1
+    ending.tell_done(paths, 20, 3)  # it was given more steps
+    (told,) = list(read_lines(paths.events))[1:]
+    assert (told["kind"], told["step"], told["attempt"], folder.finished_step(paths)) == ("finished", 20, 3, 20)
+    assert words.sentence(told) == "finished after step 20"
 
 
 def test_what_is_done_is_not_kept(tmp_path: Path) -> None:

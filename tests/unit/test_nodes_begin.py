@@ -38,7 +38,7 @@ def test_an_epoch_that_others_begin_while_it_looks_whether_they_lead_is_seen(
     monkeypatch.setattr(nodes, "_lead", lead)
     monkeypatch.setattr(nodes, "_follow", lambda *told: 42)
     meeting, wanted = nodes.Meeting(2, 0, Place("here", folder=tmp_path), 60.0), recipe.load(ROOT / "recipes/demo.yaml")
-    assert nodes.train(wanted, paths, 1, meeting, {}) == 42
+    assert nodes.train(wanted, paths, 1, meeting) == 42
     assert led == [1]
 
 

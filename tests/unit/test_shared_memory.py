@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,21 @@ def test_one_at_a_time_and_gone_when_it_need_not_stay(tmp_path: Path) -> None:
     with held(folder) as memory:
         memory.keeps = False
     assert not folder.exists()
+
+
+def test_who_comes_while_a_folder_is_taken_away_makes_another(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+
+    def come() -> bool:
+        with held(folder):
+            return (folder / LOCK).exists()
+
+    with ThreadPoolExecutor(1) as pool:
+        with held(folder) as memory:
+            memory.keeps = False
+            comes = pool.submit(come)
+            time.sleep(0.1)
+        assert comes.result()
 
 
 def test_only_old_folders_that_nobody_holds_are_swept(tmp_path: Path) -> None:

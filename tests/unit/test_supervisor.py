@@ -90,6 +90,16 @@ def test_a_node_that_is_lost_when_the_others_are_done_is_not_waited_for(lost_fir
     assert kinds(done) == ["End", "Note"]  # it is waited for
 
 
+@pytest.mark.parametrize("last", [None, LOST_PEER])
+def test_ranks_that_are_ended_for_a_lost_node_while_others_are_done_do_not_begin_again(last: Cause | None) -> None:
+    """They were leaving, and were not quick enough."""
+    events = [Ended(1, 0, 1, 0), Lost(2, 2, "power"), Ended(3, 1, 1, 1, last)]
+    _, done = walk(begun(nodes=3, on_lost_node=("wait",)), *events)
+    assert done[-1] == Finish(0, "the run is done")
+    _, done = walk(begun(nodes=3, on_lost_node=("wait",)), *events[:2], Ended(3, 1, 1, 1, KILLED))
+    assert kinds(done)[-1] == "Note"  # a rank that has failed by itself may have failed to save
+
+
 def test_a_dead_rank_ends_the_attempt_everywhere_and_the_next_begins_when_all_have() -> None:
     state, done = walk(begun(), Ended(1, 1, 1, 1, KILLED))
     assert done == [End(1)]
@@ -207,6 +217,17 @@ def test_a_stop_asked_for_ends_the_job_however_it_ends() -> None:
     assert done == [Finish(ExitCode.STOPPED, "stopped by SIGTERM")]
     _, done = walk(begun(), Asked(1, "SIGTERM"), Lost(2, 1, "gone"), Ended(2, 0, 1, ExitCode.STOPPED))
     assert done[-1] == Finish(ExitCode.STOPPED, "stopped by SIGTERM")
+
+
+def test_a_rank_that_dies_of_being_asked_to_stop_as_it_begins_is_not_waited_for() -> None:
+    died = Cause(0, ExitCode.STOPPED, "")
+    state, done = walk(begun(), Asked(1, "SIGTERM"), Ended(2, 1, 1, ExitCode.STOPPED, died))
+    assert done == [End(1)]
+    assert walk(state, Ended(3, 0, 1, 1))[1] == [Finish(ExitCode.STOPPED, "stopped by SIGTERM")]
+    state, done = walk(begun(spares=1), Drained(1, 0, True, "drained"), Ended(2, 1, 1, ExitCode.STOPPED, died))
+    assert done[-1] == End(1)
+    state, done = walk(state, Ended(3, 0, 1, 1, LOST_PEER))
+    assert (done[-1], state.failures) == (Start(2, 1, (2, 1), 0), 0)
 
 
 def test_a_node_that_does_not_end_its_ranks_is_dropped() -> None:

@@ -1,5 +1,6 @@
 """Who hangs, and who merely waits: the decision on any pulses, and real processes that are judged by theirs."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -28,6 +29,7 @@ from phalanx.cluster.watchdog import (
     patience_of,
     position,
 )
+from phalanx.cluster.worker import ask_flight_recorder
 from phalanx.errors import RunError
 from phalanx.pulse import PHASES, STEP_PHASES, WAITS, Beat
 from tests.helpers import ROOT
@@ -366,3 +368,17 @@ def test_the_flight_recorder_is_asked_for_what_it_has(tmp_path: Path) -> None:
         if (folder / "asked").exists():  # a rank that a busy machine did not let run in time is killed before it reads
             break
     assert (folder / "asked").read_bytes() == b"1\n"
+
+
+def test_a_rank_that_does_not_read_what_its_flight_recorder_is_asked_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "flight-0.pipe")
+    reader = os.open(tmp_path / "flight-0.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(tmp_path / "flight-0.pipe", os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(1))
+        ask_flight_recorder(tmp_path, 0)
+    finally:
+        os.close(reader)
+        os.close(writer)
