@@ -236,7 +236,7 @@ def _planned(
         )
     known = None if file is None else hardware.read(_file(file, "--hardware"))
     if known is None:
-        cluster = parse.cluster(str(text))
+        cluster = parse.cluster(str(text)).gathered()
     else:
         cluster = measured.cluster_of(known, measured.constants_of(known))
     config = free(recipe.load(path, overrides), overrides)

@@ -310,6 +310,8 @@ def _is_whole(step: Mapping[str, Any]) -> bool:
     busy = step.get("busy_s") or []
     if not isinstance(busy, list) or type(step.get("attempt", 1)) is not int:
         return False
-    told = [step.get(name) for name in NEEDED] + [step[name] for name in TOLD if step.get(name) is not None] + busy
+    told: list[Any] = (
+        [step.get(name) for name in NEEDED] + [step[name] for name in TOLD if step.get(name) is not None] + busy
+    )
     possible = all(type(each) in (int, float) and 0 <= each <= MOST for each in told)
     return possible and step["step_s"] >= LEAST_S

@@ -99,4 +99,5 @@ def _is_whole(record: Record) -> bool:
 
 def _is_number(record: Record, key: str) -> bool:
     """Whether it is one that a clock can show; NaN is none."""
-    return type(value := record.get(key)) in (int, float) and 0 <= value <= MOST
+    value: Any = record.get(key)
+    return type(value) in (int, float) and 0 <= value <= MOST

@@ -26,6 +26,7 @@ def test_devices_without_brackets_are_of_one_node() -> None:
     assert groups("T4") == [(1, 1, "T4")]
     assert groups("3x(T4)") == [(3, 1, "T4")]
     assert groups("2 x ( 4 x rtx 4090 )") == [(2, 4, "RTX-4090")]
+    assert groups("2\N{MULTIPLICATION SIGN}(4*T4)") == [(2, 4, "T4")]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,15 @@ def test_what_is_written_is_read_again(there: list[Group], speed: float) -> None
     again = parse.cluster(parse.text_of(cluster))
     assert again.groups == cluster.groups
     assert cluster.nodes == 1 or again.between_bits_per_s == pytest.approx(speed)
+
+
+def test_nodes_alike_are_one_group_wherever_they_are_written() -> None:
+    """So that a plan does not try them one by one."""
+    there = parse.cluster("8xT4, 2x(8xA40), 8xT4, 4xT4, 3x(8xT4), 25Gb/s")
+    assert parse.text_of(there.gathered()) == "5x(8xT4), 2x(8xA40), 4xT4, 25Gb/s"
+    assert there.gathered().gathered() == there.gathered()
+    beside = Cluster((Group(1, 2, KINDS["T4"]), Group(1, 1, KINDS["A40"], beside=True), Group(1, 2, KINDS["T4"])))
+    assert beside.gathered() == beside
 
 
 def test_a_node_more() -> None:
