@@ -115,6 +115,17 @@ class Cluster:
             found.append(replace(self.groups[number], beside=common))
         return replace(self, groups=tuple(found))
 
+    def gathered(self) -> "Cluster":
+        """With nodes alike as one group, at the place of the first of them; of nodes with unlike devices as it is."""
+        if any(group.beside for group in self.groups):
+            return self
+        alike: dict[tuple[str, int], Group] = {}
+        for group in self.groups:
+            key = (group.kind.name, group.per_node)
+            before = alike.get(key)
+            alike[key] = group if before is None else replace(before, nodes=before.nodes + group.nodes)
+        return replace(self, groups=tuple(alike.values()))
+
     def sized(self, nodes: Sequence[int]) -> "Cluster":
         """With so many nodes of each group; those with none are left out."""
         part = self.of([number for number, count in enumerate(nodes) if count > 0])
