@@ -253,11 +253,13 @@ def _link_of(cluster: Cluster, constants: Constants) -> Link:
     if cluster.nodes > 1:
         share = 2 * (1 - 1 / cluster.nodes)
         rate = cluster.between_bits_per_s * constants.far_share / 8 / share
-        return Link(rate, cluster.between_latency_s * 2 * cluster.nodes)
-    share = 2 * (1 - 1 / cluster.devices)
-    return Link(
-        ring.kind.link_bytes_per_s * constants.near_share / share, ring.kind.link_latency_s * 2 * cluster.devices
-    )
+        latency_s = cluster.between_latency_s * 2 * cluster.nodes
+    else:
+        share = 2 * (1 - 1 / cluster.devices)
+        rate = ring.kind.link_bytes_per_s * constants.near_share / share
+        latency_s = ring.kind.link_latency_s * 2 * cluster.devices
+    later_s = cluster.busy_hop_s * 2 * (cluster.devices - 1)
+    return Link(rate, latency_s, latency_s + later_s if later_s else None)
 
 
 def _link(

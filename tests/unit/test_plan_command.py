@@ -387,6 +387,9 @@ def test_noise_within_a_node_leaves_its_devices_one_group() -> None:
     found = measured.cluster_of(Hardware({**WORK, "dtype": "fp32"}, two, Link(3e8, 4e-5)))
     assert found.nodes == 1  # and the link is that between its devices
     assert {group.kind.link_bytes_per_s for group in found.groups} == {3e8 / DEFAULT.near_share}
+    assert found.busy_hop_s == 0.0
+    busy = measured.cluster_of(Hardware({**WORK, "dtype": "fp32"}, two, Link(3e8, 4e-5, 1e-3 + 4e-5)))
+    assert busy.busy_hop_s == pytest.approx(5e-4)  # there and back
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(4, 1), (2, 4), (4, 8), (1, 4)])
@@ -400,7 +403,9 @@ def test_an_all_reduce_takes_what_it_was_measured_to_take(nodes: int, per_node: 
     ring = links.ring_of(0, ranks, 1, found)
     assert links.all_reduce_s(1e9, ring, found, DEFAULT) == pytest.approx(1.0, rel=0.05)
     again = calibrate._link_of(found, DEFAULT)
-    assert (again.bytes_per_s, again.latency_s) == pytest.approx((1e9, 1e-5))
+    assert (again.bytes_per_s, again.latency_s, again.busy_latency_s) == (*pytest.approx((1e9, 1e-5)), None)
+    busy = measured.cluster_of(Hardware(WORK, rows, Link(1e9, 1e-5, 1e-3)))
+    assert calibrate._link_of(busy, DEFAULT).busy_latency_s == pytest.approx(1e-3)
 
 
 def test_a_mixed_type_is_computed_in_fp32_by_cpus() -> None:
