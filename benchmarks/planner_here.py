@@ -165,7 +165,8 @@ def middle(found: Sequence[Hardware]) -> Hardware:
         rate, latency = (
             statistics.median(getattr(each, name) for each in links) for name in ("bytes_per_s", "latency_s")
         )
-        link = Link(rate, latency)
+        busy = [each.busy_latency_s for each in links if each.busy_latency_s is not None]
+        link = Link(rate, latency, statistics.median(busy) if busy else None)
     return replace(found[0], devices=tuple(devices), link=link)
 
 
@@ -326,9 +327,8 @@ def cpus(count: int) -> Cluster:
 def plan_of(folder: Path, config: Configuration) -> tuple[Plan, Config]:
     """The layout as it is planned: all of it is held fixed."""
     file = prepare(folder, {**config.shape, "steps": 2})
-    question = question_of(file, config.words)
-    cluster = cpus(config.world)
-    found = [plan for plan in question.on(cluster).plans if plan.devices == config.world]
+    question = replace(question_of(file, config.words), whole=True)  # or one rank would do for what is that small
+    found = [plan for plan in question.on(cpus(config.world)).plans if plan.devices == config.world]
     assert found, f"{config.words} is not planned on all {config.world} ranks"
     return found[0], question.config
 

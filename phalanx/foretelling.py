@@ -8,8 +8,7 @@ from typing import Any
 from phalanx import layouts
 from phalanx.config import Config
 from phalanx.models.spec import ModelSpec
-from phalanx.plan import compared
-from phalanx.plan.present import Present
+from phalanx.plan import compared, present
 from phalanx.records import Kind, RunPaths, write_event
 
 
@@ -59,7 +58,7 @@ class Comparison:
         try:
             told = json.loads(self._paths.plan.read_text(encoding="utf-8"))
             expected, basis = dict(told["expected"]), str(told["basis"])
-            nodes = tuple(tuple(Present(**device) for device in node) for node in told["for"]["nodes"])
+            nodes = present.read(told["for"]["nodes"])
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             return None
         again = layouts.foretold(self._config, self._paths, nodes, self._spec)

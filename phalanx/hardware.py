@@ -6,7 +6,7 @@ reads one asks `misfit` first. No torch here: it is `train/measure.py` that meas
 """
 
 import json
-import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,9 @@ from phalanx.records import RunPaths, write_atomic
 VERSION = 1
 ALIKE = 1.15  # ratio of the times of two devices of one model
 AGAIN = "measure again with `phalanx hardware`, or delete the file"
+# Of seconds, bytes and bytes a second in a file: nothing beyond was measured, and squares of these are still floats.
+LEAST, MOST = 1e-18, 1e18
+SHOWN = 40  # characters of what a file holds instead
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """An all-reduce over all ranks: bytes of the tensor per second for a large one, seconds for one number."""
+    """An all-reduce over all ranks: bytes of the tensor per second for a large one, seconds for one number.
+
+    `busy_latency_s`: for one number while all ranks compute, as they do when gradients travel; a CPU that has a part of
+    a core answers later then. None where nobody has measured it, and for accelerators.
+    """
 
     bytes_per_s: float
     latency_s: float
+    busy_latency_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -112,10 +120,10 @@ def from_json(tree: Any) -> Hardware:
     if not isinstance(tree, dict):
         raise ValueError("it holds no table")
     if tree.get("version") != VERSION:
-        raise ValueError(f"it is of version {tree.get('version')!r}, and this Phalanx reads version {VERSION}")
+        raise ValueError(f"it is of version {_shown(tree.get('version'))}, and this Phalanx reads version {VERSION}")
     work, devices, link = (_item(tree, key, "it") for key in ("work", "devices", "link"))
     if not isinstance(work, dict):
-        raise ValueError(f"its work is {work!r}, not a table")
+        raise ValueError(f"its work is {_shown(work)}, not a table")
     if not isinstance(devices, list) or not devices:
         raise ValueError("it lists no devices")
     found = tuple(_device(each, number) for number, each in enumerate(devices))
@@ -123,9 +131,10 @@ def from_json(tree: Any) -> Hardware:
     if link is None:
         return Hardware(work, found, None, learnt)
     if not isinstance(link, dict):
-        raise ValueError(f"its link is {link!r}, not a table")
+        raise ValueError(f"its link is {_shown(link)}, not a table")
     rate, latency = _positive(link, "bytes_per_s", "link"), _positive(link, "latency_s", "link")
-    return Hardware(work, found, Link(rate, latency), learnt)
+    busy = None if link.get("busy_latency_s") is None else _positive(link, "busy_latency_s", "link")
+    return Hardware(work, found, Link(rate, latency, busy), learnt)
 
 
 def misfit(hardware: Hardware, models: Sequence[str | None], work: Mapping[str, Any]) -> str | None:
@@ -301,7 +310,7 @@ def _limits(paths: RunPaths) -> list[dict[str, Any]]:
 def _device(tree: Any, rank: int) -> Device:
     where = f"device {rank}"
     if not isinstance(tree, dict):
-        raise ValueError(f"its {where} is {tree!r}, not a table")
+        raise ValueError(f"its {where} is {_shown(tree)}, not a table")
     if _whole(tree, "rank", where) != rank:
         raise ValueError(f"its devices are not in order of rank: number {rank} has rank {tree['rank']}")
     bandwidth = _item(tree, "host_to_device_bytes_per_s", where)
@@ -326,7 +335,7 @@ def _learnt(tree: Any) -> Learnt | None:
         return None
     where = "what it has learnt"
     if not isinstance(tree, dict):
-        raise ValueError(f"{where} is {tree!r}, not a table")
+        raise ValueError(f"{where} is {_shown(tree)}, not a table")
     told = {name: _positive(tree, name, where) for name in ("host_s", "update") if tree.get(name) is not None}
     return Learnt(_text(tree, "run", where), _whole(tree, "steps", where, least=1), **told)
 
@@ -335,7 +344,11 @@ def _times(value: Any, where: str) -> tuple[tuple[int, float], ...]:
     wrong = ValueError(f"the times of {where} are not pairs of rising sizes and seconds above zero")
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise wrong
-    pairs = [(size, seconds) for size, seconds in value if type(size) is int and size >= 1 and _is_positive(seconds)]
+    pairs = [
+        (size, seconds)
+        for size, seconds in value
+        if type(size) is int and 1 <= size <= UNBOUND and _is_positive(seconds)
+    ]
     sizes = [size for size, _ in pairs]
     if len(pairs) < len(value) or sizes != sorted(set(sizes)):
         raise wrong
@@ -351,23 +364,39 @@ def _item(tree: dict[str, Any], key: str, where: str) -> Any:
 def _whole(tree: dict[str, Any], key: str, where: str, least: int = 0) -> int:
     value = _item(tree, key, where)
     if type(value) is not int or value < least:
-        raise ValueError(f"{key} of {where} is {value!r}, not a whole number from {least}")
+        raise ValueError(f"{key} of {where} is {_shown(value)}, not a whole number from {least}")
+    if value > MOST:
+        raise ValueError(f"{key} of {where} is {_shown(value)}, more than any device has")
     return value
 
 
 def _text(tree: dict[str, Any], key: str, where: str) -> str:
     value = _item(tree, key, where)
     if not isinstance(value, str):
-        raise ValueError(f"{key} of {where} is {value!r}, not a text")
+        raise ValueError(f"{key} of {where} is {_shown(value)}, not a text")
     return value
 
 
 def _positive(tree: dict[str, Any], key: str, where: str) -> float:
     value = _item(tree, key, where)
+    if not _is_number(value) or not value > 0:
+        raise ValueError(f"{key} of {where} is {_shown(value)}, not a number above zero")
     if not _is_positive(value):
-        raise ValueError(f"{key} of {where} is {value!r}, not a number above zero")
+        raise ValueError(f"{key} of {where} is {_shown(value)}, which nothing that is measured can be")
     return float(value)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    """Whether it is a number that could have been measured; NaN is none."""
+    return _is_number(value) and LEAST <= value <= MOST
+
+
+def _shown(value: Any) -> str:
+    """What a file holds, no longer than a sentence can be."""
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = brief.maxlong = SHOWN
+    return brief.repr(value)

@@ -15,7 +15,7 @@ from phalanx.config import Config
 from phalanx.data_commands import Overrides
 from phalanx.errors import ConfigError
 from phalanx.models.spec import ModelSpec
-from phalanx.plan import advice, experience, large, measured, parse, record, table
+from phalanx.plan import advice, experience, large, measured, parse, present, record, table
 from phalanx.plan import calibrate as calibration
 from phalanx.plan.advice import Question
 from phalanx.plan.cluster import Cluster
@@ -23,7 +23,6 @@ from phalanx.plan.constants import DEFAULT
 from phalanx.plan.cost import Keep
 from phalanx.plan.experience import Experience
 from phalanx.plan.failures import DEVICE_MTBF_S, LEAST_S, Failures
-from phalanx.plan.present import Present
 from phalanx.plan.recipe_keys import free
 from phalanx.plan.search import Found
 from phalanx.records import ExitCode, RunPaths, read_steps, write_atomic
@@ -105,6 +104,7 @@ def plan_command(
         int,
         typer.Option(
             min=1,
+            max=large.MOST_STEPS,
             help="With --simulate --keep copies, without a recipe, whose resilience.replicate says it: two nodes keep "
             "one of so many steps.",
         ),
@@ -136,7 +136,7 @@ def plan_command(
         if recipe_path is not None:
             raise ConfigError("--calibrate only learns from a run, and plans nothing; leave the recipe out")
         _refuse_unread(context, (*SIMULATED, *SAID, "cluster_text", "simulate", "mtbf", "run"), "with --calibrate")
-        _learn(calibrate, hardware_path or Path("hardware.json"), as_json)
+        _learn(calibrate, Path("hardware.json") if hardware_path is None else hardware_path, as_json)
         return
     if not simulate:
         _refuse_unread(context, SIMULATED, "without --simulate")
@@ -156,7 +156,7 @@ def plan_command(
     lived = None if run is None else _lived(run)
     failures = Failures(mtbf_s) if lived is None else lived.failures(mtbf_s)
     wanted = record.Wanted(None if tokens is None else parse.amount(tokens, "--tokens"), price, wish, lived)
-    if price is not None and not math.isfinite(price):
+    if price is not None and not price <= parse.MOST_AMOUNT:
         raise ConfigError(f"--price {price} is no price; give what a device takes for an hour, such as 2.5")
     if price is not None and tokens is None:
         raise ConfigError("--price needs to know how much is trained on; give --tokens, such as --tokens 300B")
@@ -203,7 +203,7 @@ def plan_command(
     told = record.plan_record(question, cluster, plans, wanted, recipe_path.name)
     text = json.dumps(told, indent=1, allow_nan=False) + "\n"
     try:
-        write_atomic(out.expanduser(), text)
+        write_atomic(_file(out, "--out"), text)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written ({error.strerror}); name another file with --out") from None
     if as_json:
@@ -235,9 +235,9 @@ def _planned(
             "a plan is for one cluster; give --cluster, such as --cluster '4x(8xA100-80GB), 200Gb/s', or --hardware "
             "with a file that `phalanx hardware` wrote"
         )
-    known = None if file is None else hardware.read(file.expanduser())
+    known = None if file is None else hardware.read(_file(file, "--hardware"))
     if known is None:
-        cluster = parse.cluster(str(text))
+        cluster = parse.cluster(str(text)).gathered()
     else:
         cluster = measured.cluster_of(known, measured.constants_of(known))
     config = free(recipe.load(path, overrides), overrides)
@@ -279,6 +279,7 @@ def _job(
             raise ConfigError(
                 "--simulate needs to know how many devices there are; give --gpus, or a recipe and a cluster"
             )
+        large.refuse_others(gpus, per_node)
         if gpus <= per_node:
             job = replace(job, possible=tuple(each for each in large.ALL if each != "copies"))
         if job.keep not in job.possible:
@@ -299,15 +300,33 @@ def _job(
                 f"--keep {keep} cannot be on {parse.text_of(best.cluster)}: the plan has {KEPT[kept]}, since there is "
                 "no other node, or no room for more; leave it out"
             )
+        alone = best.cluster.node_of(best.devices - 1) == 0  # some devices of one node are lost together
         job = replace(
             job.of_plan(best, question),
             devices=best.devices,
-            per_node=math.gcd(best.devices, *best.cluster.crowds),
+            per_node=best.devices if alone else math.gcd(best.devices, *best.cluster.crowds),
             checkpoint_s=question.failures.saving(best.estimate, best.devices).checkpoint_s,
             keep=kept,
             group=best.choice.tensor * best.choice.pipeline,
         )
     return replace(job, mtbf_s=mtbf_s if mtbf_s is not None else DEVICE_MTBF_S / job.devices)
+
+
+def _file(path: Path, option: str) -> Path:
+    """Where the file that an option names is. Raises ConfigError for what can be no file's name."""
+    if not path.name:
+        raise ConfigError(f"{option} {path} is a folder; name a file in it")
+    return _there(path, option)
+
+
+def _there(path: Path, what: str) -> Path:
+    """With the folder of a user in place of ~. Raises ConfigError for one whom this machine does not know."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{what} {path} is in the folder of a user whom this machine does not know; write where it is"
+        ) from None
 
 
 def _every(text: str | None, what: str) -> float:
@@ -318,7 +337,7 @@ def _every(text: str | None, what: str) -> float:
 def _records_of(run: str) -> Iterator[RunPaths]:
     """The files of a run that is only read; one at a URL is fetched for as long."""
     if not storage.is_url(run):
-        yield RunPaths(Path(run).expanduser())
+        yield RunPaths(_there(Path(run), "the run"))
         return
     with mirror.looked_at(run) as paths:
         yield paths
@@ -331,10 +350,11 @@ def _lived(run: str) -> Experience:
 
 def _learn(run: str, out: Path, as_json: bool) -> None:
     """Write what a run has shown of its devices, links and host."""
+    file = _file(out, "--hardware")
     with _records_of(run) as paths:
         lesson = calibration.learn(_run_of(paths))
     try:
-        hardware.write(out.expanduser(), lesson.hardware)
+        hardware.write(file, lesson.hardware)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written ({error.strerror}); name another file with --hardware") from None
     if as_json:
@@ -349,12 +369,17 @@ def _run_of(paths: RunPaths) -> calibration.Run:
     """What a run folder says of its run. Raises ConfigError where it lacks what a plan needs."""
     try:
         told = json.loads(paths.plan.read_text(encoding="utf-8"))
-        nodes = tuple(tuple(Present(**device) for device in node) for node in told["for"]["nodes"])
+        nodes = present.read(told["for"]["nodes"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         raise ConfigError(
             f"{paths.shown} has no {paths.plan.name} that says on which devices the run was, so there is nothing to "
             "learn from; name the folder of a run of a built-in model that `phalanx train` has started itself"
         ) from None
+    if not paths.config.exists():
+        raise ConfigError(
+            f"{paths.shown} has no {paths.config.name} that says what was run there, so there is nothing to learn "
+            "from; name the folder of a run"
+        )
     config = recipe.load(paths.config)
     spec = None
     if config.model.from_hf is not None:

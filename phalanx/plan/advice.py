@@ -159,6 +159,10 @@ def explain(question: Question, cluster: Cluster, best: Plan, wish: str) -> dict
     if "=" not in wish:
         raise ConfigError(f"--explain {wish} has no value; write it as key=value, such as parallel.tensor=4")
     asked = question.changed(wish)
+    if asked.config.model.from_hf != question.config.model.from_hf:
+        raise ConfigError(
+            f"--explain {wish} is another model, of other shapes; leave --explain out and plan with {wish}"
+        )
     if asked.same_as(question, cluster):
         return {"wish": wish, "fits": True, "counts": False}
     found = asked.on(cluster)

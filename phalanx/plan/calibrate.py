@@ -15,7 +15,7 @@ from phalanx.axes import axes_of
 from phalanx.balance import division_of
 from phalanx.config import Config, spec_of
 from phalanx.errors import ConfigError
-from phalanx.hardware import Device, Hardware, Learnt, Link
+from phalanx.hardware import MOST, Device, Hardware, Learnt, Link
 from phalanx.models.spec import ModelSpec, adapter_count, parameter_count
 from phalanx.plan import compared, links, measured, present
 from phalanx.plan.choice import Choice
@@ -36,7 +36,7 @@ LINKS = (1e-3, 8.0)
 HALVINGS = 40
 LEAST_S = 1e-9  # of anything that is divided by
 LITTLE = 0.02  # of a step: communication of which less is waited for says nothing of links
-NEEDED = ("step", "step_s", "data_s")  # of a step's record
+NEEDED, TOLD = ("step", "step_s", "data_s"), ("wait_s", "update_s")  # of a step's record; and what may not be known
 NOT_TOLD = ("norm_eps", "init_std", "dropout")  # shapes that make no difference to a device
 
 
@@ -127,7 +127,8 @@ def _speeds(
         raw = [computes / max(LEAST_S, parts[compared.COMPUTED])] * copies
     else:
         spent = compared.median(map(compared.mean, busy)) - parts[compared.COMPUTED]  # on data, and on updates
-        rows = [division for record in taken if (division := division_of(record)) is not None]
+        told = (division for record in taken if (division := division_of(record)) is not None)
+        rows = [division for division in told if len(division.shares) == copies]
         raw = []
         for copy in range(copies):
             share = compared.median(division.shares[copy] for division in rows) if rows else 1.0
@@ -252,11 +253,13 @@ def _link_of(cluster: Cluster, constants: Constants) -> Link:
     if cluster.nodes > 1:
         share = 2 * (1 - 1 / cluster.nodes)
         rate = cluster.between_bits_per_s * constants.far_share / 8 / share
-        return Link(rate, cluster.between_latency_s * 2 * cluster.nodes)
-    share = 2 * (1 - 1 / cluster.devices)
-    return Link(
-        ring.kind.link_bytes_per_s * constants.near_share / share, ring.kind.link_latency_s * 2 * cluster.devices
-    )
+        latency_s = cluster.between_latency_s * 2 * cluster.nodes
+    else:
+        share = 2 * (1 - 1 / cluster.devices)
+        rate = ring.kind.link_bytes_per_s * constants.near_share / share
+        latency_s = ring.kind.link_latency_s * 2 * cluster.devices
+    later_s = cluster.busy_hop_s * 2 * (cluster.devices - 1)
+    return Link(rate, latency_s, latency_s + later_s if later_s else None)
 
 
 def _link(
@@ -273,7 +276,8 @@ def _link(
         return link
 
     def slower(factor: float) -> Link:
-        return Link(link.bytes_per_s / factor, link.latency_s * factor)
+        busy_s = None if link.busy_latency_s is None else link.busy_latency_s * factor
+        return Link(link.bytes_per_s / factor, link.latency_s * factor, busy_s)
 
     def communicates(factor: float) -> float:
         return _foretold(run, replace(found, link=slower(factor))).estimate.terms["communication"]
@@ -299,6 +303,18 @@ def in_words(lesson: Lesson) -> list[str]:
 
 def steps_of_newest(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The steps of the attempt that came last, but for records that lack what is learnt from."""
-    steps = [step for step in steps if all(isinstance(step.get(name), int | float) for name in NEEDED)]
+    steps = [step for step in steps if _is_whole(step)]
     newest = max((step.get("attempt", 1) for step in steps), default=1)
     return [step for step in steps if step.get("attempt", 1) == newest]
+
+
+def _is_whole(step: Mapping[str, Any]) -> bool:
+    """Whether a record says all that is learnt from, in numbers that can be: a file may have been damaged."""
+    busy = step.get("busy_s") or []
+    if not isinstance(busy, list) or type(step.get("attempt", 1)) is not int:
+        return False
+    told: list[Any] = (
+        [step.get(name) for name in NEEDED] + [step[name] for name in TOLD if step.get(name) is not None] + busy
+    )
+    possible = all(type(each) in (int, float) and 0 <= each <= MOST for each in told)
+    return possible and step["step_s"] >= LEAST_S

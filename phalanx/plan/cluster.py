@@ -27,6 +27,7 @@ class Group:
 class Cluster:
     """Groups of nodes on one network. A node sends `between_bits_per_s` at most, whatever number of devices it has, and
     as many come in at the same time. Devices are numbered by group, node and place on the node, as ranks are.
+    `busy_hop_s`: by how much later than else a rank that computes takes part in what others send; CPUs only.
 
     Raises ConfigError for a cluster without a device, or with a network that carries nothing.
     """
@@ -34,6 +35,7 @@ class Cluster:
     groups: tuple[Group, ...]
     between_bits_per_s: float = 100e9
     between_latency_s: float = 5e-6
+    busy_hop_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.groups or any(group.nodes < 1 or group.per_node < 1 for group in self.groups):
@@ -112,6 +114,17 @@ class Cluster:
             common = before is not None and (before[0] in (first, last) or before[1] in (first, last))
             found.append(replace(self.groups[number], beside=common))
         return replace(self, groups=tuple(found))
+
+    def gathered(self) -> "Cluster":
+        """With nodes alike as one group, at the place of the first of them; of nodes with unlike devices as it is."""
+        if any(group.beside for group in self.groups):
+            return self
+        alike: dict[tuple[str, int], Group] = {}
+        for group in self.groups:
+            key = (group.kind.name, group.per_node)
+            before = alike.get(key)
+            alike[key] = group if before is None else replace(before, nodes=before.nodes + group.nodes)
+        return replace(self, groups=tuple(alike.values()))
 
     def sized(self, nodes: Sequence[int]) -> "Cluster":
         """With so many nodes of each group; those with none are left out."""

@@ -73,7 +73,7 @@ def measured_parts(taken: Sequence[Mapping[str, Any]], beside: bool) -> dict[tup
         rest = (*WAITED, *UPDATED, "other")
         return {COMPUTED: average, ("imbalance",): slowest - average, rest: max(0.0, step_s - slowest)}
     update_s = median(updates)
-    waits = median(record["wait_s"] or 0.0 for record in taken)
+    waits = median(record.get("wait_s") or 0.0 for record in taken)
     slowest = median(map(max, busy)) if busy else step_s - waits
     average = median(map(mean, busy)) if busy else slowest
     return {

@@ -109,31 +109,29 @@ class Model:
         work, constants = self.work, self.constants
         devices, copies, layers, shares = self._numbers(choice)
         runs = [self._fitted(choice, run, max(shares), layers, copies) for run in self._runs(choice, copies, shares)]
-        slowest, slowest_s, mean_s = None, -1.0, 0.0
-        ends: list[tuple[float, Kind]] = []  # of each run when its passes are through, and who is the last of it
+        last, last_s, mean_s = None, -1.0, 0.0
         for run in runs:
             sequences = max(1.0, run.share / run.parts)  # a pass without any computes one for nothing
             stages = [self._stage(choice, run, number, layers, copies, sequences) for number in range(choice.pipeline)]
             longest = max(stage.total_s for stage in stages)
             fill = filling_s(choice, stages, run.parts)
-            took = run.parts * longest + fill
-            ends.append((took, run.kinds[max(range(len(stages)), key=lambda each: stages[each].total_s)]))
             mean_s += run.parts * sum(stage.total_s for stage in stages) / choice.pipeline * run.copies / copies
-            if took > slowest_s:
-                slowest, slowest_s = (run, stages, longest, fill), took
-        assert slowest is not None
-        run, stages, longest, fill = slowest
-        travel = self._travel(choice, run, stages, layers, copies)
+            # Who is through first may be the last, as less hides behind shorter passes, or as it carries more slowly.
+            travel = self._travel(choice, run, stages, layers, copies)
+            kind = run.kinds[max(range(len(stages)), key=lambda each: stages[each].total_s)]
+            shown_s = travel.exposed_s + links.taken(kind, self.cluster, constants) * travel.hidden_s
+            if run.parts * longest + fill + shown_s > last_s:
+                last, last_s = (run, stages, longest, fill, travel, shown_s), run.parts * longest + fill + shown_s
+        assert last is not None
+        run, stages, longest, fill, travel, shown_s = last
         average = min(mean_s, run.parts * longest)  # what the passes would take if all were equally busy
         part = average / max(longest, 1e-30)
         critical = max(stages, key=lambda stage: stage.total_s)
-        # Devices that are slow lose more of their time to what is carried, and may be the last for that.
-        with_others = max(took + links.taken(kind, self.cluster, constants) * travel.hidden_s for took, kind in ends)
         update_s = max(self._update_s(choice, each, layers) for each in runs)
         found = self._memory(choice, runs, layers, copies)
         terms = {
             "compute": part * (longest - critical.waits_s - critical.offload_s),
-            "communication": part * critical.waits_s + travel.exposed_s + with_others - slowest_s,
+            "communication": part * critical.waits_s + shown_s,
             "bubble": fill,
             "imbalance": run.parts * longest - average,
             "optimizer": update_s,

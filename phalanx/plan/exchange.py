@@ -17,6 +17,9 @@ from phalanx.plan.work import Work
 # Over what an update on a CPU writes to another place, so that the step before stays whole: the old is read, and the
 # new place fetched before it is written.
 COMMIT_PASSES = 3.0
+# In how many parts at most a unit travels between hosts and how short a part may be, as `optim.order` has it, and how
+# many parts are under way at a time.
+PARTS, PART_BYTES, UNDER_WAY = 4, 2**18, 2
 
 
 @dataclass(frozen=True)
@@ -80,46 +83,68 @@ def travel(
         reduce += 2.0 * sharded(trained * owns, work.reduce_bytes, spread, units)
     gather = fewer * sharded(trained if choice.zero < 3 else parameters, work.gather_bytes, shard, units)
     reduces = micro_batches if choice.reduce == "per_micro_batch" or choice.engine == "fsdp" else 1
+    parts = min(PARTS, max(1.0, trained * work.reduce_bytes / units / PART_BYTES)) * units / UNDER_WAY
+    later = parts * cluster.busy_hop_s * _hops(shard), parts * cluster.busy_hop_s * (_hops(shard) + 2 * _hops(spread))
     if choice.engine == "fsdp" or choice.zero == 3:
-        regathered = gather if choice.zero == 3 else 0.0
-        sent = _fetched(passes_s, gather, regathered + reduce, reduce, units)
-        silent = _fetched(passes_s, gather, regathered, 0.0, units)
+        regathered, again = (gather, later[0]) if choice.zero == 3 else (0.0, 0.0)
+        sent = _fetched(passes_s, gather, regathered + reduce, reduce, units, (later[0], again + later[1]))
+        silent = _fetched(passes_s, gather, regathered, 0.0, units, (later[0], again))
         alone = micro_batches - reduces
         return Travel(reduces * sent[0] + alone * silent[0], reduces * sent[1] + alone * silent[1])
-    return _planned(choice.slots > 1, passes_s, reduce, gather, units, reduces)
+    return _planned(choice.slots > 1, passes_s, reduce, gather, units, reduces, later)
+
+
+def _hops(ring: Ring) -> int:
+    """How often a part goes from one rank to another: round the nodes, and once within them."""
+    return ring.nodes - 1 + (ring.ranks > ring.nodes)
+
+
+def _left(travels_s: float, room_s: float, later_s: float) -> float:
+    """Of what travels for `travels_s` by itself, and by `later_s` longer beside computation, what is left when
+    computation ends after `room_s`; it then goes on by itself."""
+    beside_s = travels_s + later_s
+    return travels_s - room_s * (travels_s / beside_s) if beside_s > room_s else 0.0
 
 
 def _fetched(
-    passes_s: tuple[float, float], ahead: float, behind: float, last: float, units: int
-) -> tuple[float, float]:
+    passes_s: tuple[float, float], ahead: float, behind: float, last: float, units: int,
+    later_s: tuple[float, float] = (0.0, 0.0),
+) -> tuple[float, float]:  # fmt: skip
     """(exposed, hidden) seconds of a micro-batch whose blocks are fetched one ahead in each pass, and whose gradients
     leave behind each (Zhao et al. 2023).
 
     A block takes its computation or its communication, whichever is longer: `ahead` in the forward pass, `behind` in
-    the backward pass. The first fetch is waited for, and of what leaves `last` the end.
+    the backward pass, each by so much longer beside computation as `later_s` says. The first fetch is waited for, and
+    of what leaves `last` the end.
     """
     forward, backward = passes_s
     room = 1.0 - 1.0 / units
-    exposed = (ahead + last) / units + max(0.0, ahead * room - forward) + max(0.0, behind - last / units - backward)
+    exposed = (ahead + last) / units + _left(ahead * room, forward, later_s[0] * room)
+    exposed += _left(behind - last / units, backward, later_s[1])
     return exposed, max(0.0, ahead + behind - exposed)
 
 
 def _planned(
-    early: bool, passes_s: tuple[float, float], reduce: float, gather: float, units: int, reduces: int
-) -> Travel:
+    early: bool, passes_s: tuple[float, float], reduce: float, gather: float, units: int, reduces: int,
+    later_s: tuple[float, float] = (0.0, 0.0),
+) -> Travel:  # fmt: skip
     """This project's own order with zero 1 and 2, of equal units: what `optim.overlap` is bound by.
 
     The link is idle in the last unit's forward and backward pass, and the first unit's reduce and gather are waited
     for. `early` may gather a bucket before the last one is reduced, so only the sum has to fit behind both passes; else
-    each has to fit behind its own. `reduces`: micro-batches whose gradients are sent.
+    each has to fit behind its own. `reduces`: micro-batches whose gradients are sent. `later_s`: by how much longer all
+    gathers of a step, and the reduces of a micro-batch, take beside computation.
     """
     forward, backward = passes_s
     room = 1.0 - 1.0 / units
     behind = reduces * backward * room + (reduces - 1) * forward
     ahead = forward * room
     first_reduce, first_gather = reduce / units, gather / units
+    gathers_later, reduces_later = later_s[0], reduces * later_s[1]
     if early:
-        exposed = max(first_reduce + first_gather, reduces * reduce + gather - behind - ahead)
+        left = _left(reduces * reduce + gather, behind + ahead, gathers_later + reduces_later)
+        exposed = max(first_reduce + first_gather, left)
     else:
-        exposed = max(first_reduce, reduces * reduce - behind) + max(first_gather, gather - ahead)
+        exposed = max(first_reduce, _left(reduces * reduce, behind, reduces_later))
+        exposed += max(first_gather, _left(gather, ahead, gathers_later))
     return Travel(exposed, max(0.0, reduces * reduce + gather - exposed))

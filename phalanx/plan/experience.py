@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import ConfigError
+from phalanx.hardware import MOST
 from phalanx.plan.failures import RECOVERY_S, Failures
 from phalanx.records import Kind, RunPaths, read_lines, read_steps
 
@@ -76,9 +77,9 @@ def _savings(steps: Sequence[Record], events: Sequence[Record]) -> list[float]:
     for event in events:
         if event.get("kind") == Kind.EVALUATED and _is_number(event, "seconds") and type(event.get("step")) is int:
             evaluated[event["step"]] = evaluated.get(event["step"], 0.0) + event["seconds"]
-    saved = {event.get("step") for event in events if event.get("kind") == Kind.CHECKPOINT_SAVED}
+    told = [event.get("step") for event in events if event.get("kind") == Kind.CHECKPOINT_SAVED]
     found = []
-    for step in sorted(step for step in saved if type(step) is int):
+    for step in sorted({step for step in told if type(step) is int}):
         before, at, after = (lines.get(number) for number in (step - 1, step, step + 1))
         if before is None or at is None or after is None:
             continue
@@ -91,9 +92,12 @@ def _savings(steps: Sequence[Record], events: Sequence[Record]) -> list[float]:
 
 
 def _is_whole(record: Record) -> bool:
-    """Whether the record of a step says when it was, and how long it took."""
-    return all(_is_number(record, key) for key in ("step", "step_s", "time"))
+    """Whether the record of a step says when it was, in which attempt, and how long it took."""
+    numbers = all(_is_number(record, key) for key in ("step", "step_s", "time"))
+    return numbers and type(record.get("attempt", 1)) is int
 
 
 def _is_number(record: Record, key: str) -> bool:
-    return isinstance(record.get(key), int | float) and not isinstance(record.get(key), bool)
+    """Whether it is one that a clock can show; NaN is none."""
+    value: Any = record.get(key)
+    return type(value) in (int, float) and 0 <= value <= MOST

@@ -19,6 +19,7 @@ AIMS = (0.90, 0.95, 0.99)
 SIZES = (8, 32, 128, 512, 2048, 8192, 16384)
 HANG_S, HANG_STEPS = 20.0, 10  # resilience.hang_s auto
 MOST_DEVICES = 131_072
+MOST_STEPS = 10**9  # between copies
 # Of failures, the share that takes back to a checkpoint, by what is kept.
 TAKES_BACK: dict[Keep, float] = {"checkpoints": 1.0, "memory": HARDWARE_SHARE, "copies": 0.0}
 ALL: tuple[Keep, ...] = tuple(TAKES_BACK)
@@ -137,15 +138,20 @@ class Job:
         return found * period_s / (period_s + held_up_s)
 
 
+def refuse_others(devices: int, per_node: int) -> None:
+    """Raises ConfigError for devices that are no whole nodes, or too many."""
+    if devices % per_node or devices > MOST_DEVICES:
+        raise ConfigError(
+            f"--gpus {devices} are no whole nodes of {per_node} devices, or more than {MOST_DEVICES:,}; give a "
+            "multiple, or another --per-node"
+        )
+
+
 def simulated(
     job: Job, resilience: ResilienceSection, question: tuple[Question, Cluster, Found] | None
 ) -> dict[str, Any]:
     """The record of a simulated job. Raises ConfigError for what takes too long, or comes to no whole nodes."""
-    if job.devices % job.per_node or job.devices > MOST_DEVICES:
-        raise ConfigError(
-            f"--gpus {job.devices} are no whole nodes of {job.per_node} devices, or more than {MOST_DEVICES:,}; give a "
-            "multiple, or another --per-node"
-        )
+    refuse_others(job.devices, job.per_node)
     if job.spares * job.per_node > MOST_DEVICES:
         raise ConfigError(f"--spares {job.spares} are nodes of more than {MOST_DEVICES:,} devices; give fewer")
     keep, checkpoint_steps = job.keep, job.checkpoint_steps(job.keep)

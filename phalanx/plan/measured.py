@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from phalanx import hardware
-from phalanx.balance import Speed
+from phalanx.balance import UNBOUND, Speed
 from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware
 from phalanx.plan.choice import Choice
@@ -25,16 +25,25 @@ LIKE = "A100-40GB"  # what an accelerator that nobody knows is taken to be made 
 # so much, and where devices differ by design (parts of a CPU, say) it is more.
 ALIKE = 1.25
 ALIKE_MEMORY = 1.02  # ratio of the memories of two devices that count as alike
+# Of the model that was measured, without which its passes say nothing of another one's.
+SHAPES = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab_size", "positions", "head_dim")
 
 
 def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
     """The devices of a file, neighbours alike together. Raises ConfigError for a file of a network of one's own, whose
-    work nobody can compare with other work."""
+    work nobody can compare with other work, and for one whose shapes or memories are none."""
     on_host = any(device.host_to_device_bytes_per_s is None for device in found.devices)
     work, passes = _work_of(found.work, on_host), passes_of(found.work)
-    speeds = hardware.speeds(found)
+    for device in found.devices:
+        if device.memory_bytes < 1:
+            raise ConfigError(
+                f"the hardware file says that device {device.rank} has no memory, so nothing fits there; give its "
+                "memory_bytes, or measure again with `phalanx hardware`"
+            )
+    devices = _measured_like(found.devices)
+    speeds = _speeds(devices)
     kinds: list[Kind] = []
-    for same in _alike(found.devices, speeds):
+    for same in _alike(devices, speeds):
         lines = [speeds[device.rank] for device in same]
         mean = Speed(fmean(line.sequence_s for line in lines), fmean(line.fixed_s for line in lines))
         carries = [device.carries_s_per_byte for device in same if device.carries_s_per_byte is not None]
@@ -47,6 +56,22 @@ def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
         kinds = [replace(kind, update=found.learnt.update) for kind in kinds]
     groups = grouped([device.node for device in found.devices], kinds)
     return _linked(Cluster(groups), found, constants)
+
+
+def _measured_like(devices: Sequence[Device]) -> list[Device]:
+    """With the times of another one of its model for each device that could not be measured, where there is one."""
+    known = {device.model: device.times for device in reversed(devices) if device.times}
+    return [device if device.times else replace(device, times=known.get(device.model, ())) for device in devices]
+
+
+def _speeds(devices: Sequence[Device]) -> list[Speed]:
+    """As `hardware.speeds` has them, but in seconds also where devices of some models have no times; of these any."""
+    known = [device for device in devices if device.times]
+    lines = hardware.speeds(
+        Hardware({}, tuple(replace(device, rank=number) for number, device in enumerate(known)), None)
+    )
+    found = {device.rank: line for device, line in zip(known, lines, strict=True)}
+    return [found.get(device.rank, Speed(1.0)) for device in devices]
 
 
 def constants_of(found: Hardware, start: Constants = DEFAULT) -> Constants:
@@ -108,11 +133,20 @@ def _alike(devices: Sequence[Device], speeds: Sequence[Speed]) -> Iterator[list[
 
 def _work_of(told: dict[str, Any], on_host: bool = False) -> Work:
     """A pass of one sequence of what was measured; `on_host`: by CPUs, which compute a mixed type in fp32."""
-    needed = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab_size", "positions", "head_dim", "dtype")
-    if any(name not in told for name in needed) or told["dtype"] not in (*WIDTH, "mixed"):
+    if any(name not in told for name in (*SHAPES, "dtype")) or told["dtype"] not in (*WIDTH, "mixed"):
         raise ConfigError(
             "the hardware file was measured with a network of one's own, from which nothing follows for another; "
             "measure with a recipe of a built-in model, or give --cluster"
+        )
+    window, full = told.get("sliding_window"), told.get("full_attention_layers") or []
+    sizes = {name: told[name] for name in SHAPES} | ({} if window is None else {"sliding_window": window})
+    wrong = [name for name, value in sizes.items() if type(value) is not int or not 1 <= value <= UNBOUND]
+    if not isinstance(full, list | tuple) or any(type(layer) is not int for layer in full):
+        wrong.append("full_attention_layers")
+    if wrong:
+        raise ConfigError(
+            f"the hardware file is damaged, since of the model that was measured {' and '.join(wrong)} cannot be what "
+            "it says; measure again with `phalanx hardware`, or give --cluster"
         )
     bert = told.get("architecture") == "bert"
     return Work(
@@ -120,8 +154,7 @@ def _work_of(told: dict[str, Any], on_host: bool = False) -> Work:
         ffn=told["intermediate"], vocabulary=told["vocab_size"], seq_len=told["positions"], global_batch=1,
         tied=bool(told.get("tie_embeddings")), gated=not bert, biases=bert, head_dim=told["head_dim"],
         precision=told["dtype"] if told["dtype"] != "mixed" else "fp32" if on_host else "fp16",
-        window=told.get("sliding_window") or 0,
-        full_layers=sum(layer < told["layers"] for layer in told.get("full_attention_layers") or ()), both_ways=bert,
+        window=window or 0, full_layers=sum(layer < told["layers"] for layer in full), both_ways=bert,
     )  # fmt: skip
 
 
@@ -168,6 +201,7 @@ def kind_called(model: str, on_host: bool, memory_bytes: int) -> Kind:
     """The same of a device of which no more is known."""
     if on_host:
         return KINDS["CPU"]
+    memory_bytes = max(1, memory_bytes)  # of a node that has not said what it has: 0
     return min(_called(model) or [KINDS[LIKE]], key=lambda kind: abs(math.log(kind.memory_bytes / memory_bytes)))
 
 
@@ -191,6 +225,10 @@ def _linked(cluster: Cluster, found: Hardware, constants: Constants) -> Cluster:
     if found.link is None:
         return cluster
     rate, latency, count = found.link.bytes_per_s, found.link.latency_s, cluster.devices
+    if found.link.busy_latency_s is not None and count > 1:
+        # Round a ring and round again, as gloo's all-reduce goes: 2 (n - 1) times somebody waits for another one.
+        later_s = max(0.0, found.link.busy_latency_s - latency) / (2 * (count - 1))
+        cluster = replace(cluster, busy_hop_s=later_s)
     share = 2 * (1 - 1 / count) if count > 1 else 1.0
     if cluster.nodes > 1:
         bits = 8 * 2 * (1 - 1 / cluster.nodes) * rate / constants.far_share

@@ -10,6 +10,8 @@ direction; the latency that of a message. Without them it is as DEFAULT_SPEED an
 import math
 import re
 
+from rich.cells import cell_len
+
 from phalanx.errors import ConfigError
 from phalanx.plan.cluster import Cluster, Group
 from phalanx.plan.kinds import KINDS, Kind, known, unknown
@@ -18,13 +20,22 @@ DEFAULT_SPEED = 100e9  # bits/s: one link of 100 Gb/s a node
 DEFAULT_LATENCY = 5e-6
 MOST_DEVICES = 1_000_000
 MOST_DIGITS = 9  # of a number of devices
-MOST_SPEED, MOST_LATENCY = 1e15, 10.0  # bits/s and seconds, beyond which a network is a slip of the pen
+# Bits/s and seconds, beyond which a network is a slip of the pen.
+LEAST_SPEED, MOST_SPEED, MOST_LATENCY = 1e3, 1e15, 10.0
+LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e15  # of a time: thirty million years
+MOST_AMOUNT = 1e30
 PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 SPACE = re.compile(r"\s*")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
-TIMES = re.compile(r"(\d+)\s*[x*]\s*", re.I)
+TIMES = re.compile(r"(\d+)\s*[x*\N{MULTIPLICATION SIGN}]\s*", re.I)
 SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|bits|b|B|byte|bytes)\s*(?:/s|ps)(?![\w-])", re.I)
 LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|ns)(?![\w-])", re.I)
+LATENCIES = {
+    "n": 1e-9,
+    "u": 1e-6,
+    "\N{GREEK SMALL LETTER MU}": 1e-6,
+    "m": 1e-3,
+}  # by folded letter: of mu there are two
 NAME = re.compile(r"[A-Za-z][\w.+-]*(?:[ ][A-Za-z0-9][\w.+-]*)*")
 DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|m|min|h|d|days?|w|weeks?)\s*", re.I)
 SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "day": 86400.0, "days": 86400.0,
@@ -49,7 +60,7 @@ def cluster(text: str) -> Cluster:
         elif match := LATENCY.match(text, at):
             if latency is not None:
                 raise _wrong(text, at, "the latency of the network was given before; give it once")
-            latency = float(match[1]) * {"n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3}[match[2][0].lower()]
+            latency = float(match[1]) * LATENCIES[match[2][0].casefold()]
             if latency > MOST_LATENCY:
                 raise _wrong(text, at, f"a latency above {MOST_LATENCY:g} s; there must be a digit too many")
         else:
@@ -110,10 +121,15 @@ def _kind(text: str, at: int) -> tuple[Kind, int]:
     match = NAME.match(text, at)
     if match is None:
         raise _wrong(text, at, f"a kind of device is expected here, one of {', '.join(KINDS)}")
-    found = known(match[0])
+    found, end = known(match[0]), match.end()
+    for gap in re.finditer(" ", match[0]):
+        # What begins another part behind a blank is no part of the name: a comma is missing.
+        if found is None and any(form.match(text, at + gap.end()) for form in (TIMES, SPEED, LATENCY)):
+            end = at + gap.start()
+            found = known(text[at:end])
     if found is None:
         raise _wrong(text, at, unknown(match[0]))
-    return found, match.end()
+    return found, end
 
 
 def _next(text: str, at: int) -> int | None:
@@ -130,9 +146,13 @@ def _next(text: str, at: int) -> int | None:
 
 
 def _bits(text: str, at: int, match: re.Match[str]) -> float:
-    bits = float(match[1]) * PREFIX[match[2].lower()] * (8 if match[3] == "B" or "byte" in match[3].lower() else 1)
+    bits = float(match[1]) * PREFIX[match[2].casefold()] * (8 if match[3] == "B" or "byte" in match[3].lower() else 1)
     if bits <= 0:
         raise _wrong(text, at, "a network of speed 0 carries nothing; give its true speed, such as 100Gb/s")
+    if bits < LEAST_SPEED:
+        raise _wrong(
+            text, at, f"a network below {LEAST_SPEED / 1e3:g} kb/s; its unit must be another one, such as Gb/s"
+        )
     if bits > MOST_SPEED:
         raise _wrong(text, at, f"a network above {MOST_SPEED / 1e12:g} Tb/s; there must be a digit too many")
     return bits
@@ -144,8 +164,10 @@ def _skip(text: str, at: int) -> int:
 
 
 def _wrong(text: str, at: int, why: str) -> ConfigError:
-    line = text.replace("\n", " ").replace("\t", " ")
-    return ConfigError(f"the cluster cannot be read at character {at + 1}: {why}\n  {line}\n  {' ' * at}^")
+    line = "".join(character if character.isprintable() else " " for character in text)
+    return ConfigError(
+        f"the cluster cannot be read at character {at + 1}: {why}\n  {line}\n  {' ' * cell_len(line[:at])}^"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ times, amounts
@@ -154,9 +176,11 @@ def _wrong(text: str, at: int, why: str) -> ConfigError:
 def seconds(text: str, what: str) -> float:
     """`90s`, `45min`, `3h`, `2d`: seconds above 0. Raises ConfigError, which names `what` it is for."""
     match = DURATION.fullmatch(text)
-    value = float(match[1]) * SECONDS[match[2].lower()] if match else math.nan
-    if not (value > 0 and math.isfinite(value)):
+    value = float(match[1]) * SECONDS[match[2].casefold()] if match else math.nan
+    if not value > 0 or math.isinf(value):
         raise ConfigError(f"{what} {text!r} is no time above zero; write it as 90s, 45min, 3h or 2d")
+    if not LEAST_SECONDS <= value <= MOST_SECONDS:
+        raise ConfigError(f"{what} {text!r} is {value:.3g} s, which no job can have; write it as 90s, 45min, 3h or 2d")
     return value
 
 
@@ -164,11 +188,15 @@ def amount(text: str, what: str) -> float:
     """`300e9`, `300B`, `1.4T`: a number above 0. Raises ConfigError, which names `what` it is for."""
     match = AMOUNT.fullmatch(text)
     try:
-        value = float(match[1]) * AMOUNTS[match[2].lower()] if match else float(text)
+        value = float(match[1]) * AMOUNTS[match[2].casefold()] if match else float(text)
     except ValueError:
         value = math.nan
-    if not (value > 0 and math.isfinite(value)):
+    if not value > 0 or math.isinf(value):
         raise ConfigError(f"{what} {text!r} is no number above zero; write it as 300e9, 300B or 1.4T")
+    if value > MOST_AMOUNT:
+        raise ConfigError(
+            f"{what} {text!r} is above {MOST_AMOUNT:g}, so there must be a digit too many; write it as 1.4T"
+        )
     return value
 
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from phalanx.hardware import Hardware
+from phalanx.hardware import MOST, Hardware
 from phalanx.plan import measured, parse
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.constants import DEFAULT, Constants
@@ -19,6 +20,23 @@ class Present:
     model: str
     memory_bytes: int
     cores: float = 0.0
+
+
+def read(told: Any) -> tuple[tuple[Present, ...], ...]:
+    """The devices of each node, as JSON has them. Raises ValueError for anything else."""
+    try:
+        nodes = tuple(tuple(Present(**device) for device in node) for node in told)
+    except TypeError as error:
+        raise ValueError(f"no devices of nodes: {error}") from None
+    if not nodes or not all(node and all(map(_is_one, node)) for node in nodes):
+        raise ValueError("a node without devices, or a device that is none")
+    return nodes
+
+
+def _is_one(device: Present) -> bool:
+    if not isinstance(device.model, str) or type(device.memory_bytes) is not int:
+        return False
+    return 0 <= device.memory_bytes <= MOST and type(device.cores) in (int, float) and 0 <= device.cores <= MOST
 
 
 def cluster_of(nodes: Sequence[Sequence[Present]]) -> Cluster:

@@ -199,7 +199,7 @@ def space_of(config: Config, work: Work, cluster: Cluster, pins: Mapping[str, An
         )
     refused: dict[tuple[int, bool], bool] = {}  # what is said of a pipeline does not depend on its length
     found = []
-    for tensor, pipeline in degrees(work, cluster):
+    for tensor, pipeline in degrees(work, cluster, pins.get("pipeline", 0)):
         if (pins.get("tensor", tensor), pins.get("pipeline", pipeline)) != (tensor, pipeline):
             continue
         if kind is not None and tensor * pipeline > 1:

@@ -9,6 +9,8 @@ measuring while it trains.
 import contextlib
 import json
 import socket
+import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -45,6 +47,8 @@ PATIENCE_S, MORE_PATIENCE_S = 0.8, 4.0
 GROWTH = 3  # from one size to the next
 COPY_BYTES = 64 * 2**20
 LINK_BYTES = 2**20
+LATENCIES, LATENCIES_S = 7, 1.0  # how often the latency is measured while ranks compute, and for how long
+MATRIX = 192  # rows of what a rank multiplies meanwhile
 LINK_S = 0.1  # a slow link is not given more to carry than it does in this time
 SAME_WORK = ("norm_eps", "init_std", "dropout")  # shapes that make no difference to a device
 DONE = "measured"  # in the store: how many ranks are
@@ -445,7 +449,32 @@ def link_of(mesh: Mesh) -> tuple[Link | None, float | None]:
         size *= 4
         tried = [_reduced_s(mesh, size) for _ in range(2)]
     sent = 2.0 * size * (mesh.world - 1) / mesh.world  # round a ring (Thakur et al. 2005)
-    return Link(size / min(tried)[0], latency_s), max(1e-12, min(processor_s for _, processor_s in tried) / sent)
+    busy_s = _busy_latency_s(mesh) if mesh.device.type == "cpu" else None
+    return Link(size / min(tried)[0], latency_s, busy_s), max(
+        1e-12, min(processor_s for _, processor_s in tried) / sent
+    )
+
+
+def _busy_latency_s(mesh: Mesh) -> float:
+    """Seconds of an all-reduce of one number, on the average, while each rank computes in another thread. Not its
+    least: each part of what travels waits for whoever is the last to look at it."""
+    over = threading.Event()
+
+    def compute() -> None:
+        matrix = torch.ones(MATRIX, MATRIX)
+        while not over.is_set():
+            torch.mm(matrix, matrix)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        taken: list[float] = []
+        while len(taken) < LATENCIES and sum(taken) < LATENCIES_S:  # the same on all ranks, as what it took is
+            taken.append(_reduced_s(mesh, 1)[0])
+    finally:
+        over.set()
+        thread.join()
+    return statistics.fmean(taken)
 
 
 def _reduced_s(mesh: Mesh, size_bytes: int) -> tuple[float, float]:

@@ -67,7 +67,8 @@ def test_the_command_measures_each_device_and_says_what_follows(here: Path, know
     assert fast.host_to_device_bytes_per_s is None
     for device in written.devices:  # no processor takes as long for a byte, nor is done with it at once
         assert device.carries_s_per_byte is not None and 1e-12 < device.carries_s_per_byte < 1e-3
-    assert written.link is not None
+    assert written.link is not None and written.link.busy_latency_s is not None
+    assert 1e-6 < written.link.busy_latency_s < 10.0
     assert written.work["positions"] == 8
     assert known["shares"][0] > known["shares"][1]
     assert sum(known["shares"]) == 8

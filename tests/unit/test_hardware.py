@@ -18,7 +18,7 @@ from phalanx.records import RunPaths
 
 SMALL = Device(0, 0, 0, "here", "cpu", "cpu", 2**33, 16, ((1, 0.3), (3, 0.5)), None, 2e-9)
 LARGE = Device(1, 0, 1, "here", "gpu:0", "H200", 2**37, 64, ((1, 0.1), (3, 0.11), (9, 0.15)), 5e10)
-BOTH = Hardware({"hidden": 64, "code": None}, (SMALL, LARGE), Link(1e9, 1e-4))
+BOTH = Hardware({"hidden": 64, "code": None}, (SMALL, LARGE), Link(1e9, 1e-4, 3e-4))
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -31,6 +31,8 @@ def test_a_file_from_before_bytes_were_measured_is_read(tmp_path: Path) -> None:
     tree = hardware.to_json(BOTH)
     for device in tree["devices"]:
         del device["carries_s_per_byte"]
+    del tree["link"]["busy_latency_s"]
+    assert hardware.from_json(tree).link == Link(1e9, 1e-4)
     assert hardware.from_json(json.loads(json.dumps(tree))).devices == (replace(SMALL, carries_s_per_byte=None), LARGE)
 
 
@@ -54,6 +56,7 @@ def test_a_file_from_before_bytes_were_measured_is_read(tmp_path: Path) -> None:
         (("devices", 0, "carries_s_per_byte"), 0, "carries_s_per_byte of device 0 is 0, not a number above"),
         (("link",), [], "its link is [], not a table"),
         (("link", "latency_s"), "1", "latency_s of link is '1', not a number above zero"),
+        (("link", "busy_latency_s"), -1.0, "busy_latency_s of link is -1.0, not a number above zero"),
     ],
 )  # fmt: skip
 def test_a_bad_file_is_refused_with_a_sentence(tmp_path: Path, path: tuple[Any, ...], value: Any, said: str) -> None:

@@ -15,7 +15,7 @@ from phalanx.combinations import problems_with
 from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware, Link
 from phalanx.models.spec import PRESETS, parameter_count
-from phalanx.plan import cost, failures, large, measured, parse
+from phalanx.plan import advice, cost, failures, large, measured, parse
 from phalanx.plan.advice import Question
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, Group
@@ -122,6 +122,15 @@ def test_what_the_command_line_says_stays(tmp_path: Path) -> None:
     assert told["keys"]["memory.activations"] == "full"
 
 
+@pytest.mark.parametrize("stages", [5, 7, 11])
+def test_any_number_of_stages_may_be_asked_for(stages: int, tmp_path: Path) -> None:
+    words = ("--cluster", f"{stages}x(2xA100-80GB)", f"parallel.pipeline={stages}")
+    told = planned(tmp_path / "plan.json", LLAMA, *words)
+    assert told["keys"]["parallel.pipeline"] == stages
+    chosen = recipe.load(LLAMA, [f"{key}={json.dumps(value)}" for key, value in told["keys"].items()])
+    assert problems_with(chosen, told["used"]["devices"]) == []
+
+
 def test_a_recipe_whose_layout_a_run_would_choose_is_planned_as_any(tmp_path: Path) -> None:
     words = ("--cluster", "8xA100-80GB", "parallel.pipeline=2")
     told = planned(tmp_path / "plan.json", LLAMA, *words, "parallel.layout=auto")
@@ -178,6 +187,9 @@ def test_on_a_cpu_the_cheapest_way_out_is_to_keep_no_steps(tmp_path: Path) -> No
         ([LLAMA, "--cluster", NODES, "--tokens", "many"], "--tokens"),
         ([LLAMA, "--cluster", NODES, "--price", "2"], "--tokens"),
         ([LLAMA, "--cluster", NODES, "--tokens", "1B", "--price", "inf"], "--price inf is no price"),
+        ([LLAMA, "--cluster", NODES, "--tokens", "1B", "--price", "1e300"], "--price 1e+300 is no price"),
+        ([LLAMA, "--cluster", NODES, "--tokens", "1e300"], "digit too many"),
+        (["--simulate", "--gpus", "9" * 400], "whole nodes"),
         ([LLAMA, "--cluster", NODES, "--explain", "faster"], "key=value"),
         ([LLAMA, "--cluster", NODES, "--explain", "parallel.tensr=2"], "tensr"),
         ([LLAMA, "--cluster", NODES, "parallel.tensor=5"], "parallel.tensor"),
@@ -278,6 +290,8 @@ def test_a_folders_bert_is_not_cut() -> None:
     assert {plan.choice.tensor * plan.choice.pipeline for plan in question.on(there).plans} == {1}
     with pytest.raises(ConfigError, match="tensor=2 cuts models of the Llama family"):
         question.changed("parallel.tensor=2").on(there)
+    with pytest.raises(ConfigError, match=r"model\.from_hf=another is another model"):
+        advice.explain(question, there, question.on(there).best, "model.from_hf=another")
 
 
 def test_a_bert_that_drops_scores_holds_them() -> None:
@@ -373,6 +387,9 @@ def test_noise_within_a_node_leaves_its_devices_one_group() -> None:
     found = measured.cluster_of(Hardware({**WORK, "dtype": "fp32"}, two, Link(3e8, 4e-5)))
     assert found.nodes == 1  # and the link is that between its devices
     assert {group.kind.link_bytes_per_s for group in found.groups} == {3e8 / DEFAULT.near_share}
+    assert found.busy_hop_s == 0.0
+    busy = measured.cluster_of(Hardware({**WORK, "dtype": "fp32"}, two, Link(3e8, 4e-5, 1e-3 + 4e-5)))
+    assert busy.busy_hop_s == pytest.approx(5e-4)  # there and back
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(4, 1), (2, 4), (4, 8), (1, 4)])
@@ -386,7 +403,9 @@ def test_an_all_reduce_takes_what_it_was_measured_to_take(nodes: int, per_node: 
     ring = links.ring_of(0, ranks, 1, found)
     assert links.all_reduce_s(1e9, ring, found, DEFAULT) == pytest.approx(1.0, rel=0.05)
     again = calibrate._link_of(found, DEFAULT)
-    assert (again.bytes_per_s, again.latency_s) == pytest.approx((1e9, 1e-5))
+    assert (again.bytes_per_s, again.latency_s, again.busy_latency_s) == (*pytest.approx((1e9, 1e-5)), None)
+    busy = measured.cluster_of(Hardware(WORK, rows, Link(1e9, 1e-5, 1e-3)))
+    assert calibrate._link_of(busy, DEFAULT).busy_latency_s == pytest.approx(1e-3)
 
 
 def test_a_mixed_type_is_computed_in_fp32_by_cpus() -> None:
@@ -496,6 +515,13 @@ def test_one_node_is_not_said_to_have_copies_and_more_spares_are_a_remedy_for_lo
     assert "cannot go on without them; have more --spares" in shown
     shown = " ".join(phalanx(*words, "--mtbf", "1s").output.split())
     assert "raise resilience.max_restarts" in shown
+
+
+def test_some_devices_of_one_node_are_lost_together() -> None:
+    words = ("train.global_batch=5", "parallel.tensor=1", "parallel.pipeline=1", "--cluster", "8xH100-80GB")
+    done = phalanx("plan", ROOT / "recipes" / "llama-3.2-1b.yaml", *words, "--simulate", "--days", 1, "--json")
+    job = json.loads(done.output)["job"]
+    assert (job["devices"], job["nodes"]) == (5, 1)
 
 
 def test_sizes_that_are_too_small_for_what_is_held_fixed_are_told_of() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
 from phalanx.models.spec import PRESETS, flops_per_token, parameter_count
-from phalanx.optim import overlap
+from phalanx.optim import order, overlap
 from phalanx.parallel import stages
 from phalanx.parallel.schedules import orders
 from phalanx.parallel.stages import HELD, divide, simulate, step_s
@@ -272,10 +272,11 @@ def travel(engine: str, passes: tuple[float, float], moved_s: float, **others: o
     """Of 7 blocks and the edges as another, a reduce and a gather of `moved_s` each over four ranks."""
     parameters = moved_s * 1e9 / 0.75 / 2
     micro_batches = int(others.pop("micro_batches", 1))  # type: ignore[call-overload]
+    cluster = replace(alone(4), busy_hop_s=others.pop("busy_hop_s", 0.0))  # type: ignore[arg-type]
     choice = Choice(engine=engine, **others)  # type: ignore[arg-type]
     rings = (Ring(4, 1, 1, PLAIN), Ring(1, 1, 1, PLAIN), 0.25)
     return exchange.travel(
-        SMALL, choice, parameters, 7, rings, 0.25, passes, micro_batches, alone(4), FULL
+        SMALL, choice, parameters, 7, rings, 0.25, passes, micro_batches, cluster, FULL
     )  # fmt: skip
 
 
@@ -295,6 +296,23 @@ def test_the_serial_optimizer_waits_for_everything() -> None:
 def test_ddp_is_what_the_schedule_says_of_it(moved_s: float) -> None:
     step = 3.0 + travel("ddp", (1.0, 2.0), moved_s).exposed_s
     assert step == pytest.approx(overlap.as_ddp(alike(8, (1.0, 2.0), moved_s)), rel=0.02)
+
+
+def test_parts_travel_as_the_engine_cuts_them() -> None:
+    assert (exchange.PARTS, exchange.PART_BYTES) == (order.PARTS, order.PART_BYTES)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_waits_for_ranks_that_compute_hides_more_slowly(early: bool) -> None:
+    """1 s of reduces and 1 s of gathers behind passes of 1 and 2 s, in 8 units of 4 parts, two of which are under way:
+    16 times a part waits for one hop."""
+    at_once = travel("sharded", (1.0, 2.0), 1.0, slots=2 if early else 1)
+    later = travel("sharded", (1.0, 2.0), 1.0, slots=2 if early else 1, busy_hop_s=0.1)
+    if early:  # 2 s take 2 + 2 x 1.6 s beside computation, of which there is 7/8 of 3 s
+        assert later.exposed_s == pytest.approx(2.0 - 2.625 * 2.0 / 5.2)
+    else:  # each of them takes 2.6 s beside computation: 7/8 of 2 s, and of 1 s
+        assert later.exposed_s == pytest.approx((1.0 - 1.75 / 2.6) + (1.0 - 0.875 / 2.6))
+    assert at_once.exposed_s < later.exposed_s and later.exposed_s + later.hidden_s == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -760,9 +778,20 @@ STAGES_APART = (
     Choice(zero=1, pipeline=4, reduce="per_step", devices=24),
 )  # fmt: skip
 
+# Who has two micro-batches computes longest, but hides less behind the last of them than who has one.
+LAST_OTHERWISE = (
+    Work(
+        layers=4, hidden=2048, heads=8, kv_heads=2, ffn=4096, vocabulary=32000, seq_len=2048, global_batch=64,
+        gated=False,
+    ),
+    Cluster((Group(2, 8, KINDS["A100-80GB"]), Group(1, 8, KINDS["RTX-4090"])), 1e9),
+    Choice(zero=1, micro_batch=2, reduce="per_step", devices=24),
+)  # fmt: skip
+
 
 @given(layouts(), st.floats(1.0, 10.0))
 @example(STAGES_APART, 2.0)
+@example(LAST_OTHERWISE, 2.0)
 @settings(max_examples=150, deadline=None)
 def test_more_bandwidth_is_never_slower(case: tuple[Work, Cluster, Choice], more: float) -> None:
     work, cluster, choice = case

@@ -26,6 +26,7 @@ def test_devices_without_brackets_are_of_one_node() -> None:
     assert groups("T4") == [(1, 1, "T4")]
     assert groups("3x(T4)") == [(3, 1, "T4")]
     assert groups("2 x ( 4 x rtx 4090 )") == [(2, 4, "RTX-4090")]
+    assert groups("2\N{MULTIPLICATION SIGN}(4*T4)") == [(2, 4, "T4")]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,11 @@ def test_a_latency() -> None:
         ("8xT4, -1Gb/s", 6, "a kind of device is expected"),
         ("9" * 5000 + "xT4", 0, "digit too many"),
         ("2x(" + "9" * 5000 + "xT4)", 3, "digit too many"),
+        ("8xT4, 200b/s", 6, "a network below 1 kb/s; its unit must be another one"),
+        ("8xT4 200Gb/s", 5, "a comma or the end"),
+        ("8xA100 80GB 2xT4", 12, "a comma or the end"),
+        ("2x(8xT4 200Gb/s)", 8, "the bracket that was opened is not closed here"),
+        ("8xH100 PCIe", 2, "no kind of device is called 'H100 PCIe'"),
         ("8xT4, " + "9" * 400 + "Gb/s", 6, "digit too many"),
         ("8xT4, " + "9" * 400 + "ms", 6, "digit too many"),
     ],
@@ -88,12 +94,42 @@ def test_a_mistake_is_pointed_at(text: str, at: int, words: str) -> None:
     assert caret == f"  {' ' * at}^"
 
 
+@pytest.mark.parametrize(
+    ("text", "at", "shown", "column"),
+    [
+        ("8xT4,\u3000\x1b8A40", 6, "8xT4,  8A40", 6),  # neither can be printed
+        ("\N{FULLWIDTH DIGIT EIGHT}xT4, \u663e\u5361", 6, "\N{FULLWIDTH DIGIT EIGHT}xT4, \u663e\u5361", 7),
+    ],
+)
+def test_a_mistake_is_pointed_at_behind_odd_characters(text: str, at: int, shown: str, column: int) -> None:
+    """A wide one takes two columns."""
+    with pytest.raises(ConfigError) as caught:
+        parse.cluster(text)
+    sentence, line, caret = str(caught.value).split("\n")
+    assert f"character {at + 1}:" in sentence
+    assert (line, caret) == (f"  {shown}", f"  {' ' * column}^")
+
+
+def test_a_latency_has_either_mu() -> None:
+    for mu in "\N{MICRO SIGN}\N{GREEK SMALL LETTER MU}u":
+        assert parse.cluster(f"2x(8xT4), 10Gb/s, 20{mu}s").between_latency_s == pytest.approx(20e-6)
+
+
 def test_an_unknown_kind_says_what_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"numbers are needed: .*memory.*links.*phalanx hardware.*--hardware"):
         parse.cluster("8xMI300X")
 
 
-@given(st.text(alphabet="0123456789xX(), ABCGHTVabms/-.\t", max_size=30))
+@given(
+    st.text(alphabet="0123456789xX(), ABCGHTVabms/-.\t", max_size=30)
+    | st.lists(
+        st.sampled_from(
+            ["4x", "(", ")", "T4", "A100", ",", " ", "10Gb/s", "5\u03bcs", "2\u212ab/s", "3u\u017f", "٣x", "x"]
+        )
+        | st.text(max_size=2),
+        max_size=9,
+    ).map("".join)
+)
 def test_any_text_is_a_cluster_or_a_sentence(text: str) -> None:
     try:
         devices, lines = parse.cluster(text).devices, 3
@@ -114,6 +150,15 @@ def test_what_is_written_is_read_again(there: list[Group], speed: float) -> None
     assert cluster.nodes == 1 or again.between_bits_per_s == pytest.approx(speed)
 
 
+def test_nodes_alike_are_one_group_wherever_they_are_written() -> None:
+    """So that a plan does not try them one by one."""
+    there = parse.cluster("8xT4, 2x(8xA40), 8xT4, 4xT4, 3x(8xT4), 25Gb/s")
+    assert parse.text_of(there.gathered()) == "5x(8xT4), 2x(8xA40), 4xT4, 25Gb/s"
+    assert there.gathered().gathered() == there.gathered()
+    beside = Cluster((Group(1, 2, KINDS["T4"]), Group(1, 1, KINDS["A40"], beside=True), Group(1, 2, KINDS["T4"])))
+    assert beside.gathered() == beside
+
+
 def test_a_node_more() -> None:
     there = parse.cluster("2x(8xT4), 8xA40")
     assert parse.text_of(parse.with_nodes(there, 0, 1)) == "3x(8xT4), 8xA40, 100Gb/s"
@@ -121,13 +166,15 @@ def test_a_node_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("90s", 90), ("45min", 2700), ("3h", 10800), ("2d", 172800), ("1.5 h", 5400)]
+    ("text", "value"), [("90s", 90), ("45min", 2700), ("3h", 10800), ("2d", 172800), ("1.5 h", 5400), ("90\u017f", 90)]
 )
 def test_times(text: str, value: float) -> None:
     assert parse.seconds(text, "--mtbf") == value
 
 
-@pytest.mark.parametrize("text", ["", "3", "h", "-3h", "0s", "3 parsecs", "nan", "9" * 400 + "d"])
+@pytest.mark.parametrize(
+    "text", ["", "3", "h", "-3h", "0s", "3 parsecs", "nan", "9" * 400 + "d", "9" * 40 + "d", "0.0000000001s"]
+)
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--mtbf .* 45min"):
         parse.seconds(text, "--mtbf")
@@ -140,7 +187,7 @@ def test_amounts(text: str, value: float) -> None:
     assert parse.amount(text, "--tokens") == value
 
 
-@pytest.mark.parametrize("text", ["", "many", "-1", "0", "nan", "inf", "3Q"])
+@pytest.mark.parametrize("text", ["", "many", "-1", "0", "nan", "inf", "3Q", "1e300"])
 def test_what_is_no_amount(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--tokens .* 1\.4T"):
         parse.amount(text, "--tokens")

@@ -359,6 +359,14 @@ def test_degrees_divide() -> None:
         assert pipeline <= 32 // tensor
 
 
+def test_stages_that_divide_the_devices_are_among_the_degrees() -> None:
+    assert (1, 5) in set(degrees(LLAMA_7B, parse.cluster("5xA100-80GB")))
+    assert {(8, 7), (4, 14)} <= set(degrees(LLAMA_7B, parse.cluster("7x(8xA100-80GB), 2x(8xV100-32GB)")))
+    usual = degrees(GPT_175B, parse.cluster("128x(8xA100-80GB)"))
+    assert {pipeline for _, pipeline in usual} == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96}
+    assert (2, 11) in set(degrees(LLAMA_7B, parse.cluster("8x(8xA100-80GB)"), 11))
+
+
 def test_a_type_that_a_device_does_not_have_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match="V100-16GB computes no bf16"):
         on(SMALL, "4xV100-16GB")
