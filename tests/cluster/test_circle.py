@@ -18,7 +18,7 @@ from phalanx.cluster.circle import Circle
 from phalanx.cluster.door import Door, bind
 from phalanx.cluster.peer import Peer
 from phalanx.cluster.roster import Roster, member_of, watched_by
-from phalanx.cluster.wire import Message
+from phalanx.cluster.wire import Channel, Message
 from phalanx.records import Placement, RunPaths
 from tests.helpers import run_ranks
 from tests.unit.test_herald import Aloud
@@ -341,17 +341,14 @@ def last_words(placement: Placement, folder: str) -> list[Any]:
     """Which others have heard how the job ended when the first of four nodes, which says it, dies while it waits for
     one of them to take it."""
 
-    def dies(why: str, patience_s: float = 0.0) -> None:
+    def dies(channel: Channel, why: str, patience_s: float = 0.0) -> None:
         raise InterruptedError
 
     with nodes(4, f"{folder}/run") as there:
-        channels = [link.channel for link in there.circles[0]._links.values() if link.channel is not None]
-        for channel in channels:
-            vars(channel)["linger"] = dies
+        linger, Channel.linger = Channel.linger, dies  # type: ignore[method-assign]
         with contextlib.suppress(InterruptedError):
             there.circles[0].close({"finish": 0, "text": "the run is done"})
-        for channel in channels:
-            del vars(channel)["linger"]
+        Channel.linger = linger  # type: ignore[method-assign]
         others = [there.circles[node] for node in (1, 2, 3)]
         for _ in range(100):
             there.turn(only=others)
