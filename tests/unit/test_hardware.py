@@ -32,8 +32,9 @@ def test_a_file_from_before_bytes_were_measured_is_read(tmp_path: Path) -> None:
     for device in tree["devices"]:
         del device["carries_s_per_byte"]
     del tree["link"]["busy_latency_s"]
-    assert hardware.from_json(tree).link == Link(1e9, 1e-4)
-    assert hardware.from_json(json.loads(json.dumps(tree))).devices == (replace(SMALL, carries_s_per_byte=None), LARGE)
+    read = hardware.from_json(json.loads(json.dumps(tree)))
+    assert read.devices == (replace(SMALL, carries_s_per_byte=None), LARGE)
+    assert read.link == Link(1e9, 1e-4)
 
 
 @pytest.mark.parametrize(
