@@ -223,3 +223,23 @@ def test_each_set_that_is_evaluated_on_has_a_curve_a_tile_and_a_row(tmp_path: Pa
         assert words in page.text
     assert "2.5000 at step 10" in page.text
     assert "a<b" not in paths.report.read_text().split("<script")[0]
+
+
+def test_a_node_that_was_lost_is_an_incident_where_ranks_had_to_start_again(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for number in range(1, 6):
+        append_line(paths.metrics, step(number))
+    lost = {"kind": Kind.NODE_LOST, "node": 1, "host": "n1", "reason": "it closed the connection"}
+    events: list[dict[str, Any]] = [
+        {"kind": Kind.RUN_STARTED, "attempt": 1, "time": 1000.0},
+        {**lost, "attempt": 1, "time": 1005.5},
+        {"kind": Kind.RESTARTED, "attempt": 2, "time": 1006.0},
+        {**lost, "attempt": 2, "time": 1007.0, "node": 3},  # a spare: then the ranks are divided anew for a user
+        {"kind": Kind.RESTARTED, "attempt": 3, "time": 1008.0, "reason": "node 0 is to be left"},
+    ]
+    for event in events:
+        append_line(paths.events, event)
+    report.write(paths)
+    page = paths.report.read_text()
+    assert "<dt>incidents</dt><dd>1</dd>" in page
+    assert page.count("<li><b>node 1 (n1) was lost: it closed the connection</b>") == 1
