@@ -265,7 +265,7 @@ def _fixed(value: float | None) -> str:
 
 
 def _incidents(run: Run) -> str:
-    """One line for each incident: what died or was lost, how long to the next step, how many steps were walked again."""
+    """One line for each incident: what died or was lost, how long to the next step, how many steps came twice."""
     lines = []
     for attempt, (event, after_step) in deaths(run).items():
         died = words.number(event, "time") or run.began
