@@ -59,9 +59,16 @@ def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
 
 
 def _measured_like(devices: Sequence[Device]) -> list[Device]:
-    """With the times of another one of its model for each device that could not be measured, where there is one."""
-    known = {device.model: device.times for device in reversed(devices) if device.times}
-    return [device if device.times else replace(device, times=known.get(device.model, ())) for device in devices]
+    """With the times of another one of its model, of its node if there is one, for each that could not be measured."""
+    known: dict[tuple[str, int | None], tuple[tuple[int, float], ...]] = {}
+    for device in reversed(devices):
+        if device.times:
+            known[device.model, device.node] = known[device.model, None] = device.times
+    found = []
+    for device in devices:
+        elsewhere = known.get((device.model, None), ())
+        found.append(replace(device, times=device.times or known.get((device.model, device.node), elsewhere)))
+    return found
 
 
 def _speeds(devices: Sequence[Device]) -> list[Speed]:

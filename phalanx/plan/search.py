@@ -28,7 +28,7 @@ MOST_GROUPS = 4  # of which all subsets are tried; of more, those of the fastest
 FEW = 16  # copies of the model of which every number is tried; sequences of one, too
 MOST_SHARES = 4  # even shares that a copy on faster devices may have
 MOST_HOPES = 32  # layouts of a family that are tried with other degrees
-FEW_STAGES = 16  # of which those that divide the devices are tried
+FEW_STAGES = 8  # of which every number is tried
 NEARLY = 0.9  # slices of a block may take less than their part of it
 BETTER = 1 - 1e-9
 WORTH = 1.25  # times as long as the best: what is slower is not even a runner-up
@@ -108,17 +108,15 @@ class Found:
 
 def degrees(work: Work, cluster: Cluster, asked: int = 0) -> Iterator[tuple[int, int]]:
     """Pairs of a tensor and a pipeline degree that come out even: slices of all heads and channels on one node, and no
-    more stages than layers. Of large numbers of stages, powers of two and three times such; FEW_STAGES also where they
-    divide the devices, or those of a group; and the number that is `asked` for."""
-    counts = {cluster.devices, *(group.devices for group in cluster.groups)}
+    more stages than layers. Of more than FEW_STAGES, powers of two and three times such, as many as there are layers,
+    and the number that is `asked` for: the same for all clusters, as more devices are never to be a loss."""
     for tensor in range(1, max(group.per_node for group in cluster.groups) + 1):
         divides = work.heads % tensor == 0 and work.ffn % tensor == 0
         heads = work.kv_heads % tensor == 0 or tensor % work.kv_heads == 0
         if divides and heads and any(group.per_node % tensor == 0 for group in cluster.groups):
             for pipeline in range(1, min(work.layers, cluster.devices // tensor) + 1):
-                usual = pipeline <= 4 or pipeline // (pipeline & -pipeline) in (1, 3)
-                even = pipeline <= FEW_STAGES and any(count % (tensor * pipeline) == 0 for count in counts)
-                if usual or even or pipeline == asked:
+                usual = pipeline <= FEW_STAGES or pipeline // (pipeline & -pipeline) in (1, 3)
+                if usual or pipeline in (work.layers, asked):
                     yield tensor, pipeline
 
 

@@ -105,11 +105,15 @@ def test_devices_keep_their_speed_beside_one_that_could_not_be_measured() -> Non
     assert [group.per_node for group in both] == [2, 1]
     assert both[0].kind.peak("fp16") == pytest.approx(alone.peak("fp16"))
     assert both[1].kind.peak("fp16") == KINDS["T4"].peak("fp16")
-    # One of them that could not be measured is as fast as the others of its model.
+    # One of them that could not be measured is as fast as the others of its model, of its own node if there are any.
     lacking = replace(fast[1], times=())
     again = measured.cluster_of(Hardware(work, (fast[0], lacking, small), None)).groups
     assert [group.per_node for group in again] == [2, 1]
     assert again[0].kind.peak("fp16") == pytest.approx(alone.peak("fp16"))
+    slow = [device(rank, fast[0].model, 0.016, node=1) for rank in (2, 3)]
+    nodes = measured.cluster_of(Hardware(work, (*fast, slow[0], replace(slow[1], times=())), None)).groups
+    assert [group.per_node for group in nodes] == [2, 2]
+    assert nodes[1].kind.peak("fp16") == pytest.approx(alone.peak("fp16") / 4, rel=0.05)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs

@@ -359,12 +359,19 @@ def test_degrees_divide() -> None:
         assert pipeline <= 32 // tensor
 
 
-def test_stages_that_divide_the_devices_are_among_the_degrees() -> None:
-    assert (1, 5) in set(degrees(LLAMA_7B, parse.cluster("5xA100-80GB")))
-    assert {(8, 7), (4, 14)} <= set(degrees(LLAMA_7B, parse.cluster("7x(8xA100-80GB), 2x(8xV100-32GB)")))
+def test_few_stages_are_tried_in_every_number() -> None:
+    assert {(1, 5), (1, 7)} <= set(degrees(LLAMA_7B, parse.cluster("7xA100-80GB")))
     usual = degrees(GPT_175B, parse.cluster("128x(8xA100-80GB)"))
-    assert {pipeline for _, pipeline in usual} == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96}
+    assert {pipeline for _, pipeline in usual} == {*range(1, 9), 12, 16, 24, 32, 48, 64, 96}
     assert (2, 11) in set(degrees(LLAMA_7B, parse.cluster("8x(8xA100-80GB)"), 11))
+
+
+@pytest.mark.parametrize(("layers", "nodes"), [(5, 5), (5, 6), (11, 12)])
+def test_a_model_that_fits_only_with_a_layer_for_each_device_is_found(layers: int, nodes: int) -> None:
+    work = replace(SMALL, layers=layers, hidden=8192, seq_len=256, global_batch=1, precision="fp16")
+    best = on(work, f"{nodes}x(1xT4), 1Gb/s").best
+    assert best.choice.pipeline == layers
+    assert on(work, "4x(1xT4), 1Gb/s").plans == ()
 
 
 def test_a_type_that_a_device_does_not_have_is_a_sentence() -> None:
