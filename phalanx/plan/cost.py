@@ -117,9 +117,7 @@ class Model:
             fill = filling_s(choice, stages, run.parts)
             mean_s += run.parts * sum(stage.total_s for stage in stages) / choice.pipeline * run.copies / copies
             # Who is through first may be the last, as less hides behind shorter passes, or as it carries more slowly.
-            travel = self._travel(choice, run, stages, layers, copies)
-            kind = run.kinds[max(range(len(stages)), key=lambda each: stages[each].total_s)]
-            shown_s = travel.exposed_s + links.taken(kind, self.cluster, constants) * travel.hidden_s
+            travel, shown_s = self._travel(choice, run, stages, layers, copies)
             if run.parts * longest + fill + shown_s > last_s:
                 last, last_s = (run, stages, longest, fill, travel, shown_s), run.parts * longest + fill + shown_s
         assert last is not None
@@ -341,8 +339,10 @@ class Model:
         gathered_s = links.shard_s(moved, ring, self.cluster, self.constants) + links.skew_s(ring, self.constants)
         return moved / choice.tensor, gathered_s
 
-    def _travel(self, choice: Choice, run: Run, stages: list[Stage], layers: tuple[int, ...], copies: int) -> Travel:
-        """Of the stage whose parameters make a step longest on their way."""
+    def _travel(
+        self, choice: Choice, run: Run, stages: list[Stage], layers: tuple[int, ...], copies: int
+    ) -> tuple[Travel, float]:
+        """Of the stage whose parameters make a step longest on their way, and by how much they do."""
         work, worst, most_s = self.work, Travel(0.0, 0.0), 0.0
         width = copies * choice.tensor
         for number, stage in enumerate(stages):
@@ -356,10 +356,12 @@ class Model:
                 work, choice, parameters, layers[number], (shard, spread, least), run.owns,
                 (stage.forward_s, stage.backward_s), run.parts, self.cluster, self.constants,
             )  # fmt: skip
-            longer_s = found.exposed_s + links.taken(run.kinds[number], self.cluster, self.constants) * found.hidden_s
+            crosses = max(shard.nodes, spread.nodes) > 1
+            taken = links.taken(run.kinds[number], crosses, self.cluster, self.constants)
+            longer_s = found.exposed_s + taken * found.hidden_s
             if longer_s > most_s:
                 worst, most_s = found, longer_s
-        return worst
+        return worst, most_s
 
     def _shard_ring(self, first: int, degree: int, tensor: int, count: int) -> Ring:
         """Of the `count` rings from `first` on, each of which has a copy of the state, the one that takes longest: they

@@ -70,16 +70,16 @@ def skew_s(ring: Ring, constants: Constants) -> float:
     return constants.skew_s * doublings(ring.ranks)
 
 
-def taken(kind: Kind, cluster: Cluster, constants: Constants) -> float:
+def taken(kind: Kind, crosses: bool, cluster: Cluster, constants: Constants) -> float:
     """Of the time of a collective that computation hides, by how much computation is longer.
 
     An accelerator's collectives take multiprocessors and memory from it for as long as they last. A CPU carries each
-    byte that it sends and receives itself, however long the bytes are under way.
+    byte that it sends and receives itself, however long the bytes are under way, and whether it `crosses` nodes.
     """
     if not kind.on_host:
         return constants.interference
     rate = kind.link_bytes_per_s * constants.near_share
-    if cluster.nodes > 1:
+    if crosses:
         rate = min(rate, cluster.between_bits_per_s / 8.0 * constants.far_share)
     return min(1.0, carried_s(rate, kind, constants))
 

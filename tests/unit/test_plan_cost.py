@@ -621,8 +621,8 @@ def test_what_carrying_a_byte_costs_a_cpu_is_what_was_measured() -> None:
     assert links.carried_s(1e6, measured, FULL) == pytest.approx(3e-3)
     # Of a second in which 10 MB travel 0.03 s are lost, whatever the memory does; never more than the second.
     nodes = Cluster((Group(2, 1, measured),), 8e7, 0.0)
-    assert links.taken(measured, nodes, FULL) == pytest.approx(0.03)
-    assert links.taken(replace(measured, carries_s_per_byte=1.0), nodes, FULL) == 1.0
+    assert links.taken(measured, True, nodes, FULL) == pytest.approx(0.03)
+    assert links.taken(replace(measured, carries_s_per_byte=1.0), True, nodes, FULL) == 1.0
 
 
 def test_the_last_of_unlike_cpus_is_the_one_that_has_computed_and_carried() -> None:
@@ -721,9 +721,12 @@ def test_every_kind_can_be_planned_for(name: str) -> None:
 def test_a_cpu_sends_with_its_own_hands_and_calls_each_operation() -> None:
     host = replace(PLAIN, memory_bytes_per_s=14e9, on_host=True)
     near, far = Cluster((Group(1, 4, host),)), Cluster((Group(4, 1, host),), 8e8, 0.0)
-    assert links.taken(host, near, FULL) == pytest.approx(7 * 1e9 / 14e9)  # seven passes over what goes at 1 GB/s
-    assert links.taken(host, far, FULL) == pytest.approx(7 * 1e8 / 14e9)
-    assert links.taken(PLAIN, far, replace(FULL, interference=0.3)) == 0.3
+    assert links.taken(host, False, near, FULL) == pytest.approx(
+        7 * 1e9 / 14e9
+    )  # seven passes over what goes at 1 GB/s
+    assert links.taken(host, True, far, FULL) == pytest.approx(7 * 1e8 / 14e9)
+    assert links.taken(host, False, far, FULL) == links.taken(host, False, near, FULL)  # what stays within a node
+    assert links.taken(PLAIN, True, far, replace(FULL, interference=0.3)) == 0.3
     slower = host.scaled(0.5)
     assert (slower.link_bytes_per_s, PLAIN.scaled(0.5).link_bytes_per_s) == (0.5e9, 1e9)
     calm, busy = (compute.block(SMALL, each, Choice(), 1, FULL) for each in (host, replace(host, call_s=1.0)))
