@@ -92,8 +92,16 @@ def read_over(path: Path) -> Over | None:
 
 def earlier(paths: RunPaths) -> list[Over]:
     """How the starts before ended, oldest first."""
-    files = sorted(paths.launch.glob("over-*"), key=lambda path: path.stat().st_mtime)
-    return [over for path in files if (over := read_over(path)) is not None]
+    return [over for path in _ends(paths) if (over := read_over(path)) is not None]
+
+
+def _ends(paths: RunPaths) -> list[Path]:
+    """Files of how starts ended, oldest first, but for those that another launch is just removing."""
+    found: list[tuple[float, Path]] = []
+    for path in paths.launch.glob("over-*"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found)]
 
 
 def follows(launched: Launched, code: int, cancelled: bool, saved: int, before: Sequence[Over]) -> tuple[str, str]:
@@ -312,8 +320,7 @@ def _created(path: Path, text: str) -> bool:
 
 
 def _others(paths: RunPaths, path: Path) -> list[Path]:
-    files = [other for other in paths.launch.glob("over-*") if other != path]
-    return sorted(files, key=lambda other: other.stat().st_mtime)
+    return [other for other in _ends(paths) if other != path]
 
 
 def _leave(paths: RunPaths, step: Step, code: int, follow: str, stop: _Stop) -> None:

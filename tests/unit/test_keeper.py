@@ -394,3 +394,10 @@ def test_a_lock_names_its_holder_while_it_is_held(tmp_path: Path) -> None:
     with keeper._held(paths):
         assert keeper.holder(paths.keeper) == (os.getpid(), platform.node())
     assert keeper.holder(paths.keeper) is None
+
+
+def test_the_end_of_a_start_that_another_launch_forgets_is_passed_over(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.launch.mkdir(parents=True)
+    (paths.launch / "over-1.json").symlink_to(tmp_path / "gone")  # seen, and not there any more
+    assert keeper.earlier(paths) == []
