@@ -49,7 +49,7 @@ class Link:
     """An all-reduce over all ranks: bytes of the tensor per second for a large one, seconds for one number.
 
     `busy_latency_s`: for one number while all ranks compute, as they do when gradients travel; a CPU that has a part of
-    a core answers later then. None where nobody has measured it, and for accelerators.
+    a core answers later then. None where nobody has measured it, and of accelerators alone.
     """
 
     bytes_per_s: float

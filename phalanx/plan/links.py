@@ -74,7 +74,7 @@ def taken(kind: Kind, crosses: bool, cluster: Cluster, constants: Constants) -> 
     """Of the time of a collective that computation hides, by how much computation is longer.
 
     An accelerator's collectives take multiprocessors and memory from it for as long as they last. A CPU carries each
-    byte that it sends and receives itself, however long the bytes are under way, and whether it `crosses` nodes.
+    byte that it sends and receives itself, however long the bytes are under way. `crosses`: it leaves the node.
     """
     if not kind.on_host:
         return constants.interference

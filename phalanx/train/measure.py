@@ -449,15 +449,22 @@ def link_of(mesh: Mesh) -> tuple[Link | None, float | None]:
         size *= 4
         tried = [_reduced_s(mesh, size) for _ in range(2)]
     sent = 2.0 * size * (mesh.world - 1) / mesh.world  # round a ring (Thakur et al. 2005)
-    busy_s = _busy_latency_s(mesh) if mesh.device.type == "cpu" else None
-    return Link(size / min(tried)[0], latency_s, busy_s), max(
+    return Link(size / min(tried)[0], latency_s, _busy_latency_s(mesh)), max(
         1e-12, min(processor_s for _, processor_s in tried) / sent
     )
 
 
-def _busy_latency_s(mesh: Mesh) -> float:
-    """Seconds of an all-reduce of one number, on the average, while each rank computes in another thread. Not its
-    least: each part of what travels waits for whoever is the last to look at it."""
+def _computes_itself(mesh: Mesh) -> bool:
+    """Whether it is this rank's processor that computes, and carries what travels."""
+    return mesh.device.type == "cpu"
+
+
+def _busy_latency_s(mesh: Mesh) -> float | None:
+    """Seconds of an all-reduce of one number, on the average, while each CPU computes in another thread; None where
+    there are accelerators alone. Not its least: each part of what travels waits for whoever is the last to look at it.
+    """
+    if not mesh.max([float(_computes_itself(mesh))])[0]:  # all ask, or CPUs beside accelerators would wait for them
+        return None
     over = threading.Event()
 
     def compute() -> None:
@@ -466,14 +473,16 @@ def _busy_latency_s(mesh: Mesh) -> float:
             torch.mm(matrix, matrix)
 
     thread = threading.Thread(target=compute)
-    thread.start()
+    if _computes_itself(mesh):
+        thread.start()
     try:
         taken: list[float] = []
         while len(taken) < LATENCIES and sum(taken) < LATENCIES_S:  # the same on all ranks, as what it took is
             taken.append(_reduced_s(mesh, 1)[0])
     finally:
         over.set()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
     return statistics.fmean(taken)
 
 

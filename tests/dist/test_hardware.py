@@ -236,3 +236,20 @@ def test_a_model_that_several_ranks_hold_is_not_measured(here: Path) -> None:
     assert "what is measured is the whole model on each device" in refused(
         here, "hardware", "recipe.yaml", "--ranks", "2", "parallel.tensor=2"
     )
+
+
+def link_beside_an_accelerator(placement: Placement, hosts: list[int]) -> float | None:
+    from phalanx.comm.mesh import join
+    from phalanx.train import measure
+
+    with join(placement, 20) as mesh:
+        measure._computes_itself = lambda mesh: mesh.rank in hosts
+        link, _ = measure.link_of(mesh)
+        assert link is not None
+        return link.busy_latency_s
+
+
+def test_cpus_and_accelerators_measure_their_link_together() -> None:
+    first, other = run_ranks(link_beside_an_accelerator, 2, hosts=[0])
+    assert first is not None and first == other
+    assert run_ranks(link_beside_an_accelerator, 2, hosts=[]) == [None, None]
