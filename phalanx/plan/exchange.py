@@ -108,7 +108,7 @@ def _left(travels_s: float, room_s: float, later_s: float) -> float:
 
 def _fetched(
     passes_s: tuple[float, float], ahead: float, behind: float, last: float, units: int,
-    later_s: tuple[float, float] = (0.0, 0.0),
+    later_s: tuple[float, float],
 ) -> tuple[float, float]:  # fmt: skip
     """(exposed, hidden) seconds of a micro-batch whose blocks are fetched one ahead in each pass, and whose gradients
     leave behind each (Zhao et al. 2023).
@@ -126,7 +126,7 @@ def _fetched(
 
 def _planned(
     early: bool, passes_s: tuple[float, float], reduce: float, gather: float, units: int, reduces: int,
-    later_s: tuple[float, float] = (0.0, 0.0),
+    later_s: tuple[float, float],
 ) -> Travel:  # fmt: skip
     """This project's own order with zero 1 and 2, of equal units: what `optim.overlap` is bound by.
 
