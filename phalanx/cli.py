@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx import __version__, config, explain, faults, mirror, recipe, storage
+from phalanx import __version__, config, explain, faults, mirror, recipe, shared_secret, storage
 from phalanx.axes import Axes
 from phalanx.data_commands import Overrides, data_app
 from phalanx.errors import ConfigError, PhalanxError
@@ -91,6 +91,7 @@ def _looked_at(run: str) -> Iterator[RunPaths]:
 
 @app.command()
 def train(
+    context: typer.Context,
     recipe_path: RecipeFile,
     overrides: Overrides = None,
     ranks: Annotated[
@@ -130,7 +131,7 @@ def train(
 
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run; add that or leave it out")
-    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, os.environ, spares)
+    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj, spares)
     if meeting is not None and dry_run:
         raise ConfigError("--dry-run looks at a recipe on this machine alone; leave --nodes out")
     planned = faults.parse(inject or [])
@@ -248,6 +249,7 @@ def generate(
 
 @app.command()
 def hardware(
+    context: typer.Context,
     recipe_path: RecipeFile,
     overrides: Overrides = None,
     ranks: Annotated[
@@ -268,7 +270,7 @@ def hardware(
     """
     from phalanx import nodes, survey
 
-    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, os.environ)
+    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj)
     wanted = recipe.load(recipe_path, overrides or [])
     raise typer.Exit(survey.survey(wanted, ranks, out.expanduser(), as_json, meeting=meeting))
 
@@ -399,7 +401,8 @@ def main() -> None:
     debug = "--debug" in ours
     arguments = [argument for argument in ours if argument != "--debug"] + of_script
     try:
-        app(args=arguments, prog_name="phalanx")
+        # What commands start, and what it starts, has no use for the secret by which nodes meet.
+        app(args=arguments, prog_name="phalanx", obj=shared_secret.withdrawn())
     except PhalanxError as error:
         if debug:
             traceback.print_exc()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import socket
 import sys
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ AsSlurm = Literal["healthcheck", "prolog", "epilog"]
 
 
 def health_command(
+    context: typer.Context,
     deep: Annotated[
         bool, typer.Option("--deep", help="Also compute, copy and exchange on every device; nothing else may run.")
     ] = False,
@@ -69,7 +69,7 @@ def health_command(
     """
     from phalanx import deep_health, health_nodes, nodes
 
-    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, os.environ)
+    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj)
     if not deep and (seconds is not None or diag_level is not None):
         named = "--seconds" if seconds is not None else "--diag-level"
         raise ConfigError(f"{named} is about what --deep does; give that too, or leave it out")

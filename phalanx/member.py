@@ -21,7 +21,7 @@ import yaml
 
 from phalanx import ending, faults, fitness, hardware, launch, mirror, recipe, shared_memory, state_file
 from phalanx.axes import axes_of
-from phalanx.cluster import epochs, rendezvous
+from phalanx.cluster import epochs, offers, rendezvous, succession
 from phalanx.cluster.affairs import Policy
 from phalanx.cluster.circle import Claim
 from phalanx.cluster.fork import fork_call
@@ -30,7 +30,6 @@ from phalanx.cluster.leader import Leader, Plan, take_lead
 from phalanx.cluster.peer import Peer, run
 from phalanx.cluster.rendezvous import look_again
 from phalanx.cluster.stopping import Signals
-from phalanx.cluster.succession import division_of
 from phalanx.cluster.wire import Message
 from phalanx.config import Config
 from phalanx.devices import Device
@@ -103,7 +102,7 @@ def offer_of(
         "attempt": prepared.attempt,
         "unit": prepared.unit,
         "steps": prepared.config.train.steps,
-        **division_of(division, plan, devices, policy_of(prepared.config, nodes)),
+        **succession.division_of(division, plan, devices, policy_of(prepared.config, nodes)),
     }
 
 
@@ -128,6 +127,7 @@ class Member:
     said: Message
     memory: SharedMemory
     say: Callable[[str], None]
+    asked: Sequence[Fault] = ()  # to go wrong, by the command of this node
     recorder: Recorder | None = None
     first_attempt: int = 0
     committed: int = 0
@@ -179,6 +179,10 @@ class Member:
         from phalanx.train.trainer import Run
 
         config = recipe.check(yaml.safe_load(offer["config"]), "node 0's configuration")
+        offers.check(self.wanted, config)
+        offers.check_faults(self.asked, faults.from_plain(offer["faults"]))
+        if succession.policy_of(offer) != policy_of(config, self.where.nodes):
+            raise ConfigError("the leader offers another resilience than its recipe has; use one version of Phalanx")
         paths = self.paths
         if paths.url is None:
             check_folder(paths, offer["sign"], tend)

@@ -16,12 +16,12 @@ from typing import Any
 from rich.text import Text
 
 import phalanx
-from phalanx import ending, faults, fitness, launch, member, shared_memory
+from phalanx import ending, faults, fitness, launch, member, shared_memory, shared_secret
 from phalanx.cluster import epochs, other_node, rendezvous
 from phalanx.cluster.circle import Claim
 from phalanx.cluster.door import Door
 from phalanx.cluster.first_node import FirstNode
-from phalanx.cluster.greeting import own_hello
+from phalanx.cluster.greeting import flat, own_hello
 from phalanx.cluster.job import Job
 from phalanx.cluster.leader import Leader
 from phalanx.cluster.other_node import OtherNode
@@ -131,6 +131,8 @@ def train(
         devices = devices_of_ranks(found, accelerators, ranks)
         for folder in shared_memory.sweep(but=shared_memory.folder_of(paths)):
             _say(meeting, f"removed {folder}, which a run had left behind more than a day ago")
+        for file in shared_secret.removed(meeting.place.kept):
+            _say(meeting, f"removed {file}, the secret of a rendezvous that nobody has used for a long time")
         before = _epoch(paths) if meeting.node == 0 else 0  # others may begin one while it is looked whether they go on
         if meeting.node == 0 and not _goes_on(paths, meeting):
             try:
@@ -154,17 +156,9 @@ def hello(
     """What this node says of itself; nodes that were started by unlike commands do not fit, nor by unlike recipes."""
     rows = [[device.name, device.model, device.bf16, "", device.memory_bytes, device.cores] for device in devices]
     versions = {"phalanx": phalanx.__version__, "torch": version("torch")}
-    asked = {"the command": command, "--spares": meeting.spares, **dict(_flat(wanted.model_dump(mode="json")))}
+    asked = {"the command": command, "--spares": meeting.spares, **dict(flat(wanted.model_dump(mode="json")))}
     asked["--inject"] = "; ".join(fault.text for fault in planned)
     return own_hello(meeting.node, meeting.total, rows, versions, asked)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _say(meeting: Meeting, text: str) -> None:
@@ -256,7 +250,7 @@ def _lead(
             # Before all have met: what nobody holds then belongs to no node.
             shared = held.enter_context(shared_memory.held(shared_memory.folder_of(paths, meeting.node)))
             where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
-            run = member.Member(wanted, paths, devices, where, said, shared, functools.partial(_say, meeting))
+            run = member.Member(wanted, paths, devices, where, said, shared, functools.partial(_say, meeting), planned)
             held.callback(run.leave)
             replaces = "replace" in wanted.resilience.on_lost_node
             first = held.enter_context(hosted(meeting, said, spares=meeting.spares if replaces else 0))
@@ -416,7 +410,7 @@ def _follow(
     said = hello(wanted, devices, meeting, planned=planned)
     with shared_memory.held(shared_memory.folder_of(paths, meeting.node)) as shared:
         where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
-        run = member.Member(wanted, paths, devices, where, said, shared, functools.partial(_say, meeting))
+        run = member.Member(wanted, paths, devices, where, said, shared, functools.partial(_say, meeting), planned)
         works = Works(run.make, run.lead, run.claim, wanted.resilience.heartbeat_s)
         try:
             peer = take_part(said, meeting, works, functools.partial(_leader, paths))

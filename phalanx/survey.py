@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import balance, hardware, launch, member, nodes, recipe
-from phalanx.cluster import agent
+from phalanx.cluster import agent, offers
 from phalanx.cluster.affairs import Policy
 from phalanx.cluster.job import Job
 from phalanx.cluster.leader import Leader, Plan, take_lead
@@ -118,14 +118,14 @@ def _prepared(
     told = {"config": member.config_for_all(wanted, prepared), "world": world}
     told |= division_of(1, plan, rows, Policy(len(rows), max_restarts=0, on_lost_node=()))
     nodes.offer(first, lambda node: told, tend)
-    works = _works(said, devices, paths, as_json=meeting.quiet)
+    works = _works(wanted, said, devices, paths, as_json=meeting.quiet)
     peer = Peer(first.secret, works.make, works.lead)
     peer.prepared(told, _job(prepared.job, devices, paths))
     nodes.enter_first(first, peer, None, HEARTBEAT_S, epoch=1)
     return prepared, peer
 
 
-def _works(said: Message, devices: Sequence[Device], paths: RunPaths, as_json: bool) -> nodes.Works:
+def _works(wanted: Config, said: Message, devices: Sequence[Device], paths: RunPaths, as_json: bool) -> nodes.Works:
     """What a node does that measures with others. A node that is lost ends it."""
     from phalanx.train import copies
     from phalanx.train.resolve import token_folders
@@ -134,6 +134,7 @@ def _works(said: Message, devices: Sequence[Device], paths: RunPaths, as_json: b
 
     def make(offer: Message, tend: Callable[[], None]) -> Job:
         config = recipe.check(recipe.parse_yaml(offer["config"], "node 0's configuration"), "node 0's configuration")
+        offers.check(wanted, config)
         answer = launch.resolved(config, devices, int(offer["world"]), tend)
         what = "the resolved configuration"
         here = copies.here(recipe.check(recipe.parse_yaml(answer["config"], what), what))
@@ -209,7 +210,7 @@ def _show(known: Hardware, wanted: Config, prepared: Prepared, file: Path, as_js
 def _take_part(wanted: Config, devices: Sequence[Device], paths: RunPaths, meeting: Meeting) -> int:
     """Measure this node's devices as node 0 says; it has the result."""
     said = nodes.hello(wanted, devices, meeting, COMMAND)
-    peer = nodes.take_part(said, meeting, _works(said, devices, paths, as_json=meeting.quiet))
+    peer = nodes.take_part(said, meeting, _works(wanted, said, devices, paths, as_json=meeting.quiet))
     if isinstance(peer, int):
         return peer
     code = _run(peer)

@@ -25,6 +25,7 @@ PLAIN = {
     "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
     "shared_memory", "state_file", "kept", "pairing", "pulse", "faults", "slurm_config", "resilience_config",
     "fencing", "replicas", "host_memory", "links", "locks", "incidents", "kept_bytes", "processors", "control_groups",
+    "shared_secret",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -49,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fencing": {"errors", "records"},
     "links": {"errors", "records"},
     "locks": set(),
+    "shared_secret": {"errors"},
     "incidents": {"records"},
     "balance": {"errors"},
     "pairing": set(),
@@ -403,6 +405,7 @@ def test_the_process_environment_is_read_in_few_places() -> None:
         "phalanx.launch",
         "phalanx.cluster.agent",
         "phalanx.cluster.worker",
+        "phalanx.shared_secret",  # which takes a variable out of it
     }
     # What a script of a user's own calls, however it was started, and what starts one.
     scripts = {"phalanx.sharding", "phalanx.scripts.session", "phalanx.compat.run"}

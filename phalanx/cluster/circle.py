@@ -19,7 +19,7 @@ from phalanx.cluster.beats import GIVEN_UP, Beat, Beats
 from phalanx.cluster.door import Door
 from phalanx.cluster.errand import Errand
 from phalanx.cluster.herald import Voice
-from phalanx.cluster.roster import Member, Roster, roster_of, roster_to_message, standing, watched_by
+from phalanx.cluster.roster import Member, Roster, roster_of, roster_to_message, standing, too_few, watched_by
 from phalanx.cluster.wire import LINGER_S, Channel, Message, Proof, calling
 from phalanx.errors import PhalanxError
 
@@ -332,8 +332,11 @@ class Circle:
     # ------------------------------------------------------------------------------------------------------- agreeing
 
     def _follow(self, node: int, roster: Roster) -> None:
-        """Take the roster of a leader, old or new."""
+        """Take the roster of the leader, or of the one whom this node has voted for, as that is lost."""
         if roster.epoch <= self.roster.epoch or roster.leader != node:
+            return
+        if node != self.roster.leader and (self._voted is None or self._voted[0] != node):
+            self._lose(node, "it wanted to lead, and this node had not voted for it")
             return
         mine = roster.member(self.me.node)
         if mine is None or mine.token != self.me.token:
@@ -395,7 +398,7 @@ class Circle:
             return
         here, of = standing(len(kept), len(self.roster.nodes)), len(self.roster.nodes)
         if here == "minority" or (here == "tie" and self._claim is None):
-            self._fence(_too_few(len(kept), of))
+            self._fence(too_few(len(kept), of))
             return
         members = {member.node: member for member in self.roster.members if member.node in kept}
         joining = {node: member for node, member in self._joining.items() if node not in members}
@@ -450,7 +453,7 @@ class Circle:
         left, of = self._left(following), len(self.roster.nodes)
         here = standing(left, of)
         if here == "minority" or (here == "tie" and not self._claimed[1]):
-            self._fence(_too_few(left, of))
+            self._fence(too_few(left, of))
         else:
             self._adopt(following)
 
@@ -493,8 +496,3 @@ class Circle:
         if self._claiming is not None:
             self._claiming[0].cancel()
             self._claiming = None
-
-
-def _too_few(count: int, of: int) -> str:
-    few = ["no other node", "only one other node"][count - 1] if count < 3 else f"only {count - 1} other nodes"
-    return f"{few} of {of} can be reached from here, and those that cannot may go on with the run"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx import shared_secret
 from phalanx.cluster import rendezvous, wire
 from phalanx.cluster.door import Address, Door, bind
 from phalanx.cluster.greeting import objection, taken
@@ -166,7 +167,7 @@ class FirstNode:
         mend = (
             "it has read an old address file and looks again"
             if self._folder
-            else f"set the same {rendezvous.SECRET} there"
+            else f"set the same {shared_secret.VARIABLE} on all nodes"
         )
         self.notice(
             Kind.WARNING, {"message": f"a caller from {host} was refused: {why}; if it is a node of this job, {mend}"}

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 from phalanx.cluster.wire import Message
@@ -14,6 +15,15 @@ def own_hello(node: int, nodes: int, devices: list[Any], versions: Message, reci
         "role": "node", "node": node, "nodes": nodes, "host": platform.node(), "pid": os.getpid(), "devices": devices,
         "versions": versions, "recipe": recipe,
     }  # fmt: skip
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A recipe as dotted keys and values, as a hello has it."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def objection(hello: Message, leader: Message, to_node_0: bool) -> str | None:
@@ -38,7 +48,7 @@ def objection(hello: Message, leader: Message, to_node_0: bool) -> str | None:
             return f"{name} is {theirs} on {who} and {version} on {there}; install the same version on all nodes"
     different = [key for key in sorted({*recipe, *leader["recipe"]}) if recipe.get(key) != leader["recipe"].get(key)]
     if different:
-        both = [(key, _told(recipe.get(key)), _told(leader["recipe"].get(key))) for key in different[:3]]
+        both = [(key, told(recipe.get(key)), told(leader["recipe"].get(key))) for key in different[:3]]
         said = "; ".join(f"{key} is {theirs!r} on {who} and {here!r} on {there}" for key, theirs, here in both)
         return f"{said}; start all nodes with the same recipe and the same keys"
     if len(kinds) > 1:
@@ -62,10 +72,10 @@ def taken(node: int, holder: str, claimant: Message) -> str:
     )
 
 
-def _told(value: Any) -> Any:
+def told(value: Any) -> Any:
     """A value of a recipe as others may read it: without what is secret in a URL."""
     if isinstance(value, dict):
-        return {key: _told(each) for key, each in value.items()}
+        return {key: told(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_told(each) for each in value]
+        return [told(each) for each in value]
     return shown(value) if isinstance(value, str) else value

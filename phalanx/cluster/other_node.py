@@ -8,6 +8,7 @@ import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from phalanx import shared_secret
 from phalanx.cluster import rendezvous
 from phalanx.cluster.door import bind
 from phalanx.cluster.rendezvous import Place
@@ -102,9 +103,13 @@ def seek(
             except OSError as error:
                 problem = f"{address[0]}:{address[1]}: {error.strerror or error}"
                 if isinstance(error, ConnectionRefusedError) and error.errno is None and place.folder is None:
+                    where = "" if place.kept is None else (
+                        f"it is kept in {place.kept} here, which all nodes have to share; else meet in a folder that "
+                        "they share (file:///FOLDER), or "
+                    )  # fmt: skip
                     raise ConfigError(
-                        f"node 0 at {place.text} was not joined: {error}; set the same {rendezvous.SECRET} on all "
-                        "nodes, and give each job a port of its own"
+                        f"node 0 at {place.text} was not joined: {error}; {where}set the same {shared_secret.VARIABLE} "
+                        "on all nodes, and give each job a port of its own"
                     ) from None
                 continue
             return OtherNode(channel, secret, hello)

@@ -6,6 +6,7 @@ an address where nobody answers, or nobody who knows its secret, and is not beli
 """
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import json
@@ -13,18 +14,18 @@ import os
 import platform
 import secrets
 import socket
+import stat
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from phalanx import shared_secret
 from phalanx.errors import ConfigError, RunError
 
-SECRET = "PHALANX_SECRET"
-LEAST_SECRET = 16  # characters
 ADDRESS_FILE = "phalanx-node-0.json"
 PASSING = ".phalanx-passing-"  # how the names of files begin that are gone again at once
 STALE_S = 3600.0  # a passing file of that age was left by a process that was killed
@@ -33,13 +34,15 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 @dataclass(frozen=True)
 class Place:
-    """Where nodes meet: `folder`, or `host` and `port` with the `secret` that is known on all nodes already."""
+    """Where nodes meet: `folder`, or `host` and `port` with a `secret` that all nodes know already, `kept` in a file
+    if the user has set none."""
 
     text: str  # as the user wrote it
     folder: Path | None = None
     host: str = ""
     port: int = 0
-    secret: str = ""
+    secret: str = field(default="", repr=False)
+    kept: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,13 @@ class Address:
 
     hosts: tuple[str, ...]  # addresses of its interfaces
     port: int
-    secret: str
+    secret: str = field(repr=False)
     process: str  # for people: pid and host
 
 
 def place_of(text: str, environment: Mapping[str, str]) -> Place:
-    """Read a rendezvous from the command line. Raises ConfigError."""
+    """Read a rendezvous from the command line, with its secret: that of the environment, else that of a file of the
+    user's own, which is made where it is missing. Raises ConfigError."""
     try:
         parts = urlsplit(text)
     except ValueError as error:
@@ -74,18 +78,10 @@ def place_of(text: str, environment: Mapping[str, str]) -> Place:
         host = port = None
     if not host or not port or parts.path not in ("", "/") or parts.username or parts.query or parts.fragment:
         raise ConfigError(f"--rendezvous {text} is not of the form tcp://host:port with a port between 1 and 65535")
-    secret = environment.get(SECRET, "")
-    if not secret and not is_loopback(host):
-        raise ConfigError(
-            f"--rendezvous {text} lets anybody on the network in, since {SECRET} is not set; make a secret with "
-            f"`export {SECRET}=$(openssl rand -hex 32)`, and set the same one on all nodes"
-        )
-    if secret and len(secret) < LEAST_SECRET:
-        raise ConfigError(
-            f"{SECRET} has {len(secret)} characters and could be guessed; give it {LEAST_SECRET} at least, as by "
-            "`openssl rand -hex 32`"
-        )
-    return Place(text, host=host, port=port, secret=secret or "anybody on this machine")
+    if (own := shared_secret.given(environment)) is not None:
+        return Place(text, host=host, port=port, secret=own)
+    file = shared_secret.file_of(None if is_loopback(host) else host, port, environment)
+    return Place(text, host=host, port=port, secret=shared_secret.found(file), kept=file)
 
 
 def is_loopback(host: str) -> bool:
@@ -195,20 +191,33 @@ def read_address(folder: Path) -> Address | None:
 def _written(folder: Path) -> Any:
     """What the address file holds; None where there is none or it cannot be read.
 
-    Raises RunError where it is another user's: whoever is believed to be node 0 says what the nodes run.
+    Raises RunError where it is another user's, or others can read it: whoever is believed to be node 0 says what the
+    nodes run.
     """
+    path = folder / ADDRESS_FILE
     try:
-        with open(os.open(folder / ADDRESS_FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            owner = os.fstat(file.fileno()).st_uid
-            if owner != os.geteuid() and owner != _given_uid(folder):
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(path, flags), "rb") as file:
+            seen = os.fstat(file.fileno())
+            if seen.st_uid != os.geteuid() and seen.st_uid != _given_uid(folder):
                 raise PermissionError
+            if not stat.S_ISREG(seen.st_mode) or seen.st_mode & 0o077:
+                raise RunError(
+                    f"{path} is no file that its user alone can read (mode {stat.S_IMODE(seen.st_mode):o}), and the "
+                    "secret of a rendezvous is in it; remove it, and give each job a folder of its own on a file "
+                    "system that keeps the rights of files"
+                )
             return json.loads(file.read())
     except PermissionError:
         raise RunError(
-            f"{folder / ADDRESS_FILE} is another user's, whose job has met there; start all nodes as one user, and "
-            "give each job a folder of its own"
+            f"{path} is another user's, whose job has met there; start all nodes as one user, and give each job a "
+            "folder of its own"
         ) from None
-    except (OSError, ValueError, RecursionError):
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise RunError(f"{path} is a link, which no node has made; remove it") from None
+        return None
+    except (ValueError, RecursionError):
         return None
 
 

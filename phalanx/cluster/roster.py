@@ -68,6 +68,12 @@ def standing(left: int, of: int) -> Standing:
     return "majority" if 2 * left > of else "minority"
 
 
+def too_few(count: int, of: int) -> str:
+    """Why `count` members of so many, of which one is this node, may not go on."""
+    few = ["no other node", "only one other node"][count - 1] if count < 3 else f"only {count - 1} other nodes"
+    return f"{few} of {of} can be reached from here, and those that cannot may go on with the run"
+
+
 def member_to_message(member: Member) -> dict[str, Any]:
     return asdict(member)
 

@@ -17,7 +17,7 @@ from phalanx.cluster.beats import Beats
 from phalanx.cluster.circle import Circle
 from phalanx.cluster.door import Door, bind
 from phalanx.cluster.peer import Peer
-from phalanx.cluster.roster import Roster, member_of, watched_by
+from phalanx.cluster.roster import Roster, member_of, roster_to_message, watched_by
 from phalanx.cluster.wire import Channel, Message
 from phalanx.records import Placement, RunPaths
 from tests.helpers import run_ranks
@@ -416,3 +416,38 @@ def as_they_are_cut(placement: Placement, folder: str, seeds: list[int]) -> list
 def test_whoever_is_cut_off_from_whom_not_two_lead_for_good(tmp_path: Path) -> None:
     for leading in run_ranks(as_they_are_cut, 1, folder=str(tmp_path), seeds=list(range(30)))[0]:
         assert len(leading) <= 1, leading
+
+
+def after_a_member_wants_to_lead(placement: Placement, folder: str, mad: int) -> list[Any]:
+    """One of four says that it leads, with all others or without some, though the leader lives."""
+    found = []
+    for without in ((), (0,)):
+        with nodes(4, f"{folder}/{len(without)}") as there:
+            it = there.circles.pop(mad)
+            members = tuple(member for member in it.roster.members if member.node not in without)
+            roster = roster_to_message(Roster(2, mad, members))
+            for link in it._links.values():
+                assert link.channel is not None
+                link.channel.say({"roster": roster})
+                link.channel.say({"offer": {"division": 7}})
+            obeyed: list[Any] = []
+            others = list(there.circles.values())
+
+            def heard(circles: list[Circle] = others, obeyed: list[Any] = obeyed) -> bool:
+                obeyed += [node for each in circles for node, _ in each.heard() if node == each.roster.leader]
+                return all(each.roster.epoch > 1 and each.fenced is None for each in circles)
+
+            there.until(heard)
+            found.append([there.told(), sorted({tuple(each.roster.nodes) for each in others}), obeyed])
+            it.close()
+    return found
+
+
+@pytest.mark.parametrize("mad", [1, 3])
+def test_one_message_takes_the_lead_from_nobody_who_lives(tmp_path: Path, mad: int) -> None:
+    """Who wants that is given up by the leader; be it the one who would be next."""
+    left = [[node for node in range(4) if node != mad]]
+    assert (
+        run_ranks(after_a_member_wants_to_lead, 1, folder=str(tmp_path), mad=mad)[0]
+        == [[[[2, 0, False]] * 3, left, []]] * 2
+    )

@@ -65,7 +65,8 @@ class Cluster:
         self, worker: str, node: int, ranks: int = 1, environment: dict[str, str] | None = None, **options: Any
     ) -> Started:
         whole: dict[str, Any] = {"nodes": 2, "node": node, "meet": self.meet} | options
-        self.started.append(Started(self.parent, self.folder, worker, ranks, environment or {}, **whole))
+        home = {"HOME": str(self.folder)}  # where the secret of a TCP address is kept
+        self.started.append(Started(self.parent, self.folder, worker, ranks, home | (environment or {}), **whole))
         return self.started[-1]
 
     def noted(self, name: str, attempt: int, rank: int) -> Any:
@@ -350,6 +351,18 @@ def test_a_wrong_secret_is_a_sentence_and_disturbs_nobody(cluster: Cluster) -> N
     assert SECRET["PHALANX_SECRET"] not in text
 
 
+def test_a_node_with_another_home_folder_is_told_how_to_join(cluster: Cluster) -> None:
+    """Without the variable, the secret is in a file that machines may not share."""
+    cluster.meet = f"tcp://127.0.0.1:{free_port()}"
+    first = cluster.start("fine", 0)
+    code, text, _ = cluster.start("fine", 1, environment={"HOME": str(cluster.folder / "elsewhere")}).finish()
+    assert code == ExitCode.CONFIG
+    assert f"it is kept in {cluster.folder}/elsewhere/.local/state/phalanx/rendezvous/loopback-" in text
+    assert "else meet in a folder that they share (file:///FOLDER), or set the same PHALANX_SECRET on all nodes" in text
+    right = cluster.start("fine", 1)
+    assert (first.finish()[0], right.finish()[0]) == (0, 0)
+
+
 def test_node_0_says_once_per_caller_who_was_refused_and_why() -> None:
     listener, first = listening_first_node()
     said: list[tuple[str, dict[str, Any]]] = []
@@ -365,8 +378,9 @@ def test_node_0_says_once_per_caller_who_was_refused_and_why() -> None:
         assert caller.failed == "it does not accept this node's secret"
         caller.channel.close("refused")
     sentence = (
-        "was refused: it does not know the secret; if it is a node of this job, set the same PHALANX_SECRET there"
+        "was refused: it does not know the secret; if it is a node of this job, set the same PHALANX_SECRET on all"
     )
+    sentence += " nodes"
     assert said == [("warning", {"message": f"a caller from {host} {sentence}"}) for host in ("127.0.0.1", "127.0.0.2")]
     first.finish(0, "over")
 

@@ -1,13 +1,19 @@
 """What one of several nodes does with what it keeps of a run."""
 
 import os
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-from phalanx import ending
+import pytest
+
+from phalanx import ending, faults, recipe
 from phalanx.config import Config
 from phalanx.devices import Device
-from phalanx.member import Member, Where
+from phalanx.errors import ConfigError
+from phalanx.member import Member, Where, policy_of
 from phalanx.records import ExitCode, Kind, RunPaths, read_lines, write_event
 from phalanx.report import words
 from phalanx.shared_memory import LOCK, TOUCHED_S, held, sweep
@@ -44,3 +50,37 @@ def test_what_is_done_is_not_kept(tmp_path: Path) -> None:
         member.code = ExitCode.DONE
         member.leave()
     assert not memory.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            lambda offer, code: offer.update(config=_with_code(offer["config"], code)),
+            r"model.code is '.*theirs.py'",
+        ),
+        (
+            lambda offer, code: offer.update(faults=faults.plain(faults.parse(["kill:step=1"]))),
+            "other faults than",
+        ),
+        (lambda offer, code: offer["policy"].update(max_restarts=99), "another resilience than its recipe has"),
+    ],
+)
+def test_nothing_that_a_leader_offers_beside_the_recipe_is_imported(
+    tmp_path: Path, change: Callable[[dict[str, Any], str], None], expected: str
+) -> None:
+    code, wanted = tmp_path / "theirs.py", recipe.check({"model": {"hidden": 8, "layers": 1, "heads": 1}}, "here")
+    code.write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\nclass Model: ...\n")
+    offer = {"config": recipe.to_yaml(wanted), "faults": [], "policy": asdict(policy_of(wanted, 2))}
+    change(offer, str(code))
+    with held(tmp_path / "shared") as memory:
+        paths = RunPaths(tmp_path / "run")
+        member = Member(wanted, paths, [Device("cpu", "any", True)], Where(1, 2, None), {}, memory, lambda text: None)
+        with pytest.raises(ConfigError, match=expected):
+            member.make(offer, lambda: None)
+    assert not (tmp_path / "marker").exists()
+
+
+def _with_code(text: str, code: str) -> str:
+    tree = recipe.parse_yaml(text, "an offer")
+    return recipe.to_yaml(recipe.check(tree | {"model": tree["model"] | {"code": code}}, "an offer"))

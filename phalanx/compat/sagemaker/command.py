@@ -1,9 +1,9 @@
 """`python -m phalanx.compat.sagemaker`: the same as `phalanx run`, and what torchrun's -m starts on each rank."""
 
-import os
 import sys
 from pathlib import Path
 
+from phalanx import shared_secret
 from phalanx.compat import run
 from phalanx.errors import ConfigError, PhalanxError
 
@@ -14,7 +14,7 @@ def main() -> None:
     """Run a script on the ranks that have been started, or on `--nproc` of this machine; ends the process."""
     try:
         script, arguments, config, count = parse(sys.argv[1:])
-        sys.exit(run.run(script, arguments, os.environ, nproc=count, smp_config=config))
+        sys.exit(run.run(script, arguments, shared_secret.withdrawn(), nproc=count, smp_config=config))
     except PhalanxError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)

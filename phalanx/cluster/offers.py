@@ -1,0 +1,73 @@
+"""Whether what a leader offers is what this node was started for. Pure functions.
+
+An offer decides which code is imported and which files are opened here. So each node holds it against its own recipe,
+spares and nodes that come back too: they were all started with one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from phalanx import recipe
+from phalanx.cluster.greeting import told
+from phalanx.config import Config, get, leaves
+from phalanx.errors import ConfigError
+from phalanx.faults import Fault
+
+# What a plan decides where parallel.layout is auto, and the recipe does not write: numbers and names of ways, no files.
+PLANNED = frozenset({
+    "parallel.data", "parallel.zero", "parallel.shard_degree", "parallel.reduce", "parallel.tensor",
+    "parallel.sequence", "parallel.pipeline", "parallel.schedule", "parallel.stages", "train.micro_batch",
+    "memory.activations", "optim.slots", "balance.work", "balance.state",
+})  # fmt: skip
+SHOWN = 3  # keys that a sentence names
+
+
+def check(wanted: Config, offered: Config) -> None:
+    """Raise ConfigError where a leader's resolved configuration does not follow from `wanted`, this node's recipe."""
+    different = [key for key, _ in leaves() if not _follows(key, wanted, offered)]
+    if different:
+        both = [(key, _plain(offered, key), _plain(wanted, key)) for key in different[:SHOWN]]
+        said = "; ".join(f"{key} is {theirs!r} there and {mine!r} here" for key, theirs, mine in both)
+        raise ConfigError(
+            f"the leader offers another recipe than this node was started with: {said}; start all nodes with the same "
+            "recipe and the same keys"
+        )
+
+
+def _follows(key: str, wanted: Config, offered: Config) -> bool:
+    """Whether the offered value of a key may be what the recipe's comes to. Besides what is the same, that is: what an
+    `auto` was resolved to (of the one that names files, one of two); what a plan has decided; and the second copy of
+    the state, and a file of measurements, that are of no use in a layout and were left out."""
+    mine, theirs = get(wanted, key), get(offered, key)
+    if mine == theirs:
+        return True
+    if mine == "auto":
+        return key != "data.tokenizer" or theirs in ("train", wanted.model.from_hf)
+    planned = wanted.parallel.layout == "auto"
+    if key == "parallel.layout":
+        return planned and theirs == "given"
+    if key == "balance.hardware":
+        return planned and theirs is None
+    if key == "optim.slots" and theirs == 1:
+        return True
+    return planned and key in PLANNED and key not in recipe.written(wanted)
+
+
+def _plain(config: Config, key: str) -> Any:
+    """A value as JSON has it, as others may read it."""
+    tree: Any = config.model_dump(mode="json")
+    for part in key.split("."):
+        tree = None if tree is None else tree[part]
+    return told(tree)
+
+
+def check_faults(asked: Sequence[Fault], offered: Sequence[Fault]) -> None:
+    """Raise ConfigError where a leader offers other faults than this node was asked for; their attempts count from the
+    first one of the run folder."""
+    later = {theirs.attempt - mine.attempt for mine, theirs in zip(asked, offered, strict=False)}
+    same = [replace(each, attempt=1) for each in asked] == [replace(each, attempt=1) for each in offered]
+    if not same or len(later) > 1 or any(by < 0 for by in later):
+        raise ConfigError(
+            "the leader offers other faults than this node's --inject; start all nodes with the same ones"
+        )

@@ -1,0 +1,196 @@
+"""The secret of a rendezvous in a file of the user's own: who makes it, who finds it, and whose is not believed."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phalanx import shared_secret
+from phalanx.cluster.rendezvous import place_of
+from phalanx.errors import ConfigError
+from phalanx.shared_secret import VARIABLE, file_of, found
+from tests.another_user import NOBODY, as_root, begin, open_path
+from tests.helpers import ROOT
+
+SECRET = "sixteen or more characters"
+__all__ = ["open_path"]
+
+
+def test_each_rendezvous_has_a_secret_that_its_user_alone_can_read(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path)}
+    first = place_of("tcp://127.0.0.1:29500", home)
+    assert first.kept is not None and first.kept.is_relative_to(tmp_path)
+    assert len(first.secret) == 64 and first.secret not in repr(first)
+    assert stat.S_IMODE(first.kept.stat().st_mode) == 0o600
+    assert stat.S_IMODE(first.kept.parent.stat().st_mode) == 0o700
+    assert os.listdir(first.kept.parent) == [first.kept.name]
+    for same in ("tcp://127.0.0.1:29500", "tcp://localhost:29500", "tcp://[::1]:29500/"):
+        assert place_of(same, home).secret == first.secret
+    others = [place_of(f"tcp://{there}", home) for there in ("127.0.0.1:29501", "n1:29500", "127.0.0.1.evil.org:29500")]
+    assert len({place.secret for place in [first, *others]}) == 4
+    assert place_of("tcp://N1:29500", home).secret == others[1].secret  # a name is the same in capitals
+    assert place_of("tcp://127.0.0.1:29500", {"HOME": str(tmp_path / "of another")}).secret != first.secret
+
+
+def test_a_secret_that_is_set_is_taken_and_no_file_made(tmp_path: Path) -> None:
+    place = place_of("tcp://127.0.0.1:29500", {"HOME": str(tmp_path), VARIABLE: SECRET})
+    assert (place.secret, place.kept, os.listdir(tmp_path)) == (SECRET, None, [])
+    with pytest.raises(ConfigError, match="has 5 characters and could be guessed"):
+        place_of("tcp://127.0.0.1:29500", {"HOME": str(tmp_path), VARIABLE: "short"})
+
+
+def test_nodes_that_come_at_the_same_moment_find_the_same_secret(tmp_path: Path) -> None:
+    """Eight processes wait for one byte, and then look for twenty secrets in turn."""
+    ours, theirs = socket.socketpair()
+    answers, writer = os.pipe()
+    pids = []
+    for _ in range(8):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                ours.close()
+                theirs.recv(1, socket.MSG_PEEK)
+                os.write(writer, " ".join(found(tmp_path / "of" / f"n-{turn}") for turn in range(20)).encode() + b"\n")
+            finally:
+                os._exit(0)
+        pids.append(pid)
+    os.close(writer)
+    ours.send(b"!")
+    with open(answers) as pipe:
+        told = pipe.read().splitlines()
+    for pid in pids:
+        os.waitpid(pid, 0)
+    assert len(told) == 8 and len(set(told)) == 1
+    assert len(set(told[0].split())) == 20
+    assert len(os.listdir(tmp_path / "of")) == 20
+
+
+def test_a_file_is_complete_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is killed while it writes leaves nothing that another node would take for a secret."""
+
+    def killed(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        found(tmp_path / "of" / "n-1")
+    assert os.listdir(tmp_path / "of") == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda file: os.chmod(file, 0o640), r"n-1 may be read by others \(mode 640\)"),
+        (lambda file: os.chmod(file.parent, 0o770), r"of may be written by others \(mode 770\)"),
+        (lambda file: file.write_text("a" * 63 + "\n"), "holds no secret of a rendezvous"),
+        (lambda file: file.write_text("a" * 65 + "\n"), "holds no secret of a rendezvous"),
+        (lambda file: (file.rename(file.with_name("n-2")), file.symlink_to("n-2")), "n-1 is not a regular file"),
+        (lambda file: (file.unlink(), os.mkfifo(file, 0o600)), "n-1 is not a regular file"),
+        (lambda file: (file.unlink(), file.mkdir(0o700)), "n-1 is not a regular file"),
+        (lambda file: file.parent.symlink_to(file.parent.rename(file.parent.with_name("it"))), "cannot be kept"),
+    ],
+)  # fmt: skip
+def test_what_others_may_have_written_or_read_is_refused(
+    tmp_path: Path, spoil: Callable[[Path], None], expected: str
+) -> None:
+    file = tmp_path / "of" / "n-1"
+    held = found(file)
+    spoil(file)
+    with pytest.raises(ConfigError, match=expected) as caught:
+        found(file)
+    assert "or set the same PHALANX_SECRET on all nodes" in str(caught.value)
+    assert held not in str(caught.value)
+
+
+@as_root
+@pytest.mark.parametrize("what", ["the file", "the folder"])
+def test_what_another_user_has_planted_is_refused_and_the_variable_still_helps(tmp_path: Path, what: str) -> None:
+    home = {"HOME": str(tmp_path)}
+    file = file_of(None, 29500, home)
+    planted = found(file)
+    os.chown(file if what == "the file" else file.parent, NOBODY, NOBODY)
+    with pytest.raises(
+        ConfigError, match=r"belongs to another user \(uid 65534\).*; remove it, or set the same PHALANX"
+    ):
+        place_of("tcp://127.0.0.1:29500", home)
+    assert place_of("tcp://127.0.0.1:29500", home | {VARIABLE: SECRET}).secret == SECRET != planted
+
+
+@as_root
+def test_another_user_does_not_read_it(open_path: Path) -> None:
+    """Nor where the folders above are open to all."""
+    file = open_path / "of" / "n-1"
+    held = found(file)
+    os.chmod(file.parent, 0o755)
+    assert begin(os.listdir, file.parent)() == ["n-1"]
+    assert begin(file.read_text)().startswith("PermissionError")
+    assert begin(found, file)().startswith("ConfigError")
+    assert found(file) == held
+
+
+def test_a_user_without_a_home_is_told_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for home in (str(tmp_path / "file"), "nowhere"):
+        with pytest.raises(ConfigError, match="or set the same PHALANX_SECRET on all nodes") as caught:
+            place_of("tcp://127.0.0.1:29500", {"HOME": home})
+    assert "has no home folder" in str(caught.value)
+
+
+def test_what_nobody_has_used_for_long_is_removed(tmp_path: Path) -> None:
+    """And only that: a file is used whenever a node looks for it."""
+    old, mine, other, passing = (tmp_path / name for name in ("old-1", "mine-1", "other-1", ".passing-1"))
+    for file in (old, mine, other):
+        found(file)
+    passing.touch()
+    long_ago = time.time() - (shared_secret.UNUSED_DAYS + 1) * 86400
+    for file in (old, mine, other, passing):
+        os.utime(file, (long_ago, long_ago))
+    found(other)
+    assert shared_secret.removed(mine) == [old]
+    assert shared_secret.removed(None) == []
+    assert sorted(os.listdir(tmp_path)) == [".passing-1", "mine-1", "other-1"]
+    found(tmp_path / "new-1")
+    assert not passing.exists()
+
+
+def test_the_secret_leaves_the_environment_of_a_process_and_of_its_children() -> None:
+    """Of those that it forks, and that never execute anything else, too; other variables stay."""
+    script = f"""
+import os, subprocess, sys
+from phalanx.shared_secret import withdrawn
+before = withdrawn()
+assert before["{VARIABLE}"] == {SECRET!r}
+whole = dict(before)
+del whole["{VARIABLE}"]
+assert whole == dict(os.environ)
+seen = [open("/proc/self/environ").read(), subprocess.run(["env"], capture_output=True, text=True).stdout]
+pid = os.fork()
+assert pid or not os._exit("characters" in open("/proc/self/environ").read() or "{VARIABLE}" in os.environ)
+assert os.waitpid(pid, 0)[1] == 0
+assert {SECRET!r} not in str(seen), seen
+assert all("ANOTHER=one of sixteen" in text for text in seen), seen
+assert withdrawn() == whole
+"""
+    environment = {**os.environ, "ANOTHER": "one of sixteen", VARIABLE: SECRET, "LAST": "x"}
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=60, env=environment)
+
+
+@pytest.mark.parametrize("command", [["phalanx", "run"], ["phalanx.compat.sagemaker"]])
+def test_a_command_takes_the_secret_out_of_its_environment(tmp_path: Path, command: list[str]) -> None:
+    """A script, and what it starts, have it no more."""
+    (tmp_path / "script.py").write_text(
+        "import os, subprocess\n"
+        "told = subprocess.run(['cat', '/proc/self/environ'], capture_output=True).stdout\n"
+        "own = open('/proc/self/environ', 'rb').read()\n"
+        "print('seen', 'HOME' in os.environ, b'characters' in told + own, 'PHALANX_SECRET' in os.environ)\n"
+    )
+    words = [sys.executable, "-m", *command, "--nproc", "1", str(tmp_path / "script.py")]
+    environment = {**os.environ, VARIABLE: SECRET}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
+    assert "seen True False False" in done.stdout, done.stderr
