@@ -4,15 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test accelerator check format bench clean
 
 help:
-	@echo "make setup   create .venv with all that the demo, the tests and the benchmarks need"
-	@echo "make demo    train a small LLaMA on two ranks, kill one, go on, export, generate (about five minutes)"
-	@echo "make test    run the tests (WORKERS=N at a time; two cores serve three)"
-	@echo "make check   formatting, lint and types"
-	@echo "make format  rewrite the code in the project's format"
-	@echo "make bench   every benchmark in its quick form"
+	@echo "make setup        create .venv with all that the demo, the tests and the benchmarks need"
+	@echo "make demo         train a small LLaMA on two ranks, kill one, go on, export, generate (about five minutes)"
+	@echo "make test         run the tests (WORKERS=N at a time; two cores serve three)"
+	@echo "make accelerator  run those on the simulated accelerator in all orders of its streams"
+	@echo "make check        formatting, lint and types"
+	@echo "make format       rewrite the code in the project's format"
+	@echo "make bench        every benchmark in its quick form"
 
 setup: $(STAMP)
 
@@ -34,7 +35,13 @@ demo: setup
 # Files stay whole, so that what one of them sets up is set up once; tests/conftest.py puts those that take long first.
 WORKERS ?= 3
 test: setup
+	@$(BIN)/python -m tests.accelerator.build
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=60 --durations-min=4
+
+# Everything on the simulated accelerator: all orders, all seeds.
+accelerator: setup
+	@$(BIN)/python -m tests.accelerator.build
+	PHALANX_TEST_ACCELERATOR=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/accelerator
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -52,10 +52,10 @@ def found() -> list[str]:
 
 
 def backend(device: torch.device) -> str:
-    """The process group backend string: gloo for host tensors, the device's own for its tensors."""
-    if device.type == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
+    """The process group backend string: gloo for host tensors, the device's own collectives for its tensors; gloo alone
+    where that kind of device has none, so that its tensors travel through host memory."""
+    own = torch.distributed.Backend.default_device_backend_map.get(device.type, "gloo")
+    return "gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 
 
 def kinds() -> list[str]:
@@ -77,7 +77,7 @@ def native_group(
 ) -> torch.distributed.ProcessGroup | None:
     """A group of the device's own collectives for ranks that have each a device; None for a kind that has no NCCL."""
     dist: Any = torch.distributed
-    if dist.get_default_backend_for_device(device) != "nccl":
+    if not backend(device).endswith(":nccl"):
         return None
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout

@@ -36,7 +36,7 @@ sys.dont_write_bytecode = False
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 TESTS = Path(__file__).resolve().parent
-LONG = ("test_docs.py", "cluster", "numerics", "dist", "gpu")  # what takes long, in this order
+LONG = ("test_docs.py", "cluster", "accelerator", "numerics", "dist", "gpu")  # what takes long, in this order
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx import accelerator
 from phalanx.checkpoint.files import CHUNK_BYTES, DTYPES
 from phalanx.checkpoint.read import tensor_name
 from phalanx.optim.engine import Piece
@@ -65,7 +66,7 @@ class HostBuffer:
                 assert tensor.shape == (piece.stop - piece.start,), (piece.name, piece.kind, tensor.shape)
                 offset_bytes = self._copy(tensor, offset_bytes)
         for device in devices:
-            torch.accelerator.synchronize(device)  # the one place of a save where the host waits for the device
+            accelerator.wait(device)  # the one place of a save where the host waits for the device
         return [Stored(p.name, p.kind, p.start, p.stop, p.dtype, p.window) for p in ordered]
 
     def chunks(self, total_bytes: int) -> Iterator[memoryview]:

@@ -62,8 +62,13 @@ class Counters:
 
 def register(name: str = NAME) -> None:
     """Make the backend known to torch.distributed, for the host and the accelerator that torch was built for; it may
-    have another name for scripts that say so."""
+    have another name for scripts that say so. It becomes no device's default, which torch makes of the first backend
+    that is registered for a kind of device without one."""
+    defaults = dist.Backend.default_device_backend_map
+    before = dict(defaults)
     dist.Backend.register_backend(name, _create, extended_api=True, devices=["cpu", *accelerator.kinds()])
+    for kind in set(defaults) - set(before):
+        del defaults[kind]
 
 
 def counters(group: dist.ProcessGroup | None = None) -> Counters:

@@ -66,16 +66,26 @@ class Traffic:
 class Pending:
     """A collective under way; `wait` holds the host until the result may be used by work queued after it."""
 
-    def __init__(self, work: dist.Work | None, traffic: Traffic, name: str) -> None:
-        self._work, self._traffic, self._name = work, traffic, name
+    def __init__(
+        self,
+        work: dist.Work | None,
+        traffic: Traffic,
+        name: str,
+        arrived: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """`arrived`: a tensor of a device, and the one on the host that holds its values when the work is done."""
+        self._work, self._traffic, self._name, self._arrived = work, traffic, name, arrived
 
     def wait(self) -> None:
         if self._work is not None:
             start = time.perf_counter()
             with phase(self._name), self._traffic.waiting(self._name):
                 self._work.wait()
+                if self._arrived is not None:
+                    target, host = self._arrived
+                    target.copy_(host)
             self._traffic.waited(time.perf_counter() - start)
-            self._work = None
+            self._work = self._arrived = None
 
 
 def all_reduce(
@@ -87,24 +97,27 @@ def all_reduce(
     """Start reducing `tensor` in place over `group`."""
     start = _begin(traffic, tensor)
     with phase("reduce"):
-        work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-    return _issued(work, traffic, start, "reduce")
+        sent = _sendable(tensor, group)
+        work = dist.all_reduce(sent, op=op, group=group, async_op=True)
+    return _issued(work, traffic, start, "reduce", tensor, sent)
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, traffic: Traffic) -> Pending:
     """Start gathering equal shards: `output` holds `shard` of every rank, in order of rank."""
     start = _begin(traffic, output, shard)
     with phase("gather"):
-        work = ALL_GATHER(output, shard, group=group, async_op=True)
-    return _issued(work, traffic, start, "gather")
+        gathered = _sendable(output, group, filled=False)
+        work = ALL_GATHER(gathered, _sendable(shard, group), group=group, async_op=True)
+    return _issued(work, traffic, start, "gather", output, gathered)
 
 
 def reduce_scatter(shard: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, traffic: Traffic) -> Pending:
     """Start summing `tensor` over ranks; `shard` receives this rank's equal part of the sum."""
     start = _begin(traffic, tensor, shard)
     with phase("reduce"):
-        work = REDUCE_SCATTER(shard, tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
-    return _issued(work, traffic, start, "reduce")
+        summed = _sendable(shard, group, filled=False)
+        work = REDUCE_SCATTER(summed, _sendable(tensor, group), op=dist.ReduceOp.SUM, group=group, async_op=True)
+    return _issued(work, traffic, start, "reduce", shard, summed)
 
 
 def carried_from(group: dist.ProcessGroup, device: torch.device) -> torch.device:
@@ -123,6 +136,17 @@ def _begin(traffic: Traffic, *tensors: torch.Tensor) -> float:
     return time.perf_counter()
 
 
-def _issued(work: dist.Work | None, traffic: Traffic, start: float, name: str) -> Pending:
+def _sendable(tensor: torch.Tensor, group: dist.ProcessGroup, filled: bool = True) -> torch.Tensor:
+    """The tensor itself, or, for one of an accelerator in a group of gloo alone, page-locked host memory of its shape,
+    `filled` with its values. Filling holds the host until the device has computed them."""
+    if tensor.device.type == "cpu" or dist.get_backend(group) != "gloo":
+        return tensor
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return host.copy_(tensor) if filled else host
+
+
+def _issued(
+    work: dist.Work | None, traffic: Traffic, start: float, name: str, target: torch.Tensor, sent: torch.Tensor
+) -> Pending:
     traffic.waited(time.perf_counter() - start)
-    return Pending(work, traffic, name)
+    return Pending(work, traffic, name, None if sent is target else (target, sent))

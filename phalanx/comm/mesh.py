@@ -48,7 +48,7 @@ def neighbours(axis: Axis, size: int, timeout_s: float) -> Axis:
     ranks = axis.ranks[first : first + size]
     group = dist.new_group(
         list(ranks),
-        backend=dist.get_backend_config(axis.group),
+        backend=dist.get_backend(axis.group),
         timeout=datetime.timedelta(seconds=timeout_s),
         use_local_synchronization=True,
     )
@@ -132,7 +132,8 @@ class Mesh:
         host alone, wherever ranks compute. Collective.
         """
         assert self.world % degree == 0, (self.world, degree)
-        backend, wait = dist.get_backend_config(self.transfers), datetime.timedelta(seconds=self.timeout_s)
+        wait = datetime.timedelta(seconds=self.timeout_s)
+        backend: str = dist.get_backend(self.transfers)
         if through_host and not self.on_host:
             backend = "gloo"
         elif degree == self.world:
@@ -211,14 +212,14 @@ def join(placement: Placement, timeout_s: float, storage_s: float = 0.0, axes: A
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.PrefixStore(f"attempt-{placement.attempt}", _store(placement, timeout))
     offers = _meet(store, placement, timeout_s, _offer(device))
-    backend = _backend(offers)
+    # The group is not bound to a device (`device_id`): of a bound one torch looks the device up in every further group,
+    # which fails in those of gloo alone, and has ranks outside a new group take part in making it.
     dist.init_process_group(
-        backend,
+        _backend(offers),
         store=dist.PrefixStore("group", store),
         rank=placement.rank,
         world_size=placement.world,
         timeout=timeout,
-        device_id=None if backend == "gloo" else device,
     )
     mesh = None
     try:
@@ -436,7 +437,6 @@ def default_group(placement: Placement, timeout_s: float) -> None:
         rank=placement.rank,
         world_size=placement.world,
         timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
     )
 
 

@@ -41,7 +41,7 @@ def transfers(
     """The form for tensors on `device`: on the host the ring, or two levels where nodes have several of the group's
     ranks; on an accelerator its own collectives, or the former staged through the host where the group has only gloo
     for it. `topology` is that of the group; without it each rank counts as a node of its own."""
-    if device.type != "cpu" and group._get_backend(device).name() != "gloo":
+    if device.type != "cpu" and dist.get_backend(group) != "gloo":
         return Native(group, traffic)
     two_level = topology is not None and topology.form == "two-level"
     host: TwoLevel | Ring = Ring(group, traffic)

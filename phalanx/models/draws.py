@@ -53,10 +53,14 @@ def normal(key: int, start: int, stop: int, *, device: torch.device | str, dtype
     if not 0 <= start <= stop:
         raise ValueError(f"normal() got the range [{start}, {stop})")
     out = torch.empty(stop - start, device=device, dtype=dtype)
-    block = 2 * (_PAIRS_PER_BLOCK if torch.device(device).type == "cpu" else _PAIRS_PER_BLOCK_ACCELERATOR)
-    for first in range(start - start % block, stop, block):
-        low, high = max(start, first), min(stop, first + block)
-        out[low - start : high - start] = _normal_block(key, first, block, out.device)[low - first : high - first]
+    block = 2 * _PAIRS_PER_BLOCK
+    most = block if torch.device(device).type == "cpu" else 2 * _PAIRS_PER_BLOCK_ACCELERATOR
+    first = start - start % block
+    while first < stop:
+        count = min(most, math.ceil((stop - first) / block) * block)
+        low, high = max(start, first), min(stop, first + count)
+        out[low - start : high - start] = _normal_block(key, first, count, out.device)[low - first : high - first]
+        first += count
     return out
 
 

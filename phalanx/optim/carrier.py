@@ -88,8 +88,11 @@ class Carrier:
             self.settle()
 
     def wait(self, mark: Mark) -> None:
-        """Wait for the main thread; it must not wait for the lane meanwhile."""
+        """Wait for the main thread; it must not wait for the lane meanwhile.
+
+        Also where the main thread has already passed the mark: its device may still have to get there.
+        """
         if not mark.reached:
             self.settle()
-            with contextlib.nullcontext() if self._pool is None else self._pool.starving(mark):
-                mark.wait()
+        with contextlib.nullcontext() if self._pool is None else self._pool.starving(mark):
+            mark.wait()

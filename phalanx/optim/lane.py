@@ -95,8 +95,12 @@ class Lane:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(END_S)
+        if self._thread is None:
+            return
+        self._thread.join(END_S)
+        if self._stream is not None and self.error is None and not self._thread.is_alive():
+            # What this thread queues next may be in memory that the lane still uses.
+            torch.accelerator.current_stream(self.device).wait_stream(self._stream)
 
     def _run(self) -> None:
         try:

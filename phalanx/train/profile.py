@@ -125,7 +125,7 @@ class Trace:
 
     def finish(self, step: int, alone: bool) -> None:
         mesh, paths = self._where.mesh, self._where.paths
-        _wait_for(mesh.device)
+        accelerator.wait(mesh.device)
         self._profiler.stop()
         steps = step - self.first + 1
         averages = self._profiler.key_averages()
@@ -196,11 +196,6 @@ def _profiler(device: torch.device, memory: bool = False) -> torch.profiler.prof
     everything = torch.profiler.supported_activities()
     activities = [torch.profiler.ProfilerActivity.CPU] if device.type == "cpu" else everything
     return torch.profiler.profile(activities=activities, profile_memory=memory)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,27 @@
+"""The command line on the simulated accelerator: it finds the devices, trains on them, and resumes after a death."""
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.records import Kind
+from tests.accelerator.device import needs_device, phalanx
+from tests.dist.command import write_place
+from tests.numerics import runs
+
+pytestmark = needs_device
+SHORT = ["train.steps=6", "checkpoint.every=2", "train.eval_sequences=0", "balance.work=even", "train.compile=false"]
+
+
+@pytest.mark.parametrize(("ranks", "order"), [(1, "main_last"), (2, "threads")])
+def test_a_death_changes_nothing(ranks: int, order: str, tmp_path: Path) -> None:
+    write_place(tmp_path)
+    train = ["train", "recipe.yaml", *SHORT]
+    for name, more in {"undisturbed": [], "killed": ["--inject", "kill:rank=0,step=3"]}.items():
+        code, out, err = phalanx(tmp_path, *train, *more, "--run-dir", name, order=order, devices=ranks)
+        assert code == 0, out + err
+        started = runs.events(tmp_path / name, Kind.RUN_STARTED)[0]
+        assert (started["world"], started["device"]) == (ranks, "sim")
+    died = runs.events(tmp_path / "killed", Kind.WORKER_DIED)
+    assert [(event["rank"], event["reason"]) for event in died] == [(0, "killed by SIGKILL")]
+    assert runs.same_bits(runs.state(tmp_path / "killed"), runs.state(tmp_path / "undisturbed"))

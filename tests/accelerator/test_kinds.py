@@ -1,0 +1,60 @@
+"""Ranks start on any kind of accelerator: with collectives of its own or without, sharing a device, beside a CPU."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx import accelerator
+from phalanx.comm import backend
+from phalanx.records import Placement
+from tests.accelerator.curves import References, assert_near, on_device
+from tests.accelerator.device import needs_device, run_on_device
+
+pytestmark = needs_device
+FEW = {"train__steps": 6, "optim__decay_steps": 6, "train__micro_batch": 4}
+ALONE = FEW | {"parallel__data": "single"}
+SHARDED = FEW | {"parallel__data": "sharded"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 1": SHARDED | {"parallel__zero": 1, "balance__state": [3, 1]},
+    "zero 3": SHARDED | {"parallel__zero": 3},
+    "two copies": SHARDED | {"parallel__shard_degree": 1},
+    "fsdp2": FEW | {"parallel__data": "fsdp2"},
+    "tensor": SHARDED | {"parallel__tensor": 2},
+    "pipeline": SHARDED | {"parallel__pipeline": 2},
+}
+PLACES: dict[str, dict[str, Any]] = {
+    "no collectives": {"collectives": False},
+    "one device": {"on": ["sim:0", "sim:0"], "devices": 1},
+    "a device and the CPU": {"on": ["sim:0", "cpu"]},
+    "the second device alone": {"on": ["cpu", "sim:1"]},
+}
+
+
+def _is_allowed(places: str, layout: str) -> bool:
+    return layout != "two copies" or "cpu" not in PLACES[places].get("on", [])  # unlike kinds have one copy
+
+
+def backends(placement: Placement) -> list[str]:
+    """What a rank offers, before and after other backends are registered, and what is torch's own default."""
+    device = torch.device(placement.device)
+    backend.register("another")
+    return [accelerator.backend(device), dist.Backend.default_device_backend_map.get("sim", "none")]
+
+
+def test_a_kind_of_device_without_collectives_uses_those_of_the_host() -> None:
+    assert run_on_device(backends, collectives=False) == [["gloo", "none"]]
+    assert run_on_device(backends) == [["cpu:gloo,sim:simccl", "simccl"]]
+
+
+@pytest.mark.parametrize(
+    ("places", "layout"), [each for each in itertools.product(PLACES, LAYOUTS) if _is_allowed(*each)]
+)
+def test_ranks_whose_groups_are_those_of_the_host(
+    places: str, layout: str, references: References, tokens: Path, tmp_path: Path
+) -> None:
+    found = on_device(2, tmp_path, tokens, {"order": "lazy"} | PLACES[places], **LAYOUTS[layout])
+    assert_near(found, references.of(1, *ALONE.items()), 2e-7)

@@ -1,0 +1,85 @@
+"""Waits that no whole run depends on with certainty: each test fails without one line of the package."""
+
+import re
+import threading
+from functools import partial
+
+import torch
+
+from phalanx import accelerator
+from phalanx.optim.held import Pool
+from phalanx.optim.lane import Lane
+from phalanx.records import Placement
+from tests.accelerator.device import needs_device, run_on_device
+from tests.accelerator.mutants import mutants
+from tests.helpers import ROOT
+
+pytestmark = needs_device
+ELEMENTS = 1000
+
+
+def filled(device: torch.device, value: float) -> torch.Tensor:
+    return torch.full((ELEMENTS,), value, device=device)
+
+
+def memory_of_a_closed_lane(placement: Placement) -> list[float]:
+    """What is in memory that a lane had written to, and that was taken again when it was closed."""
+    device = torch.device(placement.device)
+    lane, target = Lane(device), filled(device, 1.0)
+    lane.follow()
+    lane.put(partial(target.fill_, 2.0))
+    lane.close()
+    target.untyped_storage().resize_(0)
+    later = filled(device, 3.0)
+    accelerator.wait(device)
+    return [later.min().item(), later.max().item()]
+
+
+def test_memory_that_a_closed_lane_used_may_be_taken_at_once() -> None:
+    assert run_on_device(memory_of_a_closed_lane, order="lazy") == [[3.0, 3.0]]
+
+
+def buffers_of_a_pool(placement: Placement, keeps: bool) -> list[float]:
+    """What a lane reads of a buffer that it gave back and that the main thread has filled again since."""
+    device = torch.device(placement.device)
+    lane, pool = Lane(device), Pool(keeps=keeps)
+    like = filled(device, 0.0)
+    seen = []
+
+    def send(buffer: torch.Tensor) -> None:
+        seen.append(buffer.clone())
+        pool.give_back(buffer, lane)
+
+    for value in (1.0, 2.0, 3.0):
+        buffer = pool.take(like, ELEMENTS, lane, limited=True)
+        buffer.fill_(value)
+        lane.follow()
+        lane.put(lambda buffer=buffer: send(buffer))  # type: ignore[misc]
+        del buffer
+        let_go = threading.Event()
+        lane.put(let_go.set)
+        assert let_go.wait(10)  # the lane's host is through with the buffer, and its device is not
+    lane.drain()
+    return [each.min().item() for each in seen]
+
+
+def test_buffers_are_filled_again_only_when_the_lane_has_read_them() -> None:
+    for keeps in (True, False):
+        for order in ("lazy", "side_last"):
+            assert run_on_device(buffers_of_a_pool, order=order, keeps=keeps) == [[1.0, 2.0, 3.0]], (keeps, order)
+
+
+def test_the_documentation_lists_every_file_that_waits() -> None:
+    page = (ROOT / "docs" / "accelerators.md").read_text().split("## Every wait")[1]
+    rows = [row.split("|")[1:3] for row in page.split("\n") if row.startswith("| ")]
+    listed: dict[str, set[str]] = {}
+    files: list[str] = []
+    for place, functions in rows[1:]:
+        files = re.findall(r"`([\w/.]+)`", place) or files
+        for file in files:
+            listed.setdefault(file, set()).update(re.findall(r"`([\w.]+)`", functions))
+    assert {each.file for each in mutants(ROOT / "phalanx")} == set(listed)
+    for functions in {frozenset(names) for names in listed.values()}:
+        together = "\n".join((ROOT / "phalanx" / file).read_text() for file in listed if listed[file] == functions)
+        for name in functions:
+            assert re.search(rf"^ *(def|class) {name.split('.')[-1]}\b", together, re.MULTILINE), name
