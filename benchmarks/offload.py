@@ -26,6 +26,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from phalanx import accelerator
+from phalanx.errors import is_out_of_memory
 from phalanx.models.llama import Llama
 from phalanx.models.spec import PRESETS, ModelSpec
 from phalanx.parallel import activations
@@ -149,7 +150,7 @@ def longest(model: Llama, name: str, first: int) -> int:
                 walk(model, torch.arange(length, device=device)[None] % model.spec.vocab_size, surround)
                 accelerator.wait(device)
         except (RuntimeError, MemoryError) as error:
-            if not accelerator.is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             model.zero_grad(set_to_none=False)
             return found

@@ -38,6 +38,7 @@ from benchmarks.peers import (
     write_tokens,
 )
 from phalanx import accelerator
+from phalanx.errors import is_out_of_memory
 from phalanx.models.spec import PRESETS, ModelSpec, flops_per_token, parameter_count
 
 CPU_SPEC = ModelSpec(
@@ -264,7 +265,7 @@ def utilisation_that_fits(case: Case, effort: Effort, published_layers: int, nam
         try:
             return utilisation(case, effort, published_layers, name, mm_rate)
         except Exception as error:
-            if not accelerator.is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         print(f"{name} at {case.seq_len}: a micro-batch of {case.micro_batch} does not fit", file=sys.stderr)
         forget(case.device)

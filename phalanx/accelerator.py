@@ -288,13 +288,6 @@ def out_of_memory(message: str) -> Exception:
     return torch.OutOfMemoryError(message)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that device or host memory ran out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
 def _lines(path: Path) -> Sequence[str]:
     try:
         return path.read_text().splitlines()

@@ -1,6 +1,11 @@
 """Errors that a user can act on: one sentence with what was found, what it breaks and what to do; never a traceback."""
 
+import re
+
 from phalanx.records import ExitCode
+
+# Of torch's host allocator, CUDA and HIP (pinned memory, modules, Triton), NCCL, and cuBLAS, cuDNN and their kin.
+_OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|_STATUS_\w*ALLOC\w*_FAILED")
 
 
 class PhalanxError(Exception):
@@ -75,3 +80,11 @@ class OutOfMemory(PhalanxError):
     """A device ran out of memory; not retried unchanged."""
 
     exit_code = ExitCode.OUT_OF_MEMORY
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception of any library says that memory of a device or of the host ran out."""
+    names = {cls.__name__ for cls in type(error).__mro__}  # by name, since only some processes have torch
+    if names & {"MemoryError", "OutOfMemoryError", "OutOfMemory"}:
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, is_out_of_memory
 from phalanx.records import ExitCode
 
 # What gloo, NCCL, the TCP store and sockets say when the other side has gone.
@@ -39,7 +39,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, PhalanxError):
         code, reason = int(error.exit_code), str(error)
     else:
-        code = int(ExitCode.OUT_OF_MEMORY if _says_out_of_memory(error) else ExitCode.FAILED)
+        code = int(ExitCode.OUT_OF_MEMORY if is_out_of_memory(error) else ExitCode.FAILED)
         reason = traceback.format_exception_only(error)[0].partition("\n")[0]
     steps = re.findall(r"\bstep (\d+)", "\n".join(getattr(error, "__notes__", [])))
     return {
@@ -52,12 +52,6 @@ def describe(error: BaseException) -> dict[str, Any]:
         "step": int(steps[-1]) if steps else None,
         "time": time.time(),
     }
-
-
-def _says_out_of_memory(error: BaseException) -> bool:
-    # By name: the accelerator's class lives in torch, and torch's CPU allocator raises a bare RuntimeError.
-    names = {cls.__name__ for cls in type(error).__mro__}
-    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator: can't allocate" in str(error)
 
 
 @dataclass(frozen=True)
@@ -113,6 +107,8 @@ def suspicion(end: End) -> int:
     if end.signal is not None:
         return 2 if end.signal == signal.SIGABRT else 0
     if end.cause is None:
+        return 1
+    if end.cause.get("exit_code") == ExitCode.OUT_OF_MEMORY:  # NCCL says so in the same exception as a lost peer
         return 1
     if _LOST_COPY.search(end.cause["message"]):  # whoever keeps it ends with its node's ranks, whatever ended those
         return 2

@@ -24,7 +24,7 @@ from phalanx.balance import UNBOUND, Speed
 from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import Mesh, alone, join
 from phalanx.comm.objects import JsonGroup
-from phalanx.errors import ConfigError, OutOfMemory
+from phalanx.errors import ConfigError, OutOfMemory, is_out_of_memory
 from phalanx.hardware import Device, Hardware, Link
 from phalanx.models.spec import ModelSpec
 from phalanx.records import ExitCode, Kind, Placement, RunPaths
@@ -219,7 +219,7 @@ def remembering(paths: RunPaths, mesh: Mesh, sharing: Sharing, subject: Subject)
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not accelerator.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         tried = sharing.largest(mesh.data.rank)
         said = f"rank {mesh.rank} ran out of memory with micro-batches of"
@@ -351,7 +351,7 @@ def _own(
                 while len(walks) == len(depths) and others_measure():
                     small.seconds(1)
     except (RuntimeError, MemoryError) as error:
-        if not accelerator.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         others_measure()  # or they would wait for this rank
         return (), 1
@@ -397,7 +397,7 @@ def _walk(small: Trial, sizes: list[int], room_bytes: float, patience_s: float, 
             peaks[size] = small.peak_bytes(size)  # and so it is warm
             first[size] = small.seconds(size)
         except (RuntimeError, MemoryError) as error:
-            if not first or not accelerator.is_out_of_memory(error):
+            if not first or not is_out_of_memory(error):
                 raise
             peaks.pop(size, None)
             small.give_up()

@@ -16,7 +16,7 @@ from phalanx import accelerator
 from phalanx.axes import axes_of
 from phalanx.comm.mesh import join
 from phalanx.config import Config
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, is_out_of_memory
 from phalanx.kept import elsewhere
 from phalanx.kept_bytes import in_room, keeps_of
 from phalanx.models.layers import chunk_bytes
@@ -93,7 +93,7 @@ def largest_micro_batch(
                 with trial(config, subject, mesh, layers) as small:
                     peaks[layers] = {size: small.peak_bytes(size) for size in SIZES}
     except (RuntimeError, MemoryError) as error:
-        if not accelerator.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         blocks = depths_of(subject, config)[-1]
         tried = (

@@ -7,6 +7,7 @@ the same ranks: another cut adds up in another order.
 from typing import TYPE_CHECKING
 
 from phalanx import accelerator
+from phalanx.errors import is_out_of_memory
 from phalanx.comm.mesh import Mesh, alone
 from phalanx.comm.objects import JsonGroup
 from phalanx.parallel.parted import plan_of
@@ -75,6 +76,6 @@ def _block_s(config: "Config", subject: Subject, mesh: Mesh) -> float:
                 one.seconds(1)  # what happens only once
                 return min(one.seconds(1) for _ in range(PASSES))
         except (RuntimeError, MemoryError) as error:
-            if not accelerator.is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             return 1.0

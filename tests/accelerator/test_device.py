@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.errors import is_out_of_memory
 from phalanx.records import Placement
 from tests.accelerator.device import ORDERS, needs_device, run_on_device, sim_environment
 from tests.helpers import ROOT, run_ranks
@@ -144,6 +145,7 @@ def failing(placement: Placement, call: str) -> list[str]:
             calls[call]()
             said.append("")
         except Exception as error:
+            assert is_out_of_memory(error)
             said.append(f"{type(error).__module__}.{type(error).__name__}: {error}")
     return said
 
