@@ -65,11 +65,11 @@ def policy_of(config: Config, nodes: int) -> Policy:
 
 
 def config_for_all(wanted: Config, prepared: Prepared) -> str:
-    """The resolved configuration as YAML, but for what was `auto` and follows from memory: each node looks at its own,
-    and the ranks agree."""
-    of_memory = ("train.micro_batch", "parallel.zero", "parallel.reduce", "memory.activations")
+    """The resolved configuration as YAML, but for what was `auto` and follows from memory, which each node looks at for
+    itself and ranks agree on, or from the node's compilers."""
+    of_nodes = ("train.micro_batch", "train.compile", "parallel.zero", "parallel.reduce", "memory.activations")
     planned = wanted.parallel.layout == "auto"  # by node 0, for all of them
-    own = {key: "auto" for key in of_memory if not planned and recipe.get(wanted, key) == "auto"}
+    own = {key: "auto" for key in of_nodes if not planned and recipe.get(wanted, key) == "auto"}
     return recipe.to_yaml(recipe.update(prepared.config, own))
 
 

@@ -198,8 +198,8 @@ def resolve(
 
     `device` is the kind of device, "cpu" or an accelerator's; `bf16` whether all of them compute in that type, and
     `differ` whether some do and some do not.
-    `train.micro_batch`, `model.vocab_size` and `data.tokenizer` need a device or files, and are left to
-    `train/resolve.py`. Raises ConfigError for what cannot be on so many ranks.
+    `train.micro_batch`, `train.compile` on accelerators, `model.vocab_size` and `data.tokenizer` need a device or
+    files, and are left to `train/resolve.py`. Raises ConfigError for what cannot be on so many ranks.
     """
     axes_of(config).data(world)  # else what follows speaks of `single`
     on_cpu = device == "cpu"
@@ -215,11 +215,11 @@ def resolve(
         why = f"the device is {device}" if on_cpu or bf16 else f"a device of kind {device} here has no bf16"
         chosen.append(("train.dtype", "fp32" if on_cpu else "bf16" if bf16 else "fp16", why))
     if config.train.compile == "auto":
-        halves = config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble"
-        why = "compiling costs more than it saves on CPU" if on_cpu else f"the device is {device}"
-        if halves:
+        if config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
             why = "parallel.schedule zero_bubble takes a backward pass apart, which cannot be done to a compiled one"
-        chosen.append(("train.compile", not on_cpu and not halves, why))
+            chosen.append(("train.compile", False, why))
+        elif on_cpu:
+            chosen.append(("train.compile", False, "compiling costs more than it saves on CPU"))
     if config.optim.decay_steps == "auto" and config.train.steps:  # with no steps yet, the next start decides
         steps = rules.default_decay_steps(config.optim.model_dump(), max(config.train.steps, 1))
         longer = steps > max(config.train.steps, 1)

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from phalanx.errors import is_out_of_memory
+
 _WITHOUT_KERNEL = ("cpu", "meta")  # kinds of device on which nothing need be tried
 _CHUNK_MIN = 128  # queries of one band: fewer make products too thin where the window is narrow
 
@@ -85,7 +87,9 @@ def _try(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
             out = varlen_attn(x, x, x, offsets, offsets, 4, 4, window_size=(1, 0), enable_gqa=True)
             assert isinstance(out, Tensor)
             out.sum().backward()
-    except (RuntimeError, ValueError, TypeError):  # too old a device or a torch, or too wide a head
+    except (RuntimeError, ValueError, TypeError) as error:  # too old a device or a torch, or too wide a head
+        if is_out_of_memory(error):  # says nothing of the kernel; what is raised is not remembered
+            raise
         return False
     return True
 

@@ -131,7 +131,7 @@ class Mark:
     def set(self) -> None:
         """Reached, by all that this thread has queued so far."""
         if self._lane.device.type != "cpu":
-            self._event = torch.Event(self._lane.device)
+            self._event = self._event or torch.Event(self._lane.device)
             self._event.record()
         self._reached.set()
 

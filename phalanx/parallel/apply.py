@@ -1,6 +1,7 @@
 """Parallelism applied to a plain model, from outside and in one place: the order is the knowledge."""
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from phalanx import accelerator
 from phalanx.comm.mesh import Mesh
+from phalanx.errors import is_out_of_memory
 from phalanx.models import layers
 from phalanx.models.draws import Draws
 from phalanx.models.model import Architecture, Model
@@ -24,6 +26,7 @@ if TYPE_CHECKING:  # the loop runs where pydantic is not installed
     from phalanx.config import Config
 
 MakeEngine = Callable[..., Engine]
+MOST_OF_AN_ERROR = 200  # characters; compilers say much
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -101,6 +104,30 @@ def change_blocks(model: Model, config: "Config", sizes_change: bool = False) ->
         compile_units(model, blocks, sizes_change)
     # Offload after compilation: it is about what a block saves, compiled or not, and copies are not to be compiled.
     return offload(blocks, memory.horizon) if memory.activations == "offload" else None
+
+
+def why_not_compiled(device: torch.device) -> str:
+    """What is wrong where torch.compile can make no code for `device`, in one line; "" where it can."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x @ x).square().sum()
+
+    leftovers.sweep_caches()
+    x = torch.ones(16, 16, device=device, requires_grad=True)
+    logging.disable()  # compilers log what they raise
+    try:
+        # By this process: those that compile side by side would outlive the trial.
+        with torch._inductor.config.patch(compile_threads=1):
+            torch.compile(block, fullgraph=True)(x).backward()
+        accelerator.wait(device)
+    except Exception as error:  # of whichever compiler
+        if is_out_of_memory(error):
+            raise
+        said = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]
+        return " ".join(said.split())[:MOST_OF_AN_ERROR] or type(error).__name__
+    finally:
+        logging.disable(logging.NOTSET)
+    return ""
 
 
 def _of_any_size(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

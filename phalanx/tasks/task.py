@@ -1,5 +1,6 @@
 """What one batch means. A task never sees a rank: weights are counts of this batch alone, and losses are sums."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -8,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+
+from phalanx.state_file import ALIGNED, up
 
 if TYPE_CHECKING:
     from phalanx.models.draws import Draws
@@ -44,8 +47,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Self:
         """The batch on a device; the host does not wait for the copies."""
-        inputs = {name: _sent(tensor, device) for name, tensor in self.inputs.items()}
-        return type(self)(inputs, self.weight, _sent(self.samples, device))
+        *inputs, samples = _sent([*self.inputs.values(), self.samples], torch.device(device))
+        return type(self)(dict(zip(self.inputs, inputs, strict=True)), self.weight, samples)
 
 
 class Task(Protocol):
@@ -74,7 +77,18 @@ class Task(Protocol):
         return {}
 
 
-def _sent(tensor: Tensor, device: torch.device | str) -> Tensor:
-    # From pageable memory a copy makes the host wait, whatever non_blocking says.
-    plain = torch.device(device).type in ("cpu", "meta")
-    return tensor.to(device) if plain else tensor.pin_memory().to(device, non_blocking=True)
+def _sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    if device.type in ("cpu", "meta"):
+        return [tensor.to(device) for tensor in tensors]
+    # From pageable memory a copy makes the host wait, whatever non_blocking says; and to pin each would cost more than
+    # the copy itself.
+    ends = list(itertools.accumulate(up(tensor.nbytes, ALIGNED) for tensor in tensors))
+    packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    starts = [0, *ends[:-1]]
+    for tensor, start in zip(tensors, starts, strict=True):
+        packed[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+    there = packed.to(device, non_blocking=True)
+    return [
+        there[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, start in zip(tensors, starts, strict=True)
+    ]

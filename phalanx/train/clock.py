@@ -86,21 +86,24 @@ class Readings:
 
 
 class Events:
-    """Events in the device's stream."""
+    """Events in the device's stream. Each is asked for in one pair, and then used again."""
 
     late = 1
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._unused: list[torch.Event] = []
 
     def mark(self) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=True)
+        event = self._unused.pop() if self._unused else torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 
     def between(self, first: torch.Event, last: torch.Event) -> float:
         last.synchronize()  # of a step that is over: returns at once
-        return first.elapsed_time(last) / 1e3
+        seconds = float(first.elapsed_time(last)) / 1e3
+        self._unused += (first, last)
+        return seconds
 
 
 class UnitClock:

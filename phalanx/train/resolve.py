@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from phalanx import balance
@@ -26,6 +27,7 @@ from phalanx.models.lora import fingerprint
 from phalanx.models.weights import Weights
 from phalanx.optim.choose import make_rule
 from phalanx.parallel.activations import check_horizon
+from phalanx.parallel.apply import why_not_compiled
 from phalanx.recipe import check, to_yaml, update
 from phalanx.records import HELD_OUT
 from phalanx.train import adapters, copies
@@ -60,8 +62,28 @@ def resolve_with_files(
     None, "unit": what speed counts}.
     """
     wanted = check(yaml.safe_load(recipe), "the configuration")
+    compiled = compiling(wanted, devices)
+    wanted = update(wanted, {key: value for key, value, _ in compiled})
     if wanted.task.kind == "own":
-        return _resolve_own(wanted, devices, world, local_world)
+        answer = _resolve_own(wanted, devices, world, local_world)
+    else:
+        answer = _resolve_model(wanted, devices, world, local_world, progress)
+    return answer | {"chosen": compiled + answer["chosen"]}
+
+
+def compiling(config: Config, devices: Sequence[str]) -> Chosen:
+    """Whether blocks are compiled, where that is `auto`: not before it was tried on each device."""
+    if config.train.compile != "auto":
+        return []
+    for device in devices:
+        if failure := why_not_compiled(torch.device(device)):
+            return [("train.compile", False, f"torch.compile fails on {device}: {failure}")]
+    return [("train.compile", True, f"torch.compile works on {devices[0].partition(':')[0]}")]
+
+
+def _resolve_model(
+    wanted: Config, devices: Sequence[str], world: int, local_world: int, progress: Progress | None
+) -> dict[str, Any]:
     config = copies.fetched(wanted)
     make_rule(config.optim)  # its class may refuse a value
     chosen: Chosen = []

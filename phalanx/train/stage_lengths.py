@@ -7,9 +7,9 @@ the same ranks: another cut adds up in another order.
 from typing import TYPE_CHECKING
 
 from phalanx import accelerator
-from phalanx.errors import is_out_of_memory
 from phalanx.comm.mesh import Mesh, alone
 from phalanx.comm.objects import JsonGroup
+from phalanx.errors import is_out_of_memory
 from phalanx.parallel.parted import plan_of
 from phalanx.records import Kind, RunPaths
 from phalanx.train.sinks import Records, resolved_before

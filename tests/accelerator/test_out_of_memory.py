@@ -1,4 +1,4 @@
-"""Memory that runs out in whichever library: the run goes on with smaller micro-batches, or says that there are none."""
+"""Memory that runs out, in whichever library: the run goes on with smaller micro-batches as long as there are any."""
 
 from pathlib import Path
 

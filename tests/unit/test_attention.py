@@ -117,6 +117,23 @@ def test_a_kernel_may_be_tried_while_a_block_is_recomputed(selective: bool, monk
     module._tried.cache_clear()
 
 
+def test_that_memory_ran_out_says_nothing_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next that ask try again, and do not go without for the life of the process."""
+    answers: list[object] = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("only for newer devices")]
+
+    def asked(*rest: object, **named: object) -> Tensor:
+        raise answers.pop(0)  # type: ignore[misc]
+
+    monkeypatch.setattr(module, "_WITHOUT_KERNEL", ())
+    monkeypatch.setattr(module, "varlen_attn", asked)
+    module._tried.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        has_kernel(torch.device("cpu"), torch.bfloat16, 8)
+    for _ in range(2):
+        assert not has_kernel(torch.device("cpu"), torch.bfloat16, 8)
+    module._tried.cache_clear()
+
+
 @pytest.mark.parametrize(("kernel", "dtype", "repeats"), [
     (True, torch.float16, False), (False, torch.float16, True), (False, torch.float32, True),
     (False, torch.float64, False),

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from phalanx.models.draws import Draws
 from phalanx.models.llama import Llama
 from phalanx.models.spec import ModelSpec
-from phalanx.parallel.apply import compile_units
+from phalanx.parallel.apply import compile_units, why_not_compiled
 
 SPEC = ModelSpec(
     vocab_size=31, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate=24, max_seq_len=8, dropout=0.1
@@ -57,3 +57,14 @@ def test_another_number_of_sequences_compiles_nothing_anew(monkeypatch: pytest.M
         assert mine.grad is not None
         assert theirs.grad is not None
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_trial_says_whether_code_can_be_made_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert why_not_compiled(cpu) == ""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    failure = why_not_compiled(cpu)
+    assert "InvalidCxxCompiler" in failure or "no-such-compiler" in failure, failure
+    assert "\n" not in failure

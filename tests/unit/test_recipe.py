@@ -199,7 +199,6 @@ def test_auto_is_resolved_by_device_and_world() -> None:
     assert elsewhere == {
         "task.kind": "language",
         "train.dtype": "bf16",
-        "train.compile": True,
         "optim.decay_steps": 70,
         "optim.weight_decay": 0.1,
         "parallel.data": "sharded",
