@@ -366,19 +366,19 @@ def test_reading_a_file_that_is_gone_names_it(tmp_path: Path) -> None:
 def test_a_store_that_is_away_damages_no_file(faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At whatever operation it goes: told that a file is damaged, a user would look there."""
     monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.001)
-    format = Format(storage_timeout_s=0.02)
 
-    def read_all(source: str) -> None:
-        for chunk in plan(list_files([source], storage_timeout_s=0.02), format):
+    def read_all(source: str, timeout_s: float) -> None:
+        format = Format(storage_timeout_s=timeout_s)
+        for chunk in plan(list_files([source], storage_timeout_s=timeout_s), format):
             list(records(chunk, format, Meter()))
 
     for path in write_kinds(tmp_path).values():
         source = f"faulty://{path}"
         faults.calls.clear()
-        read_all(source)
+        read_all(source, 30)  # in which nothing is tried twice
         for number in range(len(faults.calls)):
             faults.calls.clear()
             faults.dies_at = number + 1
             with pytest.raises(StorageError, match="the store is out of order"):
-                read_all(source)
+                read_all(source, 0.1)
             faults.dies_at, faults.dead = 0, False
