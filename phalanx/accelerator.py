@@ -121,6 +121,20 @@ def use(device: torch.device, threads: int) -> None:
         torch.accelerator.set_device_index(device.index or 0)
 
 
+def set_arithmetic(device: torch.device, *, tf32: bool, deterministic: bool) -> None:
+    """Have this process multiply float32 in TF32 or as it is, and use only deterministic kernels if asked to.
+
+    To be called before the device computes. An operation that has no deterministic kernel raises RuntimeError then.
+    """
+    if device.type != "cpu":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32  # torch's own default is to round in convolutions
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not, and torch raises
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # every element is written before it is read
+
+
 def name(device: torch.device) -> str:
     """What the maker calls the device; "cpu" for a CPU."""
     if device.type == "cpu":

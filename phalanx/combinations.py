@@ -104,6 +104,9 @@ def unused(config: Config, several: bool = True) -> list[str]:
             f"resilience.replicate {replicate} has no effect on one node, which has no second one to keep anything; "
             "if it is lost, the run goes back to a checkpoint"
         )
+    if config.train.tf32 and config.train.dtype not in ("fp32", "mixed"):
+        dtype = config.train.dtype
+        found.append(f"train.tf32 rounds products in fp32 and has no effect with train.dtype {dtype}; remove it")
     return found
 
 

@@ -145,6 +145,8 @@ class TrainSection(Section):
         65536.0, "fp16: first factor of the loss; halved when a gradient overflows", trajectory=True
     )
     loss_scale_steps: Count = knob(2000, "fp16: steps without overflow after which it doubles", trajectory=True)
+    tf32: bool = knob(False, "fp32 products in TF32, where the device has that: faster, and rounded", trajectory=True)
+    deterministic: bool = knob(False, "only kernels that give the same bits each time; slower")
     compile: bool | Auto = knob("auto", "torch.compile each block; auto: on accelerators where a trial succeeds")
     eval_every: CountOrZero = knob(0, "steps between evaluations on held-out data; 0: only at the end")
     eval_sequences: CountOrZero = knob(64, "held-out sequences of one evaluation of each set; 0: none at all")

@@ -79,7 +79,9 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
     """
     config = job.config
     threads = accelerator.threads_of(placement.threads, placement.local_world)
-    accelerator.use(torch.device(placement.device), threads)
+    device = torch.device(placement.device)
+    accelerator.use(device, threads)
+    accelerator.set_arithmetic(device, tf32=config.train.tf32, deterministic=config.train.deterministic)
     axes = axes_of(config)
     storage_s = 0.0 if job.paths.url is None else STORE_OPERATIONS * config.resilience.storage_timeout_s
     beats = pulse.opened(placement.shared, placement.rank, placement.attempt)

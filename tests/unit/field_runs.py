@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from phalanx import recipe
 from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
@@ -104,7 +105,7 @@ def configured(changes: dict[str, Any], folder: Path) -> recipe.Config:
 
 def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path) -> Seen:
     """One run as `phalanx train` makes it, in this process, and everything that can be seen of it afterwards."""
-    from phalanx import launch
+    from phalanx import accelerator, launch
     from phalanx.checkpoint.read import Checkpoint, find, step_folder
     from phalanx.train import folder as run_folder
     from phalanx.train.resolve import resolve_with_files, token_folders
@@ -118,11 +119,13 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
     run_folder.write_start(paths, config, answer["tokenizer"])
     job = Run(config, spec_if_any(config, paths), paths, *token_folders(answer))
     # As on a machine so full that a rank gets one thread: threads that spin are slow where cores are busy.
-    code = launch.worker(job, dataclasses.replace(placement, threads=1))
+    with mock.patch.object(accelerator, "set_arithmetic") as set_arithmetic:  # it is the whole process's
+        code = launch.worker(job, dataclasses.replace(placement, threads=1))
     steps, events = read_steps(paths.metrics), list(read_lines(paths.events))
     newest = Checkpoint(step_folder(paths.checkpoints, find(paths.checkpoints)[0]))
     return {
         "code": code,
+        "arithmetic": set_arithmetic.call_args.kwargs,
         "config": config.model_dump(mode="json"),
         "parameters": answer["parameters"],
         "spec": {"max_seq_len": job.spec.max_seq_len, "vocab_size": job.spec.vocab_size} if job.spec else {},

@@ -791,6 +791,12 @@ SLURM: dict[str, Case] = {
     )
 }
 
+
+def _arithmetic(name: str) -> Callable[[Seen, Seen], None]:
+    plain = {"tf32": False, "deterministic": False}
+    return equal("arithmetic", plain | {name: True}, plain)
+
+
 CASES: dict[str, Case] = SLURM | {
     "model.preset": Case({}, _preset),
     "model.from_hf": Case({"model": {"from_hf": "FOLDER/exported"}}, _from_hf),
@@ -865,6 +871,8 @@ CASES: dict[str, Case] = SLURM | {
     "train.micro_batch": Case({"train.micro_batch": 1}, equal("micro_batches", 4, 2), how="look", beside="looked"),
     "train.seed": Case({"train.seed": 1}, curve),
     "train.dtype": Case({"train.dtype": "fp32"}, both(curve, equal("stored", "float32", "float64"))),
+    "train.tf32": Case({"train.tf32": True}, _arithmetic("tf32")),
+    "train.deterministic": Case({"train.deterministic": True}, _arithmetic("deterministic")),
     "train.compile": Case({"train.compile": True}, equal("compiled", True, False), how="look", beside="looked"),
     "train.eval_every": Case(
         {"train.eval_every": 1}, lambda base, seen: _evaluations(seen, [1, 2, 3], base["evaluated"][0][1])

@@ -291,6 +291,7 @@ FREE = {
     "train.steps": 9,
     "train.micro_batch": 2,
     "train.compile": True,
+    "train.deterministic": True,
     "train.eval_every": 3,
     "train.eval_sequences": 3,
     "train.profile": "2-3",
