@@ -53,3 +53,8 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
             most, used = (int((place / name).read_text()) for name in (limit, usage))
             stat = [line.split() for line in lines(place / "memory.stat")]
             yield most, used - sum(int(words[1]) for words in stat if words[:1] == [files])
+
+
+def pinned(size: int) -> int:
+    """Bytes that torch takes for `size` bytes of page-locked memory: the next power of two."""
+    return 1 << max(0, size - 1).bit_length()

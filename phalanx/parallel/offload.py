@@ -65,6 +65,7 @@ class Pool:
                 return self._free.pop(min(fitting, key=lambda number: self._free[number].nbytes))
             if self._free:  # too small: micro-batches have grown
                 self.bytes -= self._free.pop().nbytes
+            size = host_memory.pinned(size) if pinned else size
             if pinned and size > (free := host_memory.free()):
                 raise MemoryError(
                     f"an input of {size / 2**20:,.0f} MiB was to wait in host memory, of which {free / 2**20:,.0f} MiB "

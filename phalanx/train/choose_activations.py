@@ -113,8 +113,7 @@ def _why_not_offload(
     if subject.spec is not None:
         dtype_bytes = 4 if config.train.dtype in ("fp32", "mixed") else 8 if config.train.dtype == "fp64" else 2
         input_bytes = config.data.seq_len * subject.spec.hidden * dtype_bytes
-        # Pinned memory is given out in powers of two.
-        needed = (blocks - config.memory.horizon) * (1 << (input_bytes - 1).bit_length()) * local_world
+        needed = (blocks - config.memory.horizon) * host_memory.pinned(input_bytes) * local_world
         if needed > (free := USABLE * host_memory.free()):
             return (
                 f"offload needs {needed / 2**30:.1f} GiB of this machine's memory for one sample of {local_world} "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from phalanx import recipe
+from phalanx import host_memory, recipe
 from phalanx.config import Config, spec_of
 from phalanx.errors import ConfigError
 from phalanx.models.draws import Draws
@@ -91,6 +91,17 @@ def test_the_host_says_when_it_has_no_more() -> None:
     with pytest.raises(MemoryError, match=r"was to wait in host memory, of which [0-9,]+ MiB are left"):
         pool.take(1 << 60, pinned=True)
     assert pool.made == 0
+
+
+def test_page_locked_buffers_are_as_large_as_what_torch_takes_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "free", lambda: 150)
+    pool = Pool()
+    pool.make = lambda size, pinned: torch.empty(size, dtype=torch.uint8)
+    pool.give(pool.take(100, pinned=True))
+    assert pool.take(120, pinned=True).nbytes == pool.bytes == 128  # there is room in what was taken
+    with pytest.raises(MemoryError, match="beside 0 MiB that wait already"):
+        pool.take(129, pinned=True)
+    assert pool.take(130, pinned=False).nbytes == 130
 
 
 def test_evaluation_moves_nothing() -> None:
