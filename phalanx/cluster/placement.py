@@ -53,7 +53,7 @@ def _torchrun(environment: Mapping[str, str], devices: Sequence[str]) -> Placeme
         local_rank=local_rank,
         local_world=local_world,
         node=_number(environment, "GROUP_RANK", rank // local_world),
-        device=device_of(devices, local_rank, local_world),
+        device=_seen(devices, local_rank, local_world),
         store=StoreAddress(environment["MASTER_ADDR"], port, serve=rank == 0 and not kept_by_agent),
         attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0) + 1,
     )
@@ -74,11 +74,21 @@ def _slurm(environment: Mapping[str, str], devices: Sequence[str]) -> Placement:
         local_rank=local_rank,
         local_world=local_world,
         node=_number(environment, "SLURM_NODEID"),
-        # With --gpus-per-task Slurm shows each rank its own accelerators alone, the first of which is number 0.
-        device=device_of(devices, 0 if "SLURM_GPUS_PER_TASK" in environment else local_rank, local_world),
+        device=_seen(devices, local_rank, local_world, environment.get("SLURM_GPUS_PER_TASK", "")),
         store=StoreAddress(first_host(environment["SLURM_STEP_NODELIST"]), port, serve=rank == 0),
         attempt=_number(environment, "SLURM_RESTART_COUNT", 0) + 1,
     )
+
+
+def _seen(devices: Sequence[str], local_rank: int, local_world: int, per_task: str = "") -> str:
+    """The device of a rank that something else started, which may have shown it its own accelerators alone.
+
+    torchrun under CUDA_VISIBLE_DEVICES for each rank and `srun --gpu-bind` show one. Slurm's --gpus-per-task shows as
+    many as it says, such as 2 or "a100:2"; a step without binding in a job with that option sees all of the node.
+    """
+    count = re.fullmatch(r"(?:[^:]+:)?([0-9]{1,9})", per_task)
+    own = max(1, int(count[1])) if count else 1
+    return device_of(devices, 0 if len(devices) <= own else local_rank, local_world)
 
 
 def device_of(devices: Sequence[str], local_rank: int, local_world: int) -> str:

@@ -99,6 +99,7 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
             may_commit = functools.partial(fencing.before_commit, job.paths, placement.attempt, placement.epoch)
         tell = injector.noting(records.event)
         saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, tell, may_commit, injector.writing)
+        _tell_who_shares(mesh, records)
         subject = subject_of(config, job.spec, job.paths)
         same = placement.kept is not None and placement.nodes == 1  # where it has been all the time
         keeping, made = keeping_of(config, placement, mesh), functools.cache(subject.model)
@@ -376,3 +377,15 @@ class Loop:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _tell_who_shares(mesh: Mesh, records: Records) -> None:
+    devices = JsonGroup(mesh.control).all_objects(accelerator.identity(mesh.device))
+    for device in sorted(set(devices) - {""}):
+        ranks = [str(rank) for rank, each in enumerate(devices) if each == device]
+        if len(ranks) > 1:
+            message = (
+                f"ranks {', '.join(ranks)} are on one accelerator, or on parts of one, whose own collectives refuse "
+                "that: what ranks exchange goes through host memory, slowly; start one rank per accelerator"
+            )
+            records.event(Kind.WARNING, {"message": message})

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from phalanx import accelerator
 from phalanx.comm import backend
-from phalanx.records import Placement
+from phalanx.records import Kind, Placement
 from tests.accelerator.curves import References, assert_near, on_device
 from tests.accelerator.device import needs_device, run_on_device
+from tests.numerics import runs
 
 pytestmark = needs_device
 FEW = {"train__steps": 6, "optim__decay_steps": 6, "train__micro_batch": 4}
@@ -58,3 +59,5 @@ def test_ranks_whose_groups_are_those_of_the_host(
 ) -> None:
     found = on_device(2, tmp_path, tokens, {"order": "lazy"} | PLACES[places], **LAYOUTS[layout])
     assert_near(found, references.of(1, *ALONE.items()), 2e-7)
+    said = [each["message"] for each in runs.events(tmp_path, Kind.WARNING) if "on one accelerator" in each["message"]]
+    assert [message[:11] for message in said] == (["ranks 0, 1 "] if places == "one device" else [])

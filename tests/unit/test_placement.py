@@ -160,6 +160,33 @@ def test_a_rank_gets_its_own_accelerator() -> None:
 
 
 @pytest.mark.parametrize(
+    ("seen", "per_task", "devices"),
+    [
+        (4, None, GPUS),
+        (1, None, GPUS[:1] * 4),  # --gpu-bind, or CUDA_VISIBLE_DEVICES for each rank
+        (1, "1", GPUS[:1] * 4),
+        (2, "a100:2", GPUS[:1] * 4),
+        (4, "1", GPUS),  # asked for by the job, not bound by the step
+    ],
+)
+def test_a_rank_that_sees_its_own_accelerators_alone_takes_the_first(
+    seen: int, per_task: str | None, devices: list[str]
+) -> None:
+    def placed(rank: int) -> str:
+        started = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "0"}
+        started |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        started |= {} if per_task is None else {"SLURM_GPUS_PER_TASK": per_task}
+        found = from_environment(started, GPUS[:seen])
+        assert found is not None
+        return found.device
+
+    assert [placed(rank) for rank in range(4)] == devices
+    if per_task is None:
+        under_torchrun = from_environment(TORCHRUN, GPUS[:seen])
+        assert under_torchrun is not None and under_torchrun.device == devices[1]
+
+
+@pytest.mark.parametrize(
     ("seen", "sentence"),
     [
         (1, r"this node has 5 ranks but sees one accelerator; .* \(--ranks 1\)"),
