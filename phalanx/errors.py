@@ -4,7 +4,7 @@ import re
 
 from phalanx.records import ExitCode
 
-# Of torch's host allocator, CUDA and HIP (pinned memory, modules, Triton), NCCL, and cuBLAS, cuDNN and their kin.
+# Of torch's host allocator; of drivers (page-locked memory, modules, Triton) and collectives; of libraries of kernels.
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|_STATUS_\w*ALLOC\w*_FAILED")
 
 

@@ -406,6 +406,7 @@ def test_the_process_environment_is_read_in_few_places() -> None:
         "phalanx.cluster.agent",
         "phalanx.cluster.worker",
         "phalanx.shared_secret",  # which takes a variable out of it
+        "phalanx.accelerator",  # which sets one that a library of kernels reads
     }
     # What a script of a user's own calls, however it was started, and what starts one.
     scripts = {"phalanx.sharding", "phalanx.scripts.session", "phalanx.compat.run"}

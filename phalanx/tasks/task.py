@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from phalanx.state_file import ALIGNED, up
-
 if TYPE_CHECKING:
     from phalanx.models.draws import Draws
+
+ALIGNED = 64  # bytes, of each tensor of a batch on its way
 
 
 class SampleLike(Protocol):
@@ -82,7 +82,7 @@ def _sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         return [tensor.to(device) for tensor in tensors]
     # From pageable memory a copy makes the host wait, whatever non_blocking says; and to pin each would cost more than
     # the copy itself.
-    ends = list(itertools.accumulate(up(tensor.nbytes, ALIGNED) for tensor in tensors))
+    ends = list(itertools.accumulate(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors))
     packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
     starts = [0, *ends[:-1]]
     for tensor, start in zip(tensors, starts, strict=True):
