@@ -34,8 +34,9 @@ NAMES = {page: page.relative_to(ROOT).as_posix() for page in PAGES}
 BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
 # Options of other programs that the pages speak of.
 FOREIGN_FLAGS = {
-    "--debug", "--signal", "--max-restarts", "--ntasks", "--ntasks-per-node", "--gpus", "--gpu-bind", "--gpus-per-task", "--apply", "--limit",
+    "--debug", "--signal", "--max-restarts", "--ntasks", "--ntasks-per-node", "--gpus", "--apply", "--limit",
     "--output", "--no-kill", "--requeue", "--cpu-bind", "--constraint", "--reservation", "--auto-resume", "--gres",
+    "--gpu-bind", "--gpus-per-task",
 }  # fmt: skip
 FORBIDDEN = re.compile(r"https?://|/work/|/root/|/home/|pypi|index-url|github\.com|huggingface\.co|\bTODO\b", re.I)
 # What makes a documented command small; a page's own key=value comes later and wins.

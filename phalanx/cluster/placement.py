@@ -83,8 +83,8 @@ def _slurm(environment: Mapping[str, str], devices: Sequence[str]) -> Placement:
 def _seen(devices: Sequence[str], local_rank: int, local_world: int, per_task: str = "") -> str:
     """The device of a rank that something else started, which may have shown it its own accelerators alone.
 
-    A variable of the driver set for each of torchrun's ranks, or `srun --gpu-bind`, shows one. Slurm's --gpus-per-task shows as
-    many as it says, such as 2 or "a100:2"; a step without binding in a job with that option sees all of the node.
+    A variable of the driver set for each of torchrun's ranks, or `srun --gpu-bind`, shows one. --gpus-per-task shows
+    as many as it says, such as 2 or "a100:2"; a step without binding in a job with that option sees all of the node.
     """
     count = re.fullmatch(r"(?:[^:]+:)?([0-9]{1,9})", per_task)
     own = max(1, int(count[1])) if count else 1
