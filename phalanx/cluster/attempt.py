@@ -158,7 +158,7 @@ class Attempt:
                 self.early.tend(self.job)
                 self.job.on_idle()
         if self._living() or any(end.abnormal for end in self.ends):
-            return self._incident()
+            return self._incident(watchdog)
         # Whatever has happened elsewhere meanwhile, all ranks of this node have done what they had to.
         stopped = any(end.exit_code == ExitCode.STOPPED for end in self.ends)
         return int(ExitCode.STOPPED if stopped else ExitCode.DONE)
@@ -271,7 +271,7 @@ class Attempt:
             return True
         return self.deadline is not None and time.monotonic() >= self.deadline
 
-    def _incident(self) -> int:
+    def _incident(self, watchdog: Watchdog) -> int:
         """After an abnormal end, here or elsewhere: find its cause, kill the others, report."""
         until, others = time.monotonic() + SETTLE_S, self.job.others
         while self._living() and all(is_aftermath(end) for end in self.ends if end.abnormal):
@@ -281,6 +281,9 @@ class Attempt:
             if left <= 0:
                 break
             self._wait(left, heed_signals=False)
+        if self._living() and all(end.signal == signal.SIGABRT for end in self.ends if end.abnormal):
+            # So an accelerator's collectives end a rank that has waited for too long.
+            self._give_up(watchdog.waited_for(self.part.world))
         self.kill()
         ends = [end for end in self.ends if end.abnormal]
         elsewhere = others is not None and others.broken()

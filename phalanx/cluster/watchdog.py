@@ -235,6 +235,15 @@ class Watchdog:
             found.append(beat or Beat(rank, 0, "starting", 0, "", now - self._begun, 0, 0.0))
         return found
 
+    def waited_for(self, world: int) -> list["Blame"]:
+        """Who is to blame for a collective that took longer than it may, of `world` ranks."""
+        if self._patience is None:
+            return []
+        # Half of it: whoever waited came to it at some time after the one that hangs.
+        patience = replace(self._patience, fixed_s=self._patience.other_s / 2, other_s=self._patience.other_s / 2)
+        hang = judge(self.beats(), {}, world, patience)
+        return [] if hang is None else hang.blamed()
+
     def look(self, gone: Sequence[int] = (), every_s: float = LOOK_S) -> "Word | None":
         """What is to be judged now, if it is time to; ranks that are `gone` have ended."""
         now = time.monotonic()
