@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from phalanx import accelerator
 from phalanx.comm import backend
+from phalanx.comm.collectives import carried_from
+from phalanx.comm.mesh import join
 from phalanx.records import Placement
 from tests.accelerator.curves import References, assert_near, on_device
 from tests.accelerator.device import needs_device, run_on_device
@@ -48,6 +50,17 @@ def backends(placement: Placement) -> list[str]:
 def test_a_kind_of_device_without_collectives_uses_those_of_the_host() -> None:
     assert run_on_device(backends, collectives=False) == [["gloo", "none"]]
     assert run_on_device(backends) == [["cpu:gloo,sim:simccl", "simccl"]]
+
+
+def sent_from(placement: Placement) -> list[str]:
+    """Where a tensor of the device, and one of the host, must lie to be sent by a script's own calls."""
+    with join(placement, 20) as mesh:
+        return [carried_from(mesh.transfers, torch.device(kind)).type for kind in (placement.device, "cpu")]
+
+
+def test_tensors_are_sent_from_where_their_group_takes_them() -> None:
+    assert run_on_device(sent_from, collectives=False) == [["cpu", "cpu"]]
+    assert run_on_device(sent_from) == [["sim", "cpu"]]
 
 
 @pytest.mark.parametrize(
