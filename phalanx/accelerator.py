@@ -55,7 +55,8 @@ def backend(device: torch.device) -> str:
     """The process group backend string: gloo for host tensors, the device's own collectives for its tensors; gloo alone
     where that kind of device has none, so that its tensors travel through host memory."""
     own = torch.distributed.Backend.default_device_backend_map.get(device.type, "gloo")
-    return "gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+    there = own != "gloo" and torch.distributed.is_backend_available(own)  # torch may be built without it
+    return f"cpu:gloo,{device.type}:{own}" if there else "gloo"
 
 
 def kinds() -> list[str]:

@@ -18,6 +18,7 @@ from phalanx import accelerator, rules
 from phalanx.axes import ALONE, Axes
 from phalanx.cluster.placement import from_environment
 from phalanx.comm.codec import CODECS, PLAIN
+from phalanx.comm.collectives import carried_from
 from phalanx.comm.mesh import Mesh, beside, join
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import ConfigError
@@ -408,7 +409,7 @@ def _send_unlike(tensors: Sequence[torch.Tensor], mesh: Mesh) -> None:
     prints = JsonGroup(mesh.checkpoint).all_objects([_print_of(each) for each in tensors])
     for tensor, *found in zip(tensors, *prints, strict=True):
         if len(set(found)) > 1:
-            flat = tensor.contiguous().view(-1).view(torch.uint8)
+            flat = tensor.contiguous().view(-1).view(torch.uint8).to(carried_from(mesh.transfers, tensor.device))
             dist.broadcast(flat, group=mesh.transfers, group_src=0)
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 

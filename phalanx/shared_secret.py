@@ -161,10 +161,11 @@ def _made(name: str, folder: int) -> bool:
             file.flush()
             os.fsync(file.fileno())
         os.link(passing, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-    except FileExistsError:
+    except (FileExistsError, FileNotFoundError):  # or a node whose clock is ahead took the file for an old one
         return False
     finally:
-        os.unlink(passing, dir_fd=folder)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(passing, dir_fd=folder)
     return True
 
 

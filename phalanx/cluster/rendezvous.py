@@ -78,6 +78,8 @@ def place_of(text: str, environment: Mapping[str, str]) -> Place:
         host = port = None
     if not host or not port or parts.path not in ("", "/") or parts.username or parts.query or parts.fragment:
         raise ConfigError(f"--rendezvous {text} is not of the form tcp://host:port with a port between 1 and 65535")
+    # One address: at another that a name stands for, somebody else could listen and come between the nodes.
+    host = "127.0.0.1" if host == "localhost" else host
     if (own := shared_secret.given(environment)) is not None:
         return Place(text, host=host, port=port, secret=own)
     file = shared_secret.file_of(None if is_loopback(host) else host, port, environment)

@@ -121,9 +121,13 @@ def reduce_scatter(shard: torch.Tensor, tensor: torch.Tensor, group: dist.Proces
 
 
 def carried_from(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where a tensor must lie for `group` to send it: on `device`, or on the accelerator, if the group is for that."""
-    if device.type in [each.type for each in group._device_types]:
+    """Where a tensor must lie for `group` to send it: on `device`, else on the host or the accelerator, whichever the
+    group is for."""
+    kinds = [each.type for each in group._device_types]
+    if device.type in kinds:
         return device
+    if "cpu" in kinds:
+        return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None, f"a group for {group._device_types}, and there is no accelerator"
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.collectives import Traffic
+from phalanx.comm.collectives import Traffic, all_reduce
 
 
 class Arriving:
@@ -32,11 +32,16 @@ class Messages:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, traffic: Traffic, most: int) -> None:
-        """`most`: tensors that may be on their way from here; who sends more waits until the first has arrived."""
+        """`most`: tensors that may be on their way from here; who sends more waits until the first has arrived.
+        Collective over the group."""
         self._group, self._device, self._traffic, self._most = group, device, traffic, most
         self.both_ways = dist.get_backend(group) == "gloo"  # each direction has a queue of its own
         self._via = torch.device("cpu") if self.both_ways else device
         self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+        if (
+            not self.both_ways
+        ):  # else what two ranks `exchange`, if nothing was sent to all before, waits for the others
+            all_reduce(torch.zeros((), device=device), group, Traffic())
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a tensor, which must not change before it has left, to rank `to` of the group."""

@@ -121,7 +121,7 @@ class Lane:
 
 
 class Mark:
-    """A point that one thread reaches and another waits for: set once in a round, until it is cleared."""
+    """A point that one thread reaches and another waits for. Set again, it is where that thread is then."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -131,12 +131,10 @@ class Mark:
     def set(self) -> None:
         """Reached, by all that this thread has queued so far."""
         if self._lane.device.type != "cpu":
+            # Used again, not made anew: who waits for a mark that is set again must find an event that was recorded.
             self._event = self._event or torch.Event(self._lane.device)
             self._event.record()
         self._reached.set()
-
-    def clear(self) -> None:
-        self._reached.clear()
 
     @property
     def reached(self) -> bool:

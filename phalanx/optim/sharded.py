@@ -456,9 +456,9 @@ class Sharded:
                 slot = self._state.source
                 for held in unit.trained:
                     held.round([slot[fragment.key]["param"] for fragment in held.fragments])
+            helds, fresh = unit.helds if self._released else unit.trained, self._passes.fresh[unit.number]
             for part in range(self._parts):
-                fresh = self._passes.fresh[unit.number]
-                self._carrier.gather(unit.helds if self._released else unit.trained, part, fresh.set)
+                self._carrier.gather(helds, part, fresh.set if part == self._parts - 1 else lambda: None)
 
         self._lane.follow()
         for unit in self._units:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
+from phalanx.comm.collectives import carried_from
 from phalanx.errors import ConfigError
 from phalanx.scripts.session import Session, current
 
@@ -71,8 +72,7 @@ def _norm(gradients: list[tuple[str, Tensor]], session: Session, group: dist.Pro
     if norm_type == math.inf:
         parts = [gradient.abs().max().float() for _, gradient in gradients]
         total = torch.stack(parts).max() if parts else torch.zeros((), device=device)
-        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
-        return total
+        return _over_ranks(total, dist.ReduceOp.MAX, group)
     if not norm_type > 0:
         raise ConfigError(f"norm_type is {norm_type:g}, of which there is no norm; give a number above 0, or infinity")
     total = torch.zeros((), device=device, dtype=torch.float64)
@@ -80,5 +80,10 @@ def _norm(gradients: list[tuple[str, Tensor]], session: Session, group: dist.Pro
         slice_ = session.slices.get(name)
         alike = session.ranks.tensor if slice_ is None else slice_.copies
         total += torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32).double() ** norm_type / alike
-    dist.all_reduce(total, group=group)
-    return (total ** (1 / norm_type)).float()
+    return (_over_ranks(total, dist.ReduceOp.SUM, group) ** (1 / norm_type)).float()
+
+
+def _over_ranks(total: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
+    sent = total.to(carried_from(group, total.device))
+    dist.all_reduce(sent, op=operation, group=group)
+    return sent.to(total.device)

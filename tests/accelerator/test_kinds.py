@@ -1,6 +1,7 @@
 """Ranks start on any kind of accelerator: with collectives of its own or without, sharing a device, beside a CPU."""
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ import torch.distributed as dist
 
 from phalanx import accelerator
 from phalanx.comm import backend
+from phalanx.comm.collectives import carried_from
+from phalanx.comm.mesh import join
 from phalanx.records import Kind, Placement
+from phalanx.scripts.norm import _norm
+from phalanx.scripts.ranks import Ranks
+from phalanx.scripts.session import Session
+from phalanx.sharding import begin_alike
 from tests.accelerator.curves import References, assert_near, on_device
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs
@@ -49,6 +56,36 @@ def backends(placement: Placement) -> list[str]:
 def test_a_kind_of_device_without_collectives_uses_those_of_the_host() -> None:
     assert run_on_device(backends, collectives=False) == [["gloo", "none"]]
     assert run_on_device(backends) == [["cpu:gloo,sim:simccl", "simccl"]]
+
+
+def sent_from(placement: Placement) -> list[str]:
+    """Where a tensor of the device, and one of the host, must lie to be sent by a script's own calls."""
+    with join(placement, 20) as mesh:
+        return [carried_from(mesh.transfers, torch.device(kind)).type for kind in (placement.device, "cpu")]
+
+
+def begun_alike(placement: Placement) -> list[Any]:
+    """What ranks have of a model whose values were unlike, and the norms that each is told of another tensor."""
+    device = torch.device(placement.device)
+    with join(placement, 20) as mesh:
+        torch.manual_seed(mesh.rank)
+        model = torch.nn.Linear(3, 2).to(device)
+        begin_alike(model, mesh, {})
+        session, ours = Session(mesh.rank, Ranks(mesh.world)), torch.full((2,), 3.0 + mesh.rank, device=device)
+        norms = [_norm([("any", ours)], session, mesh.transfers, kind).item() for kind in (2.0, math.inf)]
+        return [model.weight.tolist(), norms]
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_script_of_ones_own_begins_alike_and_has_one_norm(places: str) -> None:
+    first, second = run_on_device(begun_alike, 2, **PLACES[places])
+    assert first == second
+    assert first[1] == pytest.approx([50**0.5, 4.0])
+
+
+def test_tensors_are_sent_from_where_their_group_takes_them() -> None:
+    assert run_on_device(sent_from, collectives=False) == [["cpu", "cpu"]]
+    assert run_on_device(sent_from) == [["sim", "cpu"]]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from phalanx.comm.collectives import Traffic
+from phalanx.comm.mesh import join
+from phalanx.comm.messages import Messages
+from phalanx.records import Placement
 from tests.accelerator.curves import EVERYTHING, References, assert_near, on_device
-from tests.accelerator.device import needs_device
+from tests.accelerator.device import needs_device, run_on_device
 
 pytestmark = needs_device
 FEW = {"train__steps": 6, "optim__decay_steps": 6}
@@ -34,3 +39,20 @@ def test_layouts_compute_what_one_cpu_rank_does(
         how = {"order": "threads", "delay_ms": delay_ms, "seed": seed}
         found = on_device(ranks, tmp_path / str(seed), tokens, how, **changes)
         assert_near(found, references.of(1, *alone.items()), 2e-7)
+
+
+def ends(placement: Placement) -> list[float]:
+    """What the first and the last of three ranks exchange first of all, as those of a pipeline do. The one between them
+    has nothing to say, and goes on when they are through."""
+    with join(placement, 20) as mesh:
+        messages, found = Messages(mesh.transfers, mesh.device, Traffic(), most=1), []
+        if mesh.rank != 1:
+            mine = torch.full((3,), float(mesh.rank), device=mesh.device)
+            found = messages.exchange(mine, 2 - mesh.rank).tolist()
+        messages.close()
+        mesh.sum([0.0])
+    return found
+
+
+def test_two_ranks_of_a_pipeline_exchange_without_the_others() -> None:
+    assert run_on_device(ends, 3, order="threads") == [[2.0] * 3, [], [0.0] * 3]

@@ -8,7 +8,7 @@ import torch
 
 from phalanx import accelerator
 from phalanx.optim.held import Pool
-from phalanx.optim.lane import Lane
+from phalanx.optim.lane import Lane, Mark
 from phalanx.records import Placement
 from tests.accelerator.device import needs_device, run_on_device
 from tests.accelerator.mutants import mutants
@@ -37,6 +37,38 @@ def memory_of_a_closed_lane(placement: Placement) -> list[float]:
 
 def test_memory_that_a_closed_lane_used_may_be_taken_at_once() -> None:
     assert run_on_device(memory_of_a_closed_lane, order="lazy") == [[3.0, 3.0]]
+
+
+def a_mark_that_is_set_again(placement: Placement) -> list[float]:
+    """What another stream reads behind a mark, while a thread is about to set that a second time."""
+    device = torch.device(placement.device)
+    source, mark, seen = filled(device, 1.0), Mark(Lane(device)), []
+    accelerator.wait(device)
+
+    class Slow(torch.Event):
+        def record(self, stream: torch.Stream | None = None) -> None:
+            if mark.reached:
+                other = threading.Thread(target=read)
+                other.start()
+                other.join(10)
+            super().record(stream)
+
+    def read() -> None:
+        with torch.Stream(device):
+            mark.wait()
+            seen.append(source.clone())
+            accelerator.wait_here(device)
+
+    plain, torch.Event = torch.Event, Slow  # type: ignore[misc]
+    source.fill_(2.0)
+    mark.set()
+    mark.set()
+    torch.Event = plain  # type: ignore[misc]
+    return [each.min().item() for each in seen]
+
+
+def test_a_mark_that_is_set_again_is_waited_for_all_the_time() -> None:
+    assert run_on_device(a_mark_that_is_set_again, order="lazy") == [[2.0]]
 
 
 def buffers_of_a_pool(placement: Placement, keeps: bool) -> list[float]:

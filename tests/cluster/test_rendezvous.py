@@ -64,6 +64,8 @@ def test_places() -> None:
     there = place_of("tcp://[fd00::7]:29500", {"PHALANX_SECRET": SECRET})
     assert (there.host, there.port, there.secret) == ("fd00::7", 29500, SECRET)
     assert there.kept is None and SECRET not in repr(there)
+    here = place_of("tcp://localhost:29500", {"PHALANX_SECRET": SECRET})
+    assert (here.text, here.host) == ("tcp://localhost:29500", "127.0.0.1")
 
 
 def test_what_was_published_is_read_by_its_owner_alone_and_withdrawn(tmp_path: Path) -> None:

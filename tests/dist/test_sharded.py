@@ -11,6 +11,7 @@ from torch import nn
 
 from phalanx.comm.mesh import Mesh, join
 from phalanx.optim import sharded
+from phalanx.optim.lane import Mark
 from phalanx.optim.order import Orders, Sharding
 from phalanx.optim.timeline import Op
 from phalanx.records import Placement
@@ -277,3 +278,33 @@ def with_a_frozen_unit(placement: Placement) -> list[float]:
 def test_what_is_not_trained_neither_waits_for_an_update_nor_hides_that_a_sum_is_not_there() -> None:
     for found in run_ranks(with_a_frozen_unit, 2):
         assert max(found) < 1e-9, found
+
+
+def brought(placement: Placement) -> list[bool]:
+    """Whether a unit's parameters are all there when it is told so, where what the ranks own is brought to all."""
+    sharded.PART_BYTES = 8
+    whole: list[bool] = []
+    with join(placement, 20) as mesh:
+        model = Net([Mix([[4, 200]]), Mix([[130]])], own=False)
+        driven = Driven(mesh, model, model.units(), Sharding(1, slots=2), clip=None)
+        engine = driven.engine
+        engine._lane.drain()
+
+        class Noting(Mark):
+            def set(self) -> None:
+                number = engine._passes.fresh.index(self)
+                held = [each for unit in engine._units[number : number + 1] for each in unit.helds]
+                whole.append(not any(values.isnan().any() for each in held for _, values in each.members()))
+                super().set()
+
+        for unit in engine._units:
+            for held in unit.helds:
+                held.values.fill_(torch.nan)
+        engine._passes.fresh = [Noting(engine._lane) for _ in engine._units]
+        engine._bring_masters()
+        engine.close()
+    return whole
+
+
+def test_a_unit_is_told_of_its_parameters_when_all_parts_are_there() -> None:
+    assert run_ranks(brought, 2) == [[True, True]] * 2

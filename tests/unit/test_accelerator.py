@@ -86,3 +86,8 @@ def test_the_user_may_say_how_many_threads_a_rank_has() -> None:
     assert accelerator.threads_of(3, 2) == 3
     assert accelerator.threads_of(0, 1) == accelerator.host_cores()
     assert accelerator.threads_of(0, 10**6) == 1
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="torch was built with NCCL")
+def test_collectives_that_torch_was_built_without_are_not_used() -> None:
+    assert accelerator.backend(torch.device("cuda", 0)) == "gloo"

@@ -45,8 +45,13 @@ def test_a_secret_that_is_set_is_taken_and_no_file_made(tmp_path: Path) -> None:
         place_of("tcp://127.0.0.1:29500", {"HOME": str(tmp_path), VARIABLE: "short"})
 
 
-def test_nodes_that_come_at_the_same_moment_find_the_same_secret(tmp_path: Path) -> None:
-    """Eight processes wait for one byte, and then look for twenty secrets in turn."""
+@pytest.mark.parametrize("ahead_s", [0.0, 2 * shared_secret.PASSED_S])
+def test_nodes_that_come_at_the_same_moment_find_the_same_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    """Eight processes wait for one byte, and then look for twenty secrets in turn; also where their clocks are ahead of
+    the file system's, so that they take for old what another one is writing."""
+    monkeypatch.setattr(shared_secret, "PASSED_S", shared_secret.PASSED_S - ahead_s)
     ours, theirs = socket.socketpair()
     answers, writer = os.pipe()
     pids = []

@@ -57,7 +57,17 @@ WorkPtr Group::endCoalescing() {
   auto operations = std::move(*coalesced_);
   coalesced_.reset();
   if (operations.empty()) return nullptr;
+  if (operations[0].begin) connect();
   return queue_all(std::move(operations), stream_id_);
+}
+
+// A batch of messages goes through the communicator of the whole group, which is made when the group is first used: all
+// ranks have to be there then, also those that the batch is not for.
+void Group::connect() {
+  if (connected_.exchange(true) || bound_device_id_) return;
+  WithoutGil without_gil;
+  if (store_->add("connected", 1) == size_) store_->set("connected/all", std::string("1"));
+  store_->wait({"connected/all"}, timeout_);
 }
 
 // Messages outside of a batch have a stream for each peer, unless the group is bound to its device, as with NCCL.
@@ -70,6 +80,7 @@ int64_t Group::stream_of_peer(int peer) {
 
 WorkPtr Group::queue(Operation operation, int peer) {
   fail_nccl_if_asked();
+  if (peer < 0) connected_ = true;
   for (auto& tensor : operation.tensors) {
     TORCH_CHECK(on_device(tensor), "No backend type associated with device type ", tensor.device().type());
     TORCH_CHECK_VALUE(tensor.is_contiguous(), "Tensors must be contiguous");

@@ -85,6 +85,7 @@ class Group : public c10d::Backend {
   void finish(const WorkPtr& collective);
   void finish_message(const WorkPtr& message);
   WorkPtr send_buffered(const at::Tensor& tensor, int to, int tag);
+  void connect();
   void check_alive();
   void stop(const std::string& reason);
   std::string lost(const std::string& error);
@@ -98,6 +99,7 @@ class Group : public c10d::Backend {
   std::optional<std::vector<Operation>> coalesced_;
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int64_t> splits_{0};
+  std::atomic<bool> connected_{false};  // the communicator of the whole group is there
 
   std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
   // Under the signal's lock:
