@@ -133,7 +133,6 @@ def set_arithmetic(device: torch.device, *, tf32: bool, deterministic: bool) -> 
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not, and torch raises
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # every element is written before it is read
 
 
 def name(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""A rank that hangs, where the accelerator's own collectives lose patience first and end a rank that waits by SIGABRT."""
+"""A rank that hangs, where the accelerator's own collectives lose patience first and end one that waits, by SIGABRT."""
 
 from pathlib import Path
 
