@@ -134,7 +134,8 @@ def _of_any_size(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     """Call a compiled block; the compiler is told beforehand what else it would find out by compiling twice."""
     for value in (*args, *kwargs.values()):
         tensor = value.samples if isinstance(value, Draws) else value
-        if isinstance(tensor, torch.Tensor) and (tensor is not value or tensor.dim() > 2):
+        # Hidden states, samples, and the offsets of documents; tables of positions (S, d) are those of one row.
+        if isinstance(tensor, torch.Tensor) and tensor.dim() not in (0, 2):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return compiled(*args, **kwargs)
 

@@ -1,11 +1,14 @@
 """What is compiled once serves micro-batches of any size, since shares may change at every step."""
 
 import functools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from phalanx.models.bert import Bert
 from phalanx.models.draws import Draws
 from phalanx.models.llama import Llama
 from phalanx.models.spec import ModelSpec
@@ -16,47 +19,74 @@ SPEC = ModelSpec(
 )
 
 
-def model() -> Llama:
-    made = Llama(SPEC).double()
+BERT = {"architecture": "bert", "kv_heads": 2, "objective": "masked", "segment_kinds": 2, "tie_embeddings": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"architecture": "mistral", "sliding_window": 4},
+    "qwen2": {"architecture": "qwen2", "sliding_window": 4, "full_attention_layers": (1,)},
+    "qwen3": {"architecture": "qwen3"},
+    "bert": BERT,
+}
+
+
+def model(family: str) -> Llama | Bert:
+    spec = replace(SPEC, **FAMILIES[family])
+    made = (Bert if family == "bert" else Llama)(spec).double()
     generator = torch.Generator().manual_seed(1)
     for parameter in made.parameters():
         parameter.data.normal_(0, 0.2, generator=generator)
     return made
 
 
-def loss(of: Llama, sequences: int, draws: bool = True) -> torch.Tensor:
+def loss(of: Llama | Bert, sequences: int, draws: bool = True, packed: bool = False) -> torch.Tensor:
     tokens = torch.arange(sequences * 8).view(sequences, 8) % 31
-    found: torch.Tensor = of(tokens, labels=tokens, draws=Draws(0, 1, torch.arange(sequences)) if draws else None)
+    more: dict[str, Any] = {"draws": Draws(0, 1, torch.arange(sequences)) if draws else None}
+    if isinstance(of, Bert):
+        more["lengths"] = torch.arange(sequences) % 5 + 4
+    if packed:  # two documents in each row, as many offsets as there could be
+        offsets = torch.arange(0, sequences * 8 + 1, 4, dtype=torch.int32)
+        more |= {"segments": offsets, "positions": torch.arange(4).repeat(sequences, 2)}
+    found = of(tokens, labels=tokens, **more)
+    losses = [each for each in (found if isinstance(found, tuple) else [found]) if each is not None]
+    total = torch.stack(losses).sum()
     if draws:
-        found.backward()
-    return found.detach()
+        total.backward()
+    return total.detach()
 
 
-def test_another_number_of_sequences_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "packed"), [*((family, False) for family in FAMILIES), ("llama", True), ("mistral", True)]
+)
+def test_another_number_of_sequences_compiles_nothing_anew(
+    family: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole blocks, without a break, of each family, and with documents packed into rows."""
     counter = CompileCounterWithBackend("eager")  # inductor takes far longer, and sees the same guards
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     torch._dynamo.reset()
-    compiled, plain = model(), model()
+    compiled, plain = model(family), model(family)
     compile_units(compiled, compiled.blocks(), sizes_change=True)
     for sequences in (4, 1):  # one sequence is compiled by itself, whatever it is told
-        loss(compiled, sequences)
+        loss(compiled, sequences, packed=packed)
         with torch.no_grad():
-            loss(compiled, sequences, draws=False)
-    # Blocks and the loss's chunk, each of several sequences and of one, with gradients and in evaluation.
-    assert counter.frame_count <= 8
+            loss(compiled, sequences, draws=False, packed=packed)
+    # Blocks (of two kinds where some have a window) and the loss's chunk, each of several sequences and of one, with
+    # gradients and in evaluation.
+    assert counter.frame_count <= (12 if family == "qwen2" else 8)
     with torch.compiler.set_stance("fail_on_recompile"):
         for sequences in (5, 2, 1, 7):
-            assert loss(compiled, sequences) == pytest.approx(loss(plain, sequences).item(), rel=1e-12)
+            found = loss(compiled, sequences, packed=packed)
+            assert found == pytest.approx(loss(plain, sequences, packed=packed).item(), rel=1e-12)
             with torch.no_grad():
-                loss(compiled, sequences, draws=False)
+                loss(compiled, sequences, draws=False, packed=packed)
     compiled.zero_grad()
     plain.zero_grad()
-    loss(compiled, 6)
-    loss(plain, 6)
+    loss(compiled, 6, packed=packed)
+    loss(plain, 6, packed=packed)
     for mine, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
 
 
 def test_a_trial_says_whether_code_can_be_made_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
