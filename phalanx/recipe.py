@@ -29,6 +29,7 @@ FOUND_ANEW = (
     "parallel.layout", "parallel.data", "parallel.zero", "parallel.reduce", "parallel.shard_degree",
     "parallel.sequence", "balance.work", "balance.state", "data.workers",
 )  # fmt: skip
+NOT_COMPILED_ON_CPU = "compiling costs more than it saves on CPU"
 FOUND_FOR_DEVICES = ("train.micro_batch", "train.compile", "memory.activations")
 
 
@@ -219,7 +220,7 @@ def resolve(
             why = "parallel.schedule zero_bubble takes a backward pass apart, which cannot be done to a compiled one"
             chosen.append(("train.compile", False, why))
         elif on_cpu:
-            chosen.append(("train.compile", False, "compiling costs more than it saves on CPU"))
+            chosen.append(("train.compile", False, NOT_COMPILED_ON_CPU))
     if config.optim.decay_steps == "auto" and config.train.steps:  # with no steps yet, the next start decides
         steps = rules.default_decay_steps(config.optim.model_dump(), max(config.train.steps, 1))
         longer = steps > max(config.train.steps, 1)

@@ -28,7 +28,7 @@ from phalanx.models.weights import Weights
 from phalanx.optim.choose import make_rule
 from phalanx.parallel.activations import check_horizon
 from phalanx.parallel.apply import why_not_compiled
-from phalanx.recipe import check, to_yaml, update
+from phalanx.recipe import NOT_COMPILED_ON_CPU, check, to_yaml, update
 from phalanx.records import HELD_OUT
 from phalanx.train import adapters, copies
 from phalanx.train.bert import default_labels, holds_records
@@ -72,9 +72,11 @@ def resolve_with_files(
 
 
 def compiling(config: Config, devices: Sequence[str]) -> Chosen:
-    """Whether blocks are compiled, where that is `auto`: not before it was tried on each device."""
+    """Whether this node compiles blocks, where that is `auto`: on accelerators, after a trial on each of `devices`."""
     if config.train.compile != "auto":
         return []
+    if any(torch.device(device).type == "cpu" for device in devices):
+        return [("train.compile", False, NOT_COMPILED_ON_CPU)]
     for device in devices:
         if failure := why_not_compiled(torch.device(device)):
             return [("train.compile", False, f"torch.compile fails on {device}: {failure}")]

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from phalanx.config import Config
 from phalanx.models.bert import Bert
 from phalanx.models.draws import Draws
 from phalanx.models.llama import Llama
 from phalanx.models.spec import ModelSpec
 from phalanx.parallel.apply import compile_units, why_not_compiled
+from phalanx.train.resolve import compiling
 
 SPEC = ModelSpec(
     vocab_size=31, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate=24, max_seq_len=8, dropout=0.1
@@ -98,3 +100,10 @@ def test_a_trial_says_whether_code_can_be_made_for_a_device(monkeypatch: pytest.
     failure = why_not_compiled(cpu)
     assert "InvalidCxxCompiler" in failure or "no-such-compiler" in failure, failure
     assert "\n" not in failure
+
+
+def test_a_node_without_accelerators_compiles_only_when_told_to() -> None:
+    """Also where it joins a run whose other nodes try their compilers."""
+    (choice,) = compiling(Config(), ["cpu"])
+    assert choice[:2] == ("train.compile", False)
+    assert compiling(Config.model_validate({"train": {"compile": True}}), ["cpu"]) == []

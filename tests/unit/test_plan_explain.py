@@ -43,7 +43,7 @@ IGNORED = {
     "data.isolate_documents": "true", "data.held_out": "0.2", "data.cache": "folder", "data.workers": "2",
     "train.steps": "7", "train.seed": "5", "train.compile": "true", "train.eval_every": "3",
     "train.eval_sequences": "5", "train.loss_scale": "8", "train.loss_scale_steps": "7", "train.profile": "2-3",
-    "train.memory_snapshot": "3",
+    "train.memory_snapshot": "3", "train.tf32": "true", "train.deterministic": "true",
     "optim.lr": "1e-5", "optim.beta1": "0.5", "optim.beta2": "0.5", "optim.eps": "1e-5", "optim.weight_decay": "0.5",
     "optim.clip_norm": "3", "optim.schedule": "linear", "optim.power": "2", "optim.warmup_steps": "7",
     "optim.decay_steps": "50", "optim.min_lr_ratio": "0.3",
