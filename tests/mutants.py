@@ -16,13 +16,13 @@ from tests.helpers import ROOT
 from tests.mutation import Mutant, judge, nodes, options, replaced
 
 SURVIVE = 0.05  # the part that may
-UNIT, DIST = "tests/unit/test_", "tests/dist/test_"
+UNIT = "tests/unit/test_"
 NODES = [f"{UNIT}supervisor.py", f"{UNIT}succession.py", f"{UNIT}leader.py"]
 
 # What decides and divides, and the tests that know it best, the fastest first.
 TESTS = {
     "balance.py": [f"{UNIT}balance.py", f"{UNIT}resharing.py", f"{UNIT}packing.py"],
-    "resharing.py": [f"{UNIT}resharing.py", f"{DIST}sharing.py"],
+    "resharing.py": [f"{UNIT}resharing_line.py", f"{UNIT}resharing.py"],
     "axes.py": [f"{UNIT}axes.py"],
     "parallel/slices.py": [f"{UNIT}slices.py"],
     "parallel/stages.py": [f"{UNIT}stages.py", f"{UNIT}plan_cost.py"],
@@ -37,7 +37,12 @@ TESTS = {
     "cluster/supervisor.py": NODES,
     "cluster/affairs.py": NODES,
     "cluster/succession.py": [f"{UNIT}succession.py", *NODES],
-    "cluster/roster.py": [f"{UNIT}succession.py", f"{UNIT}herald.py", f"{UNIT}leader.py", "tests/cluster/test_circle.py"],
+    "cluster/roster.py": [
+        f"{UNIT}succession.py",
+        f"{UNIT}herald.py",
+        f"{UNIT}leader.py",
+        "tests/cluster/test_circle.py",
+    ],
     "cluster/circle.py": ["tests/cluster/test_circle.py"],
     "cluster/orders.py": [f"{UNIT}orders.py"],
 }
@@ -77,7 +82,9 @@ def _no_code(tree: ast.AST) -> Iterator[ast.AST]:
             yield node.annotation
         if isinstance(node, ast.FunctionDef):
             yield from node.decorator_list
-            yield from (each for each in (node.returns, *node.args.defaults, *node.args.kw_defaults) if each is not None)
+            yield from (
+                each for each in (node.returns, *node.args.defaults, *node.args.kw_defaults) if each is not None
+            )
         if isinstance(node, ast.ClassDef):
             yield from node.decorator_list
             yield from (each for each in node.body if not isinstance(each, ast.FunctionDef))

@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -87,7 +88,7 @@ def replaced(text: str, node: ast.expr | ast.stmt, by: str) -> str:
     return (b"\n".join(before) + by.encode() + b"\n".join(after)).decode()
 
 
-# ------------------------------------------------------------------------------------------------------------- run tests
+# ------------------------------------------------------------------------------------------------------------ run tests
 
 
 class Warm:
@@ -97,11 +98,12 @@ class Warm:
         zygote.warm_up()
         for file in {test.partition("::")[0] for test in tests}:
             importlib.import_module(file.removesuffix(".py").replace("/", "."))
-        self._functions: dict[str, list[types.FunctionType]] = {}  # of the package, by file
+        self._texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}  # as they have been imported
+        self._functions: dict[Path, list[types.FunctionType]] = {}  # of the package, by file
         gc.unfreeze()  # what is frozen is not found
         for each in gc.get_objects():
             if type(each) is types.FunctionType and each.__code__.co_filename.startswith(str(PACKAGE)):
-                self._functions.setdefault(each.__code__.co_filename, []).append(each)
+                self._functions.setdefault(Path(each.__code__.co_filename), []).append(each)
         gc.freeze()  # nobody that is forked need look through it
 
     def verdicts(self, tasks: Iterable[tuple[Mutant | None, Sequence[str]]], jobs: int) -> Iterator[Verdict]:
@@ -134,7 +136,7 @@ class Warm:
                 try:
                     self._test(place, mutant, tests)
                 except BaseException:
-                    traceback.print_exc()
+                    (place / "error").write_text(traceback.format_exc())
                 os._exit(1)
             select.select([os.pidfd_open(tester)], [], [], ALL_S)
             children = Path(f"/proc/self/task/{above}/children")
@@ -163,28 +165,37 @@ class Warm:
     def _become(self, mutant: Mutant) -> None:
         """Give the functions of a mutant's file, wherever they are held, the mutant's code, and module-level names its
         values. (Processes that tests start, rather than fork, have the package as it is.)"""
-        path = PACKAGE / mutant.file
-        module = sys.modules[".".join(("phalanx", *Path(mutant.file).with_suffix("").parts))]
+        path, count = PACKAGE / mutant.file, 0
         if not mutant.function:
-            scratch = {"__name__": module.__name__, "__package__": module.__package__, "__file__": str(path)}
-            exec(compile(mutant.text, path, "exec"), scratch)  # noqa: S102
-            for name, old in list(vars(module).items()):
-                if type(old) in (int, float, bool, tuple) and old != scratch[name]:
-                    for other in list(sys.modules.values()):
-                        if (
-                            getattr(other, "__name__", "").startswith(("phalanx", "tests"))
-                            and vars(other).get(name) is old
-                        ):
-                            setattr(other, name, scratch[name])
-            return
-        before, after = (list(_codes(compile(text, path, "exec"))) for text in (path.read_text(), mutant.text))
+            count = _give_values(path, mutant.text)
+        before, after = (list(_codes(compile(text, path, "exec"))) for text in (self._texts[path], mutant.text))
         turns = {(code.co_qualname, code.co_firstlineno): turn for turn, code in before}
-        changed = {turn: code for turn, code in after}
-        for function in self._functions[str(path)]:
+        changed = dict(after)
+        for function in self._functions[path]:
             code = function.__code__
-            turn = turns.get((code.co_qualname, code.co_firstlineno))
-            if turn in changed:
-                function.__code__ = changed[turn]
+            other = changed.get(turns.get((code.co_qualname, code.co_firstlineno), ("", 0)), code)
+            count += other != code
+            function.__code__ = other
+        assert count, f"nothing that has been imported is other than it was: {mutant}"
+
+
+def _give_values(path: Path, text: str) -> int:
+    """Give a module, and those that import from it, the values that its text gives to names; how many are other."""
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    module, made = sys.modules[name], types.ModuleType(name)
+    made.__package__ = module.__package__
+    exec(compile(text, path, "exec"), vars(made))  # noqa: S102
+    plain = (int, float, bool, tuple)
+    other = {key: getattr(made, key) for key, value in vars(module).items() if type(value) in plain}
+    other = {key: value for key, value in other.items() if value != getattr(module, key)}
+    vars(module).update(other)
+    for each in [each for each in sys.modules.values() if str(getattr(each, "__file__", "")).startswith(str(ROOT))]:
+        imports = re.findall(
+            rf"^ *from {re.escape(name)} import (\([^)]*\)|.*)", Path(str(each.__file__)).read_text(), re.MULTILINE
+        )
+        taken = set(re.findall(r"\w+", " ".join(imports)))
+        vars(each).update({key: value for key, value in other.items() if key in taken})
+    return len(other)
 
 
 def _codes(code: types.CodeType) -> Iterator[tuple[tuple[str, int], types.CodeType]]:
@@ -199,6 +210,8 @@ def _codes(code: types.CodeType) -> Iterator[tuple[tuple[str, int], types.CodeTy
 
 
 def _red(place: Path) -> str | None:
+    if (place / "error").exists():
+        raise RuntimeError((place / "error").read_text())
     if not (place / "red").exists():
         return f"the tests ended without a word, or never: {(place / 'log').read_text(errors='replace')[-300:]!r}"
     code, red = json.loads((place / "red").read_text())
@@ -255,7 +268,7 @@ def _zygote(log: Path) -> list[Any]:
     return [_Process(pid, ours, answers, log)]
 
 
-# ----------------------------------------------------------------------------------------------------------------- judge
+# ---------------------------------------------------------------------------------------------------------------- judge
 
 
 def options(description: str | None) -> argparse.ArgumentParser:

@@ -413,9 +413,8 @@ class Memory:
             pairs = [
                 (self.slots[slot][key][kind], each) for key, kinds in state.items() for kind, each in kinds.items()
             ]
-            if pairs:  # a rank may hold nothing
-                torch._foreach_copy_([into for into, _ in pairs], [each for _, each in pairs], non_blocking=True)
-            accelerator.wait_here(self._mesh.device)
+            if pairs:  # a rank may hold nothing; each copy holds this thread until it is there
+                torch._foreach_copy_([into for into, _ in pairs], [each for _, each in pairs])
         record = self._record(header["step"], outcome) if outcome is not None else None
         self.file.commit(slot, header["step"], json.dumps(header | {"record": record}).encode())
         if self.replicas is not None and self._is_sent(header["step"], begins=outcome is None):

@@ -51,7 +51,9 @@ def begun(fixed_s: float, sequence_s: float, parts: int, pieces: int) -> tuple[P
 
 
 @given(fixed_s=SECONDS, sequence_s=SECONDS, parts=PARTS, each=PARTS, factor=st.floats(0.1, 10))
-def test_the_first_step_scales_the_line(fixed_s: float, sequence_s: float, parts: int, each: int, factor: float) -> None:
+def test_the_first_step_scales_the_line(
+    fixed_s: float, sequence_s: float, parts: int, each: int, factor: float
+) -> None:
     pieces, foretold = parts * each, Pace(fixed_s, sequence_s)
     found, more = foretold.after(parts, pieces, factor * (parts * fixed_s + pieces * sequence_s), LIMITS)
     wanted = scaled(foretold, np.array([float(parts), float(pieces)]), factor, NOISE**2, resharing.SHAPE)
@@ -133,7 +135,7 @@ def test_older_steps_count_no_more_than_the_memory() -> None:
 
 def test_one_odd_step_draws_as_little_as_one_that_is_barely_not() -> None:
     for ratio, sign in ((FAR, 1), (1 / FAR, -1)):
-        pace, h = begun(0.5, 0.5, 1, 4)
+        pace, _ = begun(0.5, 0.5, 1, 4)
         odd, more = pace.after(1, 4, ratio * 2.5, LIMITS)
         assert (odd.fixed_s, odd.sequence_s, more) == (0.5, 0.5, 1)
         assert odd.odd == pytest.approx((ratio,))
@@ -229,7 +231,7 @@ def test_how_far_is_far(noise: float, needed: int, outlier: float, off: float) -
     assert (limits.outlier, limits.off) == pytest.approx((outlier, off))
 
 
-# -------------------------------------------------------------------------------------------------------------- a history
+# ------------------------------------------------------------------------------------------------------------ a history
 
 
 def history(fixed_s: float = 0.0, ranks: int = 2, share: int = 4, seen: int = 2, parts: int = 1) -> History:
