@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from phalanx.cluster.fork import die_with
@@ -96,6 +97,11 @@ class Warm:
 
     def __init__(self, tests: Iterable[str]) -> None:
         zygote.warm_up()
+        importlib.import_module("tests.conftest")
+        # The same examples for each mutant, however slowly they come: what is red is so by the mutant.
+        calm = hypothesis.settings(deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck))
+        hypothesis.settings.register_profile("mutants", calm)
+        hypothesis.settings.load_profile("mutants")
         for file in {test.partition("::")[0] for test in tests}:
             importlib.import_module(file.removesuffix(".py").replace("/", "."))
         self._texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}  # as they have been imported

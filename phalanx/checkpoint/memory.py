@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from phalanx import accelerator, host_memory, state_file
+from phalanx import host_memory, state_file
 from phalanx.checkpoint.index import index_of, views
 from phalanx.checkpoint.kept_state import open_kept
 from phalanx.checkpoint.replay import Gradients, gradient_bytes, kernels
