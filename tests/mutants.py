@@ -44,7 +44,7 @@ TESTS = {
         f"{UNIT}leader.py",
         "tests/cluster/test_circle.py",
     ],
-    "cluster/circle.py": ["tests/cluster/test_circle.py"],
+    "cluster/circle.py": ["tests/cluster/test_circle_turns.py", "tests/cluster/test_circle.py"],
     "cluster/orders.py": [f"{UNIT}orders.py"],
 }
 
