@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo test accelerator check format bench clean
+.PHONY: help setup demo test accelerator mutants check format bench clean
 
 help:
 	@echo "make setup        create .venv with all that the demo, the tests and the benchmarks need"
 	@echo "make demo         train a small LLaMA on two ranks, kill one, go on, export, generate (about five minutes)"
 	@echo "make test         run the tests (WORKERS=N at a time; two cores serve three)"
 	@echo "make accelerator  run those on the simulated accelerator in all orders of its streams"
+	@echo "make mutants      take out each wait on a device, and change what decides in 300 places: a test must notice"
 	@echo "make check        formatting, lint and types"
 	@echo "make format       rewrite the code in the project's format"
 	@echo "make bench        every benchmark in its quick form"
@@ -42,6 +43,12 @@ test: setup
 accelerator: setup
 	@$(BIN)/python -m tests.accelerator.build
 	PHALANX_TEST_ACCELERATOR=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/accelerator
+
+# The package with one line other than it is, again and again: the tests that know the line must fail.
+mutants: setup
+	@$(BIN)/python -m tests.accelerator.build
+	$(BIN)/python -m tests.accelerator.mutants
+	$(BIN)/python -m tests.mutants
 
 check: setup
 	$(BIN)/ruff format --check .
