@@ -1,9 +1,9 @@
 """Draw mutants of what decides and divides, and see that a test notices: `python -m tests.mutants`.
 
 A mutant has one comparison, operator, constant or condition of a function that is other than it is, or a number with a
-name that is twice or half of it. The fast tests of its file run on it until one fails (tests/mutation.py). Which are drawn depends on the seed;
-`--number 100` are the first of `--number 300`. Survivors are printed, and the exit code is 1 where more than one in
-twenty of those survives that are not in EQUIVALENT.
+name that is twice or half of it. The fast tests of its file run on it until one fails (tests/mutation.py). Which are
+drawn depends on the seed; `--number 100` are the first of `--number 300`. Survivors are printed, and the exit code is 1
+where more than one in twenty of those survives that are not in EQUIVALENT.
 """
 
 import ast

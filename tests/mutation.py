@@ -37,7 +37,7 @@ from tests import helpers, zygote
 from tests.helpers import ROOT
 
 PACKAGE = ROOT / "phalanx"
-TEST_S = 100  # of one test: a mutant that hangs is noticed, too
+TEST_S = 60  # of one test: a mutant that hangs is noticed, too
 ALL_S = 1800  # of all tests of one mutant
 REFERENCES = "PHALANX_TEST_REFERENCES"  # a folder of curves that no mutant has made (tests/accelerator/conftest.py)
 _PR_SET_CHILD_SUBREAPER = 36
