@@ -46,22 +46,26 @@ ENGINE, LAYOUT = (
     f"{MANY}::test_layouts_compute_what_one_cpu_rank_does",
 )
 UNIT, BACKGROUND = "tests/unit/test_", "tests/dist/test_memory.py::test_copied_in_the_background"
+LATE = "tests/dist/test_late_rank.py"
+SHARDED = [f"{ENGINE}[{engine}-lazy]" for engine in ("zero 3", "zero 1, two slots", "zero 1", "zero 2")]
 # The tests that belong to a file, by how its name begins, the most telling first.
 TESTS = {
     "accelerator.py": [UNITS, FREE, ENGINE],
-    "comm/": [UNITS, LAYOUT, MANY, KINDS],
+    "comm/": [LATE, UNITS, LAYOUT, MANY, KINDS],
     "checkpoint/memory.py": [f"{ONE}::test_killed_and_resumed_from_memory", BACKGROUND],
     "checkpoint/snapshot.py": [FREE, f"{ONE}::test_killed_and_resumed_from_a_checkpoint"],
     "models/layers.py": [ENGINE],
-    "optim/carrier.py": [f"{UNIT}lane.py", ENGINE, MANY, KINDS],
-    "optim/held.py": [f"{UNIT}pool.py", UNITS, ENGINE, MANY],
-    "optim/fsdp2.py": [f"{ENGINE}[fsdp2-lazy]", f"{ENGINE}[fsdp2-main_last]", KINDS, MANY],
-    "parallel/exchange.py": [f"{LAYOUT}[tensor x data-0]", MANY, KINDS],
+    "optim/carrier.py": [f"{UNIT}lane.py", *SHARDED, ENGINE, MANY, KINDS],
+    "optim/held.py": [f"{UNIT}pool.py", UNITS, *SHARDED],
+    "optim/fsdp2.py": [LATE, f"{ENGINE}[fsdp2-lazy]", f"{ENGINE}[fsdp2-main_last]", KINDS, MANY],
+    "optim/agreement.py": [LATE],
+    "optim/gradients.py": [LATE],
+    "parallel/exchange.py": [LATE, f"{LAYOUT}[tensor x data-0]"],
     "parallel/offload.py": [FREE, f"{ONE}::test_inputs_that_wait_on_the_host"],
-    "parallel/": [MANY, KINDS],
+    "parallel/transform.py": [LATE],
     "tasks/task.py": [FREE, ENGINE],
     "train/": [CLOCKS],
-    "": [UNITS, ENGINE, ONE, KINDS, MANY],
+    "": [UNITS, LATE, *SHARDED, ENGINE, ONE, KINDS, MANY],
 }
 
 # "file function: code" -> why no test can notice it. A line that stands there without need is an error.
