@@ -57,7 +57,7 @@ def _follows(key: str, annotation: Any, wanted: Config, offered: Config) -> bool
 
 
 def _resolves(annotation: Any) -> bool:
-    """Whether the `auto` of a key of this type is a word for what is found out, and that no text of whatever content: it
+    """Whether the `auto` of a key of this type stands for what is found out, and that is no text of any content, which
     could name a file or a program."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     options = typing.get_args(annotation) if is_union else (annotation,)
