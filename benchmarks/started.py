@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx import shared_memory, state_file
+from phalanx import kept_files, shared_memory, state_file
 from phalanx.cluster.fork import fork
 from phalanx.kept import choose
 from phalanx.records import Kind, RunPaths, last_line, read_steps
@@ -193,13 +193,13 @@ class Run:
 
     def replicated(self) -> int:
         """The newest step of which the memories of other nodes have a replica of every rank."""
-        return self._newest(state_file.REPLICAS)
+        return self._newest(kept_files.REPLICAS)
 
     def _newest(self, within: str) -> int:
         run, held = self._told or state_file.run_of(self.paths.events), {}
         for node, folder in enumerate(self.folders()):
             with contextlib.suppress(OSError):  # a file has just been removed, or the node is gone
-                held[node] = [state_file.held(facts) for facts in state_file.there(folder / within, run)]
+                held[node] = [kept_files.held(facts) for facts in kept_files.there(folder / within, run)]
         choice = choose(held)
         self._told = run if choice is not None else b""
         return max(0, choice.step) if choice is not None else 0
