@@ -184,8 +184,9 @@ class Run:
         return max((int(event["attempt"]) for event in self.events(Kind.ATTEMPT_STARTED)), default=0)
 
     def folders(self) -> list[Path]:
-        """In the shared memory of each node."""
-        return [shared_memory.folder_of(self.paths, node, self.memory(node)) for node in range(self.nodes)]
+        """In the shared memory of each node; a path that leads nowhere where there is none yet."""
+        places = [(node, self.memory(node)) for node in range(self.nodes)]
+        return [shared_memory.folder_of(self.paths, node, place) or place / "none" for node, place in places]
 
     def committed(self) -> int:
         """The newest step that all ranks hold in the memory of their nodes; 0: none."""
@@ -245,9 +246,9 @@ class Run:
         """Kill what still runs, and take away what it leaves in shared memory."""
         for command in self.commands.values():
             command.end()
-        for folder in self.folders():
+        for node, folder in enumerate(self.folders()):
             if folder.is_dir():
-                with shared_memory.held(folder) as memory:
+                with shared_memory.held(self.paths, node, self.memory(node)) as memory:
                     memory.keeps = False
 
     @contextlib.contextmanager

@@ -219,6 +219,7 @@ class Member:
             after_out_of_memory=self._limit_has_fallen,
             after_kernel_kill=launch.less_for(training),
             shared=self.shared,
+            keeps=self.memory.state,
         )
 
     def tidy(self, paths: RunPaths, tend: Tend) -> None:
@@ -237,17 +238,18 @@ class Member:
     def _take_over(self, tend: Tend) -> None:
         """Take what this machine has kept of the run when it had another number: Slurm may count nodes otherwise each
         time. All have met, so nodes that are this same machine hold their own."""
-        with contextlib.closing(shared_memory.left_behind(self.shared)) as folders:
-            for folder in folders:
+        if not self.memory.state:
+            return
+        with contextlib.closing(shared_memory.left_behind(self.paths, self.where.node, self.shared.parent)) as folders:
+            for number, folder in folders:
                 _await_the_dead(folder, tend)
                 if kept_files.are_dead(folder) and kept_files.take_over(folder, self.shared):
-                    number = folder.name.rpartition("-")[2]
                     self.say(f"this machine was node {number} of the run before, and has what it had kept as that")
 
     def leave(self) -> None:
         """Take this node's memory of the run away, unless a later job may have to go on from there."""
         self.memory.touch()
-        self.memory.keeps = self._has_more()
+        self.memory.keeps = self.memory.state and self._has_more()
 
     def _has_more(self) -> bool:
         """Whether this node's memory has a newer step than the disk."""

@@ -275,7 +275,7 @@ class Peer:
         job = self._job
         if self._keeper is not None and not self._keeper.alive:
             self._end_keeper()
-        if job is None or job.shared is None or job.paths is None:
+        if job is None or job.shared is None or not job.keeps or job.paths is None:
             return self._keeper
         run = self._run_of(job.paths)
         if self._keeper is not None and self._keeper.run != run:  # the run had no records yet when it was forked

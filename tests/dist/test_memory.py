@@ -377,7 +377,12 @@ def kill_the_agent(placement: Placement, folder: str, step: int, arguments: list
     """Start the command line, SIGKILL the agent when so many steps are committed, and start it again."""
     os.chdir(folder)
     paths = RunPaths(Path("runs/killed"))
-    place = shared_memory.folder_of(paths)
+    place = Path(folder) / "none"
+
+    def committed() -> int:
+        nonlocal place
+        place = shared_memory.folder_of(paths) or place
+        return kept_files.committed(place, state_file.run_of(paths.events))
 
     def command() -> int:
         import sys
@@ -399,7 +404,7 @@ def kill_the_agent(placement: Placement, folder: str, step: int, arguments: list
         return pid
 
     pid = command()
-    wait_until(lambda: place.is_dir() and kept_files.committed(place, state_file.run_of(paths.events)) >= step, 60)
+    wait_until(lambda: committed() >= step, 60)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     left = len(kept_files.files_in(place))

@@ -72,10 +72,11 @@ def test_what_all_ranks_hold_is_read_from_the_memories_of_nodes(tmp_path: Path) 
     paths.events.write_text('{"kind": "run_started"}\n')
     run = Run(paths, nodes=2, memory=lambda node: tmp_path / "shm")
     assert run.committed() == run.replicated() == 0
+    (tmp_path / "shm").mkdir()
     known, index = state_file.run_of(paths.events), {"tensors": [], "pieces": []}
     for node in range(2):
-        folder = shared_memory.folder_of(paths, node, tmp_path / "shm")
-        folder.mkdir(parents=True)
+        with shared_memory.held(paths, node, tmp_path / "shm") as memory:
+            folder = memory.folder
         own = state_file.create(folder, Who(1, node, 2, known, node, 2), index, 16)
         other = state_file.create(folder / kept_files.REPLICAS, Who(1, 1 - node, 2, known, 1 - node, 2), index, 16)
         for slot, step in enumerate((7, 8 + node)):
