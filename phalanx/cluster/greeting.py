@@ -72,6 +72,14 @@ def taken(node: int, holder: str, claimant: Message) -> str:
     )
 
 
+def crowd(host: str, node: int) -> str:
+    """What to say of strangers who call again and again."""
+    return (
+        f"connections from {host} keep coming to node {node} without the job's secret; they are closed, and the job "
+        "goes on: find out what runs there, or keep it from the ports of the nodes by a firewall"
+    )
+
+
 def told(value: Any) -> Any:
     """A value of a recipe as others may read it: without what is secret in a URL."""
     if isinstance(value, dict):

@@ -122,6 +122,9 @@ class Peer:
         for channel, hello in callers:
             self._greet(channel, hello)
         self._tend_store_calls()
+        if (host := self.circle.door.crowd) is not None and not self._alone():
+            self.circle.door.crowd = None
+            self.circle.tell(self.circle.roster.leader, {"strangers": host})
         if self.circle.leading and self._leading is None and self.circle.fenced is None:
             self._leading = self._lead(self)
         self._hear()
