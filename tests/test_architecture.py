@@ -142,7 +142,7 @@ MAY_USE: dict[str, set[str]] = {
     "recipe": {"pydantic", "yaml"},
     "explain": {"pydantic"},
     "storage": {"fsspec"},
-    "cluster": {"pynvml"},
+    "cluster": {"pydantic", "pynvml"},
     "report": {"plotly", "rich", "yaml"},
     "accelerator": {"torch"},
     "phases": {"torch"},

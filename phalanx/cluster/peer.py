@@ -158,10 +158,8 @@ class Peer:
             self._relay = beside_the_store(port)
             self._tend_store_calls()
             return None
-        store = self.circle.roster.member(int(self.start["seats"][0]))
-        assert store is not None
         hello = {"role": "store", "attempt": number}
-        relay, address = to_node_0((store.address, store.port), self.secret, hello)
+        relay, address = to_node_0(self._address_of(self.start["seats"][0]), self.secret, hello)
         self._relay = relay, None
         return address
 
