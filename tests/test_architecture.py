@@ -146,7 +146,7 @@ MAY_USE: dict[str, set[str]] = {
     "explain": {"pydantic"},
     "storage": {"fsspec"},
     "integrity": {"numpy"},
-    "cluster": {"pynvml"},
+    "cluster": {"pydantic", "pynvml"},
     "report": {"plotly", "rich", "yaml"},
     "accelerator": {"torch"},
     "phases": {"torch"},
