@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from phalanx import accelerator, host_memory, kept_files, state_file
+from phalanx import host_memory, kept_files, state_file
 from phalanx.checkpoint.index import index_of, views
 from phalanx.checkpoint.kept_check import check_copy, check_kept
 from phalanx.checkpoint.kept_state import open_kept
@@ -420,9 +420,8 @@ class Memory:
             pairs = [
                 (self.slots[slot][key][kind], each) for key, kinds in state.items() for kind, each in kinds.items()
             ]
-            if pairs:  # a rank may hold nothing
-                torch._foreach_copy_([into for into, _ in pairs], [each for _, each in pairs], non_blocking=True)
-            accelerator.wait_here(self._mesh.device)
+            if pairs:  # a rank may hold nothing; each copy holds this thread until it is there
+                torch._foreach_copy_([into for into, _ in pairs], [each for _, each in pairs])
         record = self._record(header["step"], outcome) if outcome is not None else None
         self.file.commit(slot, header["step"], self.file.header_of(slot, header | {"record": record}))
         if self.replicas is not None and self._is_sent(header["step"], begins=outcome is None):
