@@ -42,7 +42,7 @@ def test_the_bound_is_what_the_page_says() -> None:
     assert bound([3.0] * (LEAST - 1), 10.0) == math.inf
 
 
-# ------------------------------------------------------------------------------------------------ what becomes of a step
+# ----------------------------------------------------------------------------------------------- what becomes of a step
 
 
 def step(number: int, loss: float | None = 2.0, **others: Any) -> StepRecord:
