@@ -101,7 +101,8 @@ class StoreAddress:
 class Placement:
     """Where one worker runs. `device` is "cpu" or an accelerator with its index; `attempt` counts from 1; `threads` of
     the host are the user's choice, 0: this rank's part of the cores; `shared` is the folder in this node's shared
-    memory where things outlive the rank, `kept` what of it the attempt begins with (None: with what is on the disk);
+    memory where things outlive the rank, `kept` what of it the attempt begins with (None: with what is on the disk),
+    `keeps` whether state may be kept there;
     of several `nodes` with ranks the agent of the next one is at `partner`, and the order came in their `epoch`."""
 
     rank: int
@@ -115,6 +116,7 @@ class Placement:
     threads: int = 0
     shared: str | None = None
     kept: Kept | None = None
+    keeps: bool = True
     nodes: int = 1
     partner: Address | None = None
     epoch: int | None = None

@@ -19,6 +19,7 @@ from phalanx.cluster.beats import GIVEN_UP, Beat, Beats
 from phalanx.cluster.door import Door
 from phalanx.cluster.errand import Errand
 from phalanx.cluster.herald import Voice
+from phalanx.cluster.messages import NONSENSE, problem
 from phalanx.cluster.roster import Member, Roster, roster_of, roster_to_message, standing, too_few, watched_by
 from phalanx.cluster.wire import LINGER_S, Channel, Message, Proof, calling
 from phalanx.errors import PhalanxError
@@ -294,6 +295,9 @@ class Circle:
         if link is None or link.channel is None:
             return
         for message in link.channel.heard():
+            if link.proof is None and (wrong := problem(message)) is not None:
+                self._lose(node, NONSENSE.format(wrong))
+                return
             if link.proof is None:
                 self._take(node, message)
             elif link.proof.failed is None:

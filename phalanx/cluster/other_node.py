@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from phalanx import shared_secret
 from phalanx.cluster import rendezvous
 from phalanx.cluster.door import bind
+from phalanx.cluster.messages import NONSENSE, problem
 from phalanx.cluster.rendezvous import Place
 from phalanx.cluster.roster import Member, Roster, member_of, roster_of
 from phalanx.cluster.wire import PROOF_S, Channel, Message, proved
@@ -52,6 +53,9 @@ class OtherNode:
     def tend(self) -> None:
         """Do all that can be done without waiting."""
         for message in self.channel.heard():
+            if (wrong := problem(message)) is not None:
+                self.channel.close(NONSENSE.format(wrong))
+                break
             if "refused" in message:
                 self.refused = str(message["refused"])
             elif "offer" in message:

@@ -27,8 +27,13 @@ SILENT_S = IDLE_S + BETWEEN_S * COUNT
 # has DEAF_S to answer. Node 0 may be busy for a while, with its report for instance.
 ASK_S, DEAF_S = 30.0, 300.0
 LINGER_S = 0.5  # what last words get to be taken
+AGAIN_S = 0.1  # between two calls of a process that may wait, where the first one was hung up on
 
 Message = dict[str, Any]
+
+
+class Interrupted(ConnectionError):
+    """The other side has closed a connection before both have proved themselves."""
 
 
 class Channel:
@@ -229,8 +234,8 @@ def proved(address: tuple[str, int], secret: str, connect_s: float, proof_s: flo
     """Connect and prove, for a process that may wait; the channel is then ready for what this side has to say.
 
     The other side has `connect_s` to be there, and `proof_s` to answer, since its process may be busy. Raises
-    ConnectionRefusedError when it is there but the two do not know the same secret, and any other OSError when it is
-    not there in time; the text says why.
+    ConnectionRefusedError when it is there but the two do not know the same secret, Interrupted when it has closed the
+    connection before the proof was complete, and any other OSError when it is not there in time; the text says why.
     """
     channel = Channel(socket.create_connection(address, timeout=connect_s))
     until = time.monotonic() + proof_s
@@ -245,8 +250,9 @@ def proved(address: tuple[str, int], secret: str, connect_s: float, proof_s: flo
         channel.close(proof.failed)
         raise ConnectionRefusedError(proof.failed)
     if not proof.done:
+        wanted = Interrupted if channel.lost else ConnectionError
         channel.close("it did not answer in time")
-        raise ConnectionError(channel.lost)
+        raise wanted(channel.lost)
     return channel
 
 
@@ -273,7 +279,15 @@ def call(address: tuple[str, int], secret: str, hello: Message, timeout_s: float
     The other side must not send anything else before it hears something. Raises OSError.
     """
     until = time.monotonic() + timeout_s
-    channel = proved(address, secret, timeout_s, timeout_s)
+    while True:
+        left_s = max(0.1, until - time.monotonic())
+        try:
+            channel = proved(address, secret, left_s, left_s)
+            break
+        except Interrupted:  # strangers crowd its door, or it has just ended: then nobody listens there the next time
+            if time.monotonic() + AGAIN_S > until:
+                raise
+            time.sleep(AGAIN_S)
     channel.say(hello)
     poll = select.poll()
     while channel.lost is None and time.monotonic() < until:

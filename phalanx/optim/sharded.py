@@ -85,6 +85,8 @@ class Sharded:
         self._released = sharding.zero == 3
         self.traffic = Traffic()  # the lane's: nobody but the lane is held up by it
         self._lane = Lane(mesh.device, mesh.traffic)
+        if mesh.tensor is not None or mesh.pipe is not None:  # whose collectives the main thread starts
+            mesh.traffic.turn = self._lane.rest
         self._rank, self._copies = mesh.rank % degree, mesh.world // degree
         owned = (each for bucket in self.buckets if bucket.trained for each in bucket.fragments(self._rank))
         self._shards = Shards(tuple(owned), rule, precision.master, mesh.device)
@@ -172,6 +174,8 @@ class Sharded:
         self._now = Step(step, lr, clip, weights, Mark(self._lane))
         for held in self._trained_held:
             held.begin_step()
+        if self.mesh.pipe is not None:  # other stages must not wait for this one's passes to hear it
+            self._put(self._confirm_early)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool, several: bool = False) -> Iterator[None]:
@@ -266,6 +270,7 @@ class Sharded:
 
     def close(self) -> None:
         self._lane.close()
+        self.mesh.traffic.turn = None
         if "_passes" in self.__dict__:
             self._passes.leave()
         # Their groups end with the last reference, and none may outlive the interpreter, as this engine may.
@@ -301,6 +306,10 @@ class Sharded:
             self._complete.wait()
             self._complete = None
 
+    def _confirm_early(self) -> None:
+        if self._unconfirmed:
+            self._confirm()
+
     def _confirm(self) -> None:
         """Begin to tell all ranks, those of other parts of the model, too, that this one is through with its step."""
         self._state.settle()
@@ -324,7 +333,8 @@ class Sharded:
         squares, rates, used = now.agreement.hear()
         now.makes_order = self._timetable.told(rates)
         now.loss_scale = self.loss_scale.factor.item() if self.loss_scale is not None else None
-        squares = gradients.over_model(squares, self.mesh.model, self.traffic)
+        with self._lane.awaiting(lambda: False):  # other stages, to whom the main thread may still have to send
+            squares = gradients.over_model(squares, self.mesh.model, self.traffic)
         norm, divisor, skip = gradients.fold(
             squares.to(self._zero()), nominal_weight=self.nominal_weight, total_weight=now.weight.get(), clip=now.clip,
             scale=self.loss_scale,

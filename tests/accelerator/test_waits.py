@@ -6,6 +6,8 @@ from functools import partial
 import torch
 
 from phalanx import accelerator
+from phalanx.comm.collectives import Traffic, all_reduce
+from phalanx.comm.mesh import join
 from phalanx.optim.held import Pool
 from phalanx.optim.lane import Lane, Mark
 from phalanx.records import Placement
@@ -96,3 +98,22 @@ def test_buffers_are_filled_again_only_when_the_lane_has_read_them() -> None:
     for keeps in (True, False):
         for order in ("lazy", "side_last"):
             assert run_on_device(buffers_of_a_pool, order=order, keeps=keeps) == [[1.0, 2.0, 3.0]], (keeps, order)
+
+
+def summed_from_a_stream(placement: Placement) -> list[float]:
+    """What a group of the host makes of a tensor that a stream beside the main one is still to compute."""
+    device = torch.device(placement.device)
+    with join(placement, 20) as mesh:
+        mine, group = filled(device, 0.0), mesh.shard.get_group()
+        accelerator.wait(device)
+        with torch.Stream(device):
+            mine.fill_(1.0 + mesh.rank)
+            all_reduce(mine, group, Traffic()).wait()
+            seen = mine.clone()
+            accelerator.wait_here(device)
+        return [seen.min().item(), seen.max().item()]
+
+
+def test_a_group_of_the_host_reads_what_any_stream_has_computed_and_that_reads_what_came() -> None:
+    for order in ("lazy", "side_last", "main_last"):
+        assert run_on_device(summed_from_a_stream, 2, order=order, collectives=False) == [[3.0, 3.0]] * 2, order

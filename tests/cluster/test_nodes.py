@@ -588,6 +588,60 @@ def test_ranks_that_call_all_at_once_do_not_push_each_other_out() -> None:
         channel.close("over")
 
 
+@contextlib.contextmanager
+def crowded_door(crowd: str) -> Iterator[Door]:
+    """A door where more connections have come in from an address than it takes, all of which are silent."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    door = Door(listener, "secret", lambda host, why: pytest.fail(why))
+    with contextlib.ExitStack() as held:
+        for _ in range(5):
+            for _ in range(door._most // 4):
+                one = held.enter_context(socket.socket())
+                one.bind((crowd, 0))
+                one.connect(listener.getsockname())
+            for _ in range(door._most):
+                door.tend()
+        yield door
+        door.close("over")
+
+
+@pytest.mark.parametrize("crowd", ["127.0.0.1", "127.0.0.2"])
+def test_silent_connections_keep_nobody_out(crowd: str) -> None:
+    """Be it that they come from another address or from the same one as the node that knows the secret."""
+    with crowded_door(crowd) as door:
+        assert len(door._strangers) <= door._most // 2
+        with socket.create_connection(door.listener.getsockname()) as connection:
+            caller = wire.Proof(wire.Channel(connection), "secret", calling=True)
+            greeted: list[wire.Channel] = []
+            for _ in range(20):  # turns, and no time that has to pass
+                greeted += [channel for channel, _ in door.tend()]
+                for message in caller.channel.heard():
+                    caller.hear(message)
+                    if caller.done:
+                        caller.channel.say({"role": "store"})
+            assert len(greeted) == 1
+            greeted[0].close("over")
+        assert door.crowd == crowd
+        door.crowd = None
+        door.tend()
+        assert door.crowd is None  # it is said once
+
+
+def test_who_sends_its_proof_in_crumbs_is_closed() -> None:
+    with crowded_door("127.0.0.2") as door, socket.create_connection(door.listener.getsockname(), timeout=60) as crumbs:
+        crumbs.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(5):
+            door.tend()
+        with contextlib.suppress(OSError):
+            for _ in range(60):
+                crumbs.sendall(b"{")
+                time.sleep(0.001)
+                door.tend()
+        with contextlib.suppress(ConnectionResetError):
+            assert b"unknown" not in crumbs.makefile("rb").read()
+        assert all(stranger.host == "127.0.0.2" for stranger in door._strangers.values())
+
+
 def test_who_listens_at_all_addresses_comes_to_listen_at_one() -> None:
     """Every address 127.x.y.z is this machine's."""
     listener = rendezvous.listen(rendezvous.Place("file:///anywhere", folder=Path("/anywhere")))
