@@ -118,10 +118,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharding": PLAIN | {"accelerator", "models", "comm", "optim", "cluster", "sharded_model", "parallel"},
     "scripts": PLAIN | {"accelerator", "cluster", "comm", "parallel"},
     "compat": PLAIN | {"accelerator", "cluster", "comm", "models", "parallel", "scripts"},
-    "survey": PLAIN | {"cluster", "devices", "launch", "member", "nodes", "report", "train"},
+    "survey": PLAIN | {"cluster", "devices", "launch", "member", "nodes", "offers", "report", "train"},
+    "offers": PLAIN | {"cluster", "plan"},
     "recorder": PLAIN | {"cluster", "ending", "report"},
     "member": PLAIN
-    | {"cluster", "devices", "fitness", "launch", "recorder", "remote_run", "ending", "report", "train"},
+    | {"cluster", "devices", "fitness", "launch", "offers", "recorder", "remote_run", "ending", "report", "train"},
     "nodes": PLAIN
     | {"cluster", "devices", "fitness", "launch", "member", "remote_run", "ending", "report", "train", "checkpoint"},
     "data_commands": PLAIN | {"data", "report", "train"},
