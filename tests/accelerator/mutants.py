@@ -28,12 +28,16 @@ WAITS = {"wait_event", "wait_stream", "synchronize", "record_stream", "used_here
 WAITING = (
     "accelerator.py", "optim/*.py", "parallel/*.py", "comm/collectives.py", "comm/messages.py", "comm/transfers.py",
     "comm/ways.py", "comm/backend.py", "checkpoint/memory.py", "checkpoint/snapshot.py", "train/*.py", "tasks/task.py",
-    "models/layers.py",
+    "models/layers.py", "doctor/*.py",
 )  # fmt: skip
 ONE, MANY = "tests/accelerator/test_one_rank.py", "tests/accelerator/test_many_ranks.py"
 KINDS = "tests/accelerator/test_kinds.py"
 WAITS_TESTS = "tests/accelerator/test_waits.py"
-TESTS = {"comm/": [WAITS_TESTS, KINDS, MANY, ONE], "": [WAITS_TESTS, ONE, KINDS, MANY]}  # by how a file begins
+TESTS = {  # by how a file begins
+    "comm/": [WAITS_TESTS, KINDS, MANY, ONE],
+    "doctor/": ["tests/accelerator/test_doctor.py"],
+    "": [WAITS_TESTS, ONE, KINDS, MANY],
+}
 
 # "file: line of code" -> why no test can notice it. A line that stands there without need is an error.
 EQUIVALENT: dict[str, str] = {}
