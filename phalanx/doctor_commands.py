@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cluster.stopping import StopAsked, stoppable
 from phalanx.config import DataSection
 from phalanx.doctor.lines import NAMES, Line, State, check_names
 from phalanx.records import ExitCode
@@ -64,8 +65,12 @@ def doctor_command(
     scope = examination.Scope(gpus, run_dir, cache, check_names(only or []))
     begun, lines = time.monotonic(), None if as_json else Lines(open_terminal())
     reporting.check_writable(out)
-    with tempfile.TemporaryDirectory(prefix="phalanx-doctor-", ignore_cleanup_errors=True) as folder:
-        found = examination.examine(scope, Path(folder), _Shown(lines))
+    try:
+        with stoppable(), tempfile.TemporaryDirectory(prefix="phalanx-doctor-", ignore_cleanup_errors=True) as folder:
+            found = examination.examine(scope, Path(folder), _Shown(lines))
+    except StopAsked as asked:
+        open_terminal().print(f"stopped by {asked}; no report was written")
+        raise typer.Exit(int(ExitCode.STOPPED)) from None
     report = reporting.tree(found, time.monotonic() - begun, os.environ)
     reporting.write(out, report)
     if lines is not None:

@@ -104,7 +104,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "node_commands": PLAIN | {"cluster", "report"},
     "doctor": PLAIN
     | {"accelerator", "cluster", "comm", "deep_health", "devices", "launch", "models", "parallel", "report", "train"},
-    "doctor_commands": PLAIN | {"doctor", "report"},
+    "doctor_commands": PLAIN | {"cluster", "doctor", "report"},
     "health_commands": PLAIN | {"cluster", "deep_health", "health_nodes", "nodes", "report"},
     "ending": PLAIN | {"checkpoint", "report"},
     "layouts": PLAIN | {"cluster", "devices", "plan", "train"},

@@ -42,8 +42,10 @@ def failed(check: Check, how: str) -> Line:
 
 
 def reason(error: Exception) -> str:
-    """An exception in one line."""
-    return str(describe(error)["reason"])
+    """An exception in one line; of one that `fork_call` hands on with its traceback, the line below that."""
+    below = str(error).rpartition("\n  File ")[2] if isinstance(error, RuntimeError) else ""
+    handed_on = re.findall(r"^\w[\w.]*: .*$", below, re.M)
+    return handed_on[0] if handed_on else str(describe(error)["reason"])
 
 
 def ended(error: Exception) -> str:

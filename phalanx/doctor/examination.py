@@ -66,9 +66,11 @@ def examine(scope: Scope, folder: Path, audience: Audience) -> list[Line]:
                 lines.append(line)
     if scope.insisted or any(scope.wants(name) for name in (*LIBRARY, *PROOFS)):
         gpus = [line.value for line in lines if line.check == "gpus" and isinstance(line.value, int | float)]
-        lines += _examined(scope, folder, audience, int(gpus[0]) if gpus else None)
-        for run in folder.glob(f"{RUNS}/*"):  # one that was ended for its time has not taken away what it kept there
-            shutil.rmtree(shared_memory.folder_of(RunPaths(run)), ignore_errors=True)
+        try:
+            lines += _examined(scope, folder, audience, int(gpus[0]) if gpus else None)
+        finally:
+            for run in folder.glob(f"{RUNS}/*"):  # one that was ended has not taken away what it kept there
+                shutil.rmtree(shared_memory.folder_of(RunPaths(run)), ignore_errors=True)
     return lines
 
 

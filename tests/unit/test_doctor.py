@@ -13,6 +13,7 @@ import pytest
 
 from phalanx import launch
 from phalanx.cluster.findings import Finding, Severity
+from phalanx.cluster.fork import fork_call
 from phalanx.devices import Device
 from phalanx.doctor import carrying, machine, reporting
 from phalanx.doctor.lines import NAMES, Check, Line, State, check_names, from_json, of_finding, verdict
@@ -31,6 +32,11 @@ GPU = Device("dev:0", "Model 9", True, "GPU-1", 80 * 2**30)
 
 def _raise() -> list[Line]:
     raise ValueError("first\nsecond")
+
+
+def _nested() -> list[Line]:
+    fork_call(_raise, timeout_s=60)
+    return []
 
 
 def _out_of_memory() -> list[Line]:
@@ -58,7 +64,13 @@ def _well() -> list[Line]:
 
 
 def carry(placement: Placement, folder: str) -> list[Any]:
-    looks = [_raise, _out_of_memory, functools.partial(_die, signal.SIGSEGV), functools.partial(_die, signal.SIGABRT)]
+    looks = [
+        _raise,
+        _nested,
+        _out_of_memory,
+        functools.partial(_die, signal.SIGSEGV),
+        functools.partial(_die, signal.SIGABRT),
+    ]
     checks = [Check(f"c{number}", look, 60.0, "mend it") for number, look in enumerate([*looks, _leave, _well])]
     checks.append(Check("slow", _sleep, 0.3, "mend it"))
     return [[line.to_json() for line in carrying.carried_out(check, Path(folder))] for check in checks]
@@ -68,6 +80,7 @@ def test_whatever_happens_to_a_check_becomes_a_line(tmp_path: Path) -> None:
     *bad, well, hung = run_ranks(carry, 1, folder=str(tmp_path))[0]
     assert [line["sentence"] for (line,) in [*bad, hung]] == [
         "ValueError: first; mend it",
+        "ValueError: first; mend it",
         "too little memory; mend it",
         "its process was killed by SIGSEGV; mend it",
         "its process was killed by SIGABRT; mend it",
@@ -75,7 +88,7 @@ def test_whatever_happens_to_a_check_becomes_a_line(tmp_path: Path) -> None:
         "no answer within 0.3 s, so it was ended; mend it",
     ]
     assert {line["state"] for (line,) in [*bad, hung]} == {"wrong"}
-    assert "Traceback" in bad[0][0]["log"] and bad[2][0]["log"].startswith("last words\n")
+    assert "Traceback" in bad[0][0]["log"] and bad[3][0]["log"].startswith("last words\n")
     assert [(line["check"], line["state"], line["log"]) for line in well] == [("one", "ok", ""), ("two", "slow", "")]
     assert from_json(well[1]).sentence == "slower; mend it"
 
@@ -182,6 +195,7 @@ def test_accelerators_that_are_insisted_on(tmp_path: Path) -> None:
 
 def broken(placement: Placement, folder: str, kind: str, names: list[str]) -> Any:
     """The command where something of the machine, or of Phalanx, is broken."""
+    from phalanx import accelerator
     from phalanx.comm import collectives
     from phalanx.doctor import examination, exchange, on_devices
 
@@ -198,7 +212,12 @@ def broken(placement: Placement, folder: str, kind: str, names: list[str]) -> An
         arguments[0].add_(1)
         return collectives.all_reduce(*arguments)
 
-    if kind == "torch":
+    def lost() -> list[str]:
+        raise OSError("the driver has gone")
+
+    if kind == "driver":
+        accelerator.found = lost
+    elif kind == "torch":
         examination._library = os.abort  # type: ignore[assignment]
     elif kind == "numbers":
         launch.train = flipped  # type: ignore[assignment]
@@ -220,6 +239,7 @@ def broken(placement: Placement, folder: str, kind: str, names: list[str]) -> An
     ("kind", "names", "said"),
     [
         ("torch", ["torch", "zero-1"], {"torch": "its process was killed by SIGABRT; install PyTorch anew"}),
+        ("driver", ["zero-1"], {"devices": "OSError: the driver has gone; look at the driver's log"}),
         ("run", ["one-rank"], {"one-rank": "the run of 1 rank ended with exit code 1"}),
         ("numbers", ["zero-1"], {"zero-1": "another loss than one rank on the CPU"}),
         (
