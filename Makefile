@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo test accelerator check format bench clean
+.PHONY: help setup demo test test-all accelerator check format bench clean
 
 help:
 	@echo "make setup        create .venv with all that the demo, the tests and the benchmarks need"
 	@echo "make demo         train a small LLaMA on two ranks, kill one, go on, export, generate (about five minutes)"
 	@echo "make test         run the tests (WORKERS=N at a time; two cores serve three)"
+	@echo "make test-all     run them at full length, with the simulated accelerator in all orders of its streams"
 	@echo "make accelerator  run those on the simulated accelerator in all orders of its streams"
 	@echo "make check        formatting, lint and types"
 	@echo "make format       rewrite the code in the project's format"
@@ -37,6 +38,11 @@ WORKERS ?= 3
 test: setup
 	@$(BIN)/python -m tests.accelerator.build
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=60 --durations-min=4
+
+# Curves at their full length as well, and the simulated accelerator in all orders.
+test-all: export PHALANX_TEST_ALL = 1
+test-all: export PHALANX_TEST_ACCELERATOR = all
+test-all: test
 
 # Everything on the simulated accelerator: all orders, all seeds.
 accelerator: setup

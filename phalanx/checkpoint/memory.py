@@ -6,7 +6,6 @@ Otherwise it is copied into them; from an accelerator beside the computation, by
 
 import dataclasses
 import functools
-import json
 import os
 import threading
 import time
@@ -16,8 +15,9 @@ from typing import Any, Literal
 
 import torch
 
-from phalanx import accelerator, host_memory, state_file
+from phalanx import host_memory, kept_files, state_file
 from phalanx.checkpoint.index import index_of, views
+from phalanx.checkpoint.kept_check import check_copy, check_kept
 from phalanx.checkpoint.kept_state import open_kept
 from phalanx.checkpoint.replay import Gradients, gradient_bytes, kernels
 from phalanx.checkpoint.working import Working, forget_from
@@ -91,7 +91,7 @@ class Memory:
         self._wards: set[int] = set()  # ranks whose replicas this node holds
         self._first_here = mesh.rank == 0 if first_here is None else first_here
         self._lane = Lane(mesh.device) if background else None
-        self._alive = state_file.live_in(folder)
+        self._alive = kept_files.live_in(folder)
         self._working = Working(folder, mesh.rank)
         self._file: StateFile | None = None
         self._short = ""  # why no file could be made
@@ -115,7 +115,10 @@ class Memory:
 
     def open(self, like: Slot, pieces: Callable[[Slot], Iterable[Piece]]) -> bool:
         """As the engine's interface has it; the slots are those of a file that was kept if on every rank it looks just
-        as it would be made. Raises ConfigError where there is no room for what was asked for."""
+        as it would be made. Raises ConfigError where there is no room for what was asked for, and DamagedState where
+        what was kept is not what was written."""
+        if self._kept is not None:
+            check_kept(self._kept, self._mesh, self.replicas)
         index, slot_bytes, part = index_of(like, self.whole(pieces(like)), self._mesh)
         parts = [int(each) for each in self._mesh.gather(float(part))]
         who = self._who(parts)
@@ -153,6 +156,8 @@ class Memory:
             self.replicas.fetched()
             self.file.look()
             self._coming = False
+            if self._kept is not None:
+                check_copy(self.file, self._kept.step)
 
     def _who(self, parts: list[int]) -> Who:
         """Whose file it is, from what each rank's pieces are known by."""
@@ -205,7 +210,9 @@ class Memory:
             count = min(COPIED_BYTES, facts.slot_bytes - at)
             made.map[made.at(0) + at : made.at(0) + at + count] = source.read(facts.at(slot) + at, count)
         made.commit(0, self._kept.step, source.raw_header(slot))
-        return StateFile(made.facts.path, writable=True)
+        made = StateFile(made.facts.path, writable=True)
+        check_copy(made, self._kept.step)
+        return made
 
     def _fitting(self, file: StateFile) -> StateFile | None:
         """A file, if it has as many slots as are needed; else what it holds is read by coordinates."""
@@ -359,7 +366,7 @@ class Memory:
         """Remove replicas of what ranks begin with, which were to be gone on with and will not be: it is read where
         else it lies. Collective; whether there were any."""
         read = {file.path for file in self._kept.files} if self._kept is not None else set()
-        replicas = [path for path in state_file.files_in(self._folder / state_file.REPLICAS) if str(path) not in read]
+        replicas = [path for path in kept_files.files_in(self._folder / kept_files.REPLICAS) if str(path) not in read]
         for path in replicas if self._first_here else ():
             path.unlink(missing_ok=True)
         return self._is_anywhere(replicas)
@@ -413,11 +420,10 @@ class Memory:
             pairs = [
                 (self.slots[slot][key][kind], each) for key, kinds in state.items() for kind, each in kinds.items()
             ]
-            if pairs:  # a rank may hold nothing
-                torch._foreach_copy_([into for into, _ in pairs], [each for _, each in pairs], non_blocking=True)
-            accelerator.wait_here(self._mesh.device)
+            if pairs:  # a rank may hold nothing; each copy holds this thread until it is there
+                torch._foreach_copy_([into for into, _ in pairs], [each for _, each in pairs])
         record = self._record(header["step"], outcome) if outcome is not None else None
-        self.file.commit(slot, header["step"], json.dumps(header | {"record": record}).encode())
+        self.file.commit(slot, header["step"], self.file.header_of(slot, header | {"record": record}))
         if self.replicas is not None and self._is_sent(header["step"], begins=outcome is None):
             # What came from elsewhere was made by no update.
             told = None if self._gradients is None or outcome is None else self._gradients.told()
@@ -466,7 +472,7 @@ class Memory:
             return
         if self._first_here:
             forget_from(self._folder, self._mesh.world)
-            there = state_file.there(self._folder / state_file.REPLICAS, self._run)
+            there = kept_files.there(self._folder / kept_files.REPLICAS, self._run)
             passed = [facts.path for facts in there if facts.rank not in self._wards]
             for path in (*self._of_before(), *passed):
                 path.unlink(missing_ok=True)
@@ -479,7 +485,7 @@ class Memory:
 
     def _of_before(self) -> list[Path]:
         """State files in the folder that attempts before have made, and that are not gone on with."""
-        paths = [*state_file.files_in(self._folder), *state_file.files_in(self._folder / state_file.REPLICAS)]
+        paths = [*kept_files.files_in(self._folder), *kept_files.files_in(self._folder / kept_files.REPLICAS)]
         facts = ((path, state_file.facts_of(path)) for path in paths)
         return [path for path, each in facts if each is None or each.generation != self.file.facts.generation]
 

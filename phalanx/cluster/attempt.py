@@ -100,6 +100,7 @@ class Attempt:
                 attempt=self.number,
                 shared=None if self.job.shared is None else str(self.job.shared),
                 kept=kept,
+                keeps=self.job.keeps,
                 nodes=self.part.nodes,
                 partner=self.part.partner,
                 epoch=self.part.epoch,

@@ -266,6 +266,12 @@ def test_a_node_whose_health_asks_for_it_leaves_only_where_a_spare_takes_its_pla
     assert [action for action in done if isinstance(action, Start)] == [Start(2, 1, (2, 1), 0)]
 
 
+def test_what_is_drained_already_or_is_not_here_is_not_drained() -> None:
+    state, _ = walk(begun(2, spares=1), Drained(1.0, 2, True, "asked for"))
+    for event in (Drained(2.0, 2, True, "asked for"), Drained(2.0, 1, False, "asked for"), Drained(2.0, 9, True, "no")):
+        assert decide(state, event) == (state, [])
+
+
 def test_ranks_that_save_are_ended_at_once_when_one_of_them_dies_or_is_lost() -> None:
     """They would wait for it in a collective, as long as they may take to save."""
     saving, _ = walk(begun(nodes=3, spares=1), Drained(1, 1, True, "node 1 is drained"))

@@ -14,8 +14,10 @@ device known; the environment is read when a process first touches it:
 | SIM_POISON | 1: memory that is given out, pinned memory too, holds NaN (integers: -1); 1 |
 | SIM_FAIL | "cublas:3,nccl:1": the third matrix product fails for want of memory, and the first collective; likewise \
 pinned (host memory), allocator (of the device's memory, which fails also where that is full) and kernel (which fails \
-when it runs) |
+when it runs); "hang/1:7": the seventh kernel of device 1 never ends |
 | SIM_COLLECTIVES | 0: the device has none of its own, as kinds that PyTorch knows no backend for; 1 |
+| SIM_CONNECTIONS | 1: the device runs collectives in the order in which they were queued, whatever their groups and \
+streams, as with CUDA_DEVICE_MAX_CONNECTIONS=1; 8 |
 | SIM_WATCHDOG | 1: a collective that passes its group's timeout ends the process by SIGABRT, as NCCL's does; 1 |
 | SIM_WATCHDOG_GRACE_MS | how long after that; 500 |
 
