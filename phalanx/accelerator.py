@@ -32,6 +32,8 @@ PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
     "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 75e12, torch.float64: 37e12},
 }
 
+CPUS = "CPUs"  # what a torch is built for that knows of no accelerator
+
 # The kind of device, and its groups, that scripts of other libraries name outright.
 NAMED_IN_SCRIPTS, GROUPS_NAMED_IN_SCRIPTS = "cuda", "nccl"
 
@@ -63,6 +65,14 @@ def kinds() -> list[str]:
     """The kind of accelerator that torch was built for, if it was; asking touches no driver."""
     kind = torch.accelerator.current_accelerator()
     return [] if kind is None else [kind.type]
+
+
+def built_for() -> str:
+    """What this build of torch computes on, with the version of its libraries; asking touches no driver."""
+    for name in ("cuda", "hip", "xpu"):
+        if version := getattr(torch.version, name, None):
+            return f"{'ROCm' if name == 'hip' else name.upper()} {version}"
+    return kinds()[0] if kinds() else CPUS
 
 
 def mark(device: torch.device) -> torch.Event:

@@ -105,6 +105,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deep_health": PLAIN | {"cluster", "devices", "report", "train"},
     "health_nodes": PLAIN | {"cluster", "deep_health", "nodes", "report"},
     "node_commands": PLAIN | {"cluster", "report"},
+    "doctor": PLAIN
+    | {"accelerator", "cluster", "comm", "deep_health", "devices", "launch", "models", "parallel", "report", "train"},
+    "doctor_commands": PLAIN | {"cluster", "doctor", "report"},
     "health_commands": PLAIN | {"cluster", "deep_health", "health_nodes", "nodes", "report"},
     "ending": PLAIN | {"checkpoint", "report"},
     "layouts": PLAIN | {"cluster", "devices", "plan", "train"},
@@ -132,7 +135,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan_commands": PLAIN | {"data_commands", "models", "plan", "report"},
     "cli": PLAIN
     | {"compat", "data_commands", "plan_commands", "health_commands", "node_commands", "job_commands"}
-    | {"nodes", "survey", "launch", "generation", "generation_over_ranks", "report", "train"},
+    | {"doctor_commands", "nodes", "survey", "launch", "generation", "generation_over_ranks", "report", "train"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -169,6 +172,8 @@ MAY_USE: dict[str, set[str]] = {
     "scripts": {"torch"},
     "compat": {"torch"},
     "data_commands": {"typer"},
+    "doctor": {"torch"},
+    "doctor_commands": {"typer"},
     "health_commands": {"typer"},
     "node_commands": {"typer"},
     "plan": {"rich"},
@@ -182,6 +187,10 @@ TORCH_FREE = (*PLAIN, "cluster", "plan", "report")
 ALSO_TORCH_FREE = (
     "phalanx.cli",
     "phalanx.data_commands",
+    "phalanx.doctor_commands",
+    "phalanx.doctor.examination",
+    "phalanx.doctor.reporting",
+    "phalanx.doctor.training",
     "phalanx.health_commands",
     "phalanx.node_commands",
     "phalanx.deep_health",
@@ -405,6 +414,7 @@ def test_the_process_environment_is_read_in_few_places() -> None:
     readers = {name for name in MODULES if any("os.environ" in ast.unparse(node) for node in _attributes(name))}
     commands = {
         "phalanx.cli",
+        "phalanx.doctor_commands",
         "phalanx.health_commands",
         "phalanx.job_commands",
         "phalanx.launch",
