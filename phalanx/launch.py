@@ -247,7 +247,11 @@ def _in_memory(job: agent.Job, shared: SharedMemory, prepared: Prepared, paths: 
     kept_files.remove_passed(shared.folder, run, ending.rolled_back(paths))
     code = int(ExitCode.FAILED)
     try:
-        code = agent.run(dataclasses.replace(job, shared=shared.folder, keeps=shared.state, progress=progress, kept=kept, on_idle=idle))
+        code = agent.run(
+            dataclasses.replace(
+                job, shared=shared.folder, keeps=shared.state, progress=progress, kept=kept, on_idle=idle
+            )
+        )
     finally:
         in_memory = kept_files.committed(shared.folder, run)
         shared.keeps = code != ExitCode.DONE and in_memory > ending.committed(paths)
