@@ -273,6 +273,8 @@ class Loop:
         with phase("update"):
             outcome = parts.engine.finish_step()
         parts.engine.commit(step)
+        if self.memory is not None:
+            self.memory.decide(step)
         self.recorder.measured(step, loss_sum, outcome, lr, data_s, parts.updates.lap())
         for kind, details in parts.engine.notices():
             self.records.event(kind, details)

@@ -88,6 +88,8 @@ def killed(run: Path, data: Path, how: dict[str, Any], **changes: Any) -> runs.O
     run.mkdir(exist_ok=True)
     write_event(RunPaths(run).events, Kind.RUN_STARTED, 1)
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    if "shared" in how:
+        dotted |= {"resilience.memory": True}  # every step, whatever that costs here
     arguments = {"run": str(run), "data": str(data), "changes": curves.RECIPE | dotted}
     cue = {"step": 11, "number": signal.SIGKILL, "ranks": [0]}
     codes = run_on_device(train_with_signal, restarts=1, timeout_s=240, **how, **arguments, **cue)

@@ -11,6 +11,7 @@ device known; the environment is read when a process first touches it:
 | SIM_SEED | of the delays, and of the order `random`; 0 |
 | SIM_DEVICES | number of devices; 1 |
 | SIM_MEMORY_MB | memory of each device, for each process; 4096 |
+| SIM_LINK_MB_S | megabytes a second that go between host and device in each stream; 0: as fast as memory |
 | SIM_POISON | 1: memory that is given out, pinned memory too, holds NaN (integers: -1); 1 |
 | SIM_FAIL | "cublas:3,nccl:1": the third matrix product fails for want of memory, and the first collective; likewise \
 pinned (host memory), allocator (of the device's memory, which fails also where that is full) and kernel (which fails \
@@ -118,6 +119,7 @@ def _device_module() -> types.ModuleType:
         "empty_cache", "reset_peak_memory_stats",
     ):  # fmt: skip
         setattr(module, name, getattr(accelerator, name))
+    module.cudart = lambda: types.SimpleNamespace(cudaHostRegister=_register)
     module.mem_get_info = accelerator.get_memory_info
     module.manual_seed = lambda seed: _module.default_generator(_index(None)).manual_seed(seed)
     module.manual_seed_all = _module.seed_all
@@ -125,6 +127,11 @@ def _device_module() -> types.ModuleType:
     module.set_rng_state = lambda state, device=None: _module.default_generator(_index(device)).set_state(state)
     made: types.ModuleType = module
     return made
+
+
+def _register(address: int, size: int, flags: int) -> int:
+    """As CUDA's runtime: 0, or the number of an error."""
+    return 0 if _module.register_host(address, size) else 712
 
 
 def _properties(device: Any = None) -> types.SimpleNamespace:
