@@ -72,7 +72,8 @@ EQUIVALENT: dict[str, str] = {
     "doctor/on_devices.py _round_trips: back.copy_(there, non_blocking=True)": "the copy that is proved: one that holds "
     "the host carries the same",
     "models/layers.py rope_table: frequencies.to(positions.device, non_blocking=True)": "memory that is "
-    "not page-locked is read before the call returns, either way; CUDA holds the host besides, and this device does not",
+    "not page-locked is read before the call returns, either way; CUDA holds the host besides, and this device does "
+    "not",
 }
 
 
