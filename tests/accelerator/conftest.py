@@ -1,9 +1,14 @@
 """What the tests on the simulated device share."""
 
+import os
+import random
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from phalanx import shared_memory
 from tests.accelerator.curves import References
 
 
@@ -11,3 +16,12 @@ from tests.accelerator.curves import References
 def references(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> References:
     """Curves of the CPU."""
     return References(tmp_path_factory.mktemp("references"), tokens)
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder in shared memory, as an agent makes it."""
+    folder = shared_memory.PLACE / f"phalanx-test-{os.getpid()}-{random.randrange(1 << 30)}"
+    folder.mkdir(mode=0o700)
+    yield folder
+    shutil.rmtree(folder)

@@ -17,6 +17,7 @@ pinned (host memory), allocator (of the device's memory, which fails also where 
 when it runs) |
 | SIM_COLLECTIVES | 0: the device has none of its own, as kinds that PyTorch knows no backend for; 1 |
 | SIM_WATCHDOG | 1: a collective that passes its group's timeout ends the process by SIGABRT, as NCCL's does; 1 |
+| SIM_MACHINE | machines of unlike names have devices of their own; 0 |
 | SIM_WATCHDOG_GRACE_MS | how long after that; 500 |
 
 Orders: `eager` runs each task at once, which hides what is missing; `lazy` runs nothing before the host waits for it;
@@ -127,7 +128,8 @@ def _device_module() -> types.ModuleType:
 
 def _properties(device: Any = None) -> types.SimpleNamespace:
     name = "Simulated accelerator"
-    uuid = f"SIM-{_index(device)}"  # of this machine's device, whatever process asks
+    # Of this machine's device, whatever process asks.
+    uuid = f"SIM-{os.environ.get('SIM_MACHINE', '0')}-{_index(device)}"
     return types.SimpleNamespace(name=name, total_memory=_module.memory_bytes(), multi_processor_count=1, uuid=uuid)
 
 
