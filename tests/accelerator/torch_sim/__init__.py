@@ -20,6 +20,7 @@ when it runs); "hang/1:7": the seventh kernel of device 1 never ends |
 | SIM_CONNECTIONS | 1: the device runs collectives in the order in which they were queued, whatever their groups and \
 streams, as with CUDA_DEVICE_MAX_CONNECTIONS=1; 8 |
 | SIM_WATCHDOG | 1: a collective that passes its group's timeout ends the process by SIGABRT, as NCCL's does; 1 |
+| SIM_MACHINE | machines of unlike names have devices of their own; 0 |
 | SIM_WATCHDOG_GRACE_MS | how long after that; 500 |
 
 Orders: `eager` runs each task at once, which hides what is missing; `lazy` runs nothing before the host waits for it;
@@ -136,7 +137,8 @@ def _register(address: int, size: int, flags: int) -> int:
 
 def _properties(device: Any = None) -> types.SimpleNamespace:
     name = "Simulated accelerator"
-    uuid = f"SIM-{_index(device)}"  # of this machine's device, whatever process asks
+    # Of this machine's device, whatever process asks.
+    uuid = f"SIM-{os.environ.get('SIM_MACHINE', '0')}-{_index(device)}"
     return types.SimpleNamespace(name=name, total_memory=_module.memory_bytes(), multi_processor_count=1, uuid=uuid)
 
 
