@@ -30,6 +30,7 @@ from phalanx.train.anomalies import Anomalies, Wrong
 from phalanx.train.build import Parts, build
 from phalanx.train.checksums import Checks
 from phalanx.train.clock import clock_of
+from phalanx.train.device_marks import STILL_S, DeviceMarks
 from phalanx.train.engines import agreed
 from phalanx.train.evaluation import evaluate_all
 from phalanx.train.injection import injector_of
@@ -92,7 +93,7 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         config = job.config
         records = Records(job.paths, placement.attempt, sinks, active=mesh.rank == 0)
         injector = injector_of(job.faults, job.paths, placement, records)
-        moments = Moments(beats, injector).watching(mesh)
+        moments = Moments(beats, injector, _marks_of(device, beats, placement, config)).watching(mesh)
         group, keep = JsonGroup(mesh.checkpoint), config.checkpoint.keep
         may_commit = functools.partial(mirror.before_commit, job.paths, {})
         if job.paths.url is None:
@@ -130,6 +131,7 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
             raise named from error
         finally:
             moments.at("ending")
+            moments.close()
             parts.close()
             if memory is not None:
                 memory.close()
@@ -377,6 +379,16 @@ class Loop:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _marks_of(device: torch.device, beats: pulse.Pulse, placement: Placement, config: "Config") -> DeviceMarks | None:
+    if device.type == "cpu" or config.resilience.hang_s == "off":
+        return None
+    # An agent looks at what is told, and by its own patience.
+    limit_s = config.comm.timeout_s if placement.shared is None else None
+    wanted = config.resilience.hang_s
+    still_s = STILL_S if isinstance(wanted, str) else min(STILL_S, wanted / 4)
+    return DeviceMarks(beats, device, limit_s, still_s)
 
 
 def _tell_who_shares(mesh: Mesh, records: Records) -> None:
