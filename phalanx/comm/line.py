@@ -14,7 +14,7 @@ import torch.distributed as dist
 from phalanx import accelerator
 from phalanx.comm.guarded import Guarded
 from phalanx.comm.hierarchical import Moving, PeerError, Program, TwoLevel
-from phalanx.comm.topology import Topology
+from phalanx.comm.topology import Topology, this_host
 
 AT_ONCE = 4  # collectives of a group under way: the next begins while the end of the last is awaited
 
@@ -148,7 +148,7 @@ class Line:
             raise self.guarded.failed
         ranks = frozenset(peers) | {self.rank}
         if ranks not in self._own:
-            self._store.set(str(self.rank), f"{device.type} {accelerator.identity(device)}")
+            self._store.set(str(self.rank), f"{device.type} {accelerator.hardware(device, this_host())}")
             found = [self._store.get(str(rank)).decode() for rank in sorted(ranks)]
             self._own[ranks] = len({each.split()[0] for each in found}) == 1 and len(set(found)) == len(found)
             if self._own[ranks] and self._native is None:

@@ -404,7 +404,7 @@ def _listen(address: StoreAddress) -> int:
 
 def _offer(device: torch.device) -> str:
     """What a rank tells the others: the groups that its device can have, which device it is, and on which machine."""
-    return "\t".join([accelerator.backend(device), accelerator.identity(device), this_host()])
+    return "\t".join([accelerator.backend(device), accelerator.hardware(device, this_host()), this_host()])
 
 
 def _backend(offers: list[str]) -> str:

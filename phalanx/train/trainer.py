@@ -48,6 +48,7 @@ from phalanx.train.step import run_micro_batches
 from phalanx.train.stopping import StopRequest, asked_to_stop
 from phalanx.train.stragglers import Stragglers
 from phalanx.train.subject import subject_of
+from phalanx.train.unlike_devices import sharing_a_device, unlike_kernels
 
 if TYPE_CHECKING:
     from phalanx.config import Config
@@ -100,8 +101,9 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
             may_commit = functools.partial(fencing.before_commit, job.paths, placement.attempt, placement.epoch)
         tell = injector.noting(records.event)
         saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, tell, may_commit, injector.writing)
-        _tell_who_shares(mesh, records)
         subject = subject_of(config, job.spec, job.paths)
+        for message in (*sharing_a_device(mesh), *unlike_kernels(mesh, config.train.dtype, subject.spec)):
+            records.event(Kind.WARNING, {"message": message})
         same = placement.kept is not None and placement.nodes == 1  # where it has been all the time
         keeping, made = keeping_of(config, placement, mesh), functools.cache(subject.model)
         weights = settled_weights(config, subject, mesh, placement.local_world, job.paths, records, same, keeping, made)
@@ -389,15 +391,3 @@ def _marks_of(device: torch.device, beats: pulse.Pulse, placement: Placement, co
     wanted = config.resilience.hang_s
     still_s = STILL_S if isinstance(wanted, str) else min(STILL_S, wanted / 4)
     return DeviceMarks(beats, device, limit_s, still_s)
-
-
-def _tell_who_shares(mesh: Mesh, records: Records) -> None:
-    devices = JsonGroup(mesh.control).all_objects(accelerator.identity(mesh.device))
-    for device in sorted(set(devices) - {""}):
-        ranks = [str(rank) for rank, each in enumerate(devices) if each == device]
-        if len(ranks) > 1:
-            message = (
-                f"ranks {', '.join(ranks)} are on one accelerator, or on parts of one, whose own collectives refuse "
-                "that: what ranks exchange goes through host memory, slowly; start one rank per accelerator"
-            )
-            records.event(Kind.WARNING, {"message": message})

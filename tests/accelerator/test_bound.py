@@ -3,7 +3,6 @@
 import datetime
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
