@@ -64,7 +64,7 @@ def main() -> None:
         state = walk(folder, "asked", tokens, True, 4, 0)["bytes"]
         link_mb_s = max(1, round(state / (COPY_S / STEP_S * step_s) / 1e6))
         for pair in range(pairs):
-            names = [(f"kept {pair}", "auto"), (f"plain {pair}", False)]
+            names: list[tuple[str, bool | str]] = [(f"kept {pair}", "auto"), (f"plain {pair}", False)]
             found = {
                 memory: walk(folder, name, tokens, memory, steps, link_mb_s)
                 for name, memory in (names if pair % 2 else reversed(names))
