@@ -31,7 +31,7 @@ WAITS = {
 WAITING = (
     "accelerator.py", "optim/*.py", "parallel/*.py", "comm/collectives.py", "comm/messages.py", "comm/transfers.py",
     "comm/ways.py", "comm/backend.py", "checkpoint/memory.py", "checkpoint/snapshot.py", "train/*.py", "tasks/*.py",
-    "models/*.py", "scripts/*.py", "sharded_model.py", "sharding.py",
+    "models/*.py", "scripts/*.py", "sharded_model.py", "sharding.py", "doctor/*.py",
 )  # fmt: skip
 # What waits for other hosts' numbers, and for files: no device is in it.
 HOSTS = {"train/sharing.py", "train/checksums.py", "train/rollback.py", "sharded_model.py"}
@@ -54,6 +54,7 @@ TESTS = {
     "comm/": [LATE, UNITS, LAYOUT, MANY, KINDS],
     "checkpoint/memory.py": [f"{ONE}::test_killed_and_resumed_from_memory", BACKGROUND],
     "checkpoint/snapshot.py": [FREE, f"{ONE}::test_killed_and_resumed_from_a_checkpoint"],
+    "doctor/": [f"{HERE}doctor.py"],
     "models/layers.py": [ENGINE],
     "optim/carrier.py": [f"{UNIT}lane.py", *SHARDED, ENGINE, MANY, KINDS],
     "optim/held.py": [f"{UNIT}pool.py", UNITS, *SHARDED],
@@ -70,8 +71,15 @@ TESTS = {
 
 # "file function: code" -> why no test can notice it. A line that stands there without need is an error.
 EQUIVALENT: dict[str, str] = {
-    "models/layers.py rope_table: frequencies.to(positions.device, non_blocking=True)": "memory that is not "
-    "page-locked is read before the call returns, either way; CUDA holds the host besides, and this device does not",
+    "doctor/exchange.py _rate: all_reduce(tensor, group, Traffic()).wait()": "a time that is shown, and no value",
+    "doctor/exchange.py _rate: accelerator.wait(mesh.device)": "a time that is shown, and no value",
+    "doctor/on_devices.py _round_trips: sent.to(device, non_blocking=True)": "the copy that is proved: one that holds "
+    "the host carries the same",
+    "doctor/on_devices.py _round_trips: back.copy_(there, non_blocking=True)": "the copy that is proved: one that "
+    "holds the host carries the same",
+    "models/layers.py rope_table: frequencies.to(positions.device, non_blocking=True)": "memory that is "
+    "not page-locked is read before the call returns, either way; CUDA holds the host besides, and this device does "
+    "not",
 }
 
 
