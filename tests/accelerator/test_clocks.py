@@ -84,7 +84,7 @@ def reduced(placement: Placement) -> list[Any]:
 
             def looked() -> float:
                 if sys._getframe(1).f_code.co_name == "_reduced_s":
-                    over.extend(each._work.is_completed() for each in begun)
+                    over.extend(each._work is None or each._work.is_completed() for each in begun)
                 return clock()
 
             time.perf_counter = looked
