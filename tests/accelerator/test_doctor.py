@@ -38,10 +38,10 @@ def test_two_devices_do_all_that_is_asked(tmp_path: Path) -> None:
 
 
 def test_the_device_alone(tmp_path: Path) -> None:
-    code, lines, said = doctor(tmp_path, "copies", "attention", "compile", "collectives", "one-rank", order="main_last")
+    code, lines, said = doctor(tmp_path, "copies", "attention", "compile", "collectives", order="main_last")
     assert code == ExitCode.DONE, said
-    assert [lines[name]["state"] for name in ("copies", "attention", "compile", "collectives", "one-rank")] == [
-        "ok", "ok", "slow", "skipped", "ok",
+    assert [lines[name]["state"] for name in ("copies", "attention", "compile", "collectives")] == [
+        "ok", "ok", "slow", "skipped",
     ]  # fmt: skip
     assert "makes no code for sim:0" in lines["compile"]["sentence"]
 
