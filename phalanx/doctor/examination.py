@@ -70,7 +70,8 @@ def examine(scope: Scope, folder: Path, audience: Audience) -> list[Line]:
             lines += _examined(scope, folder, audience, int(gpus[0]) if gpus else None)
         finally:
             for run in folder.glob(f"{RUNS}/*"):  # one that was ended has not taken away what it kept there
-                shutil.rmtree(shared_memory.folder_of(RunPaths(run)), ignore_errors=True)
+                if (kept := shared_memory.folder_of(RunPaths(run))) is not None:
+                    shutil.rmtree(kept, ignore_errors=True)
     return lines
 
 
