@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx import __version__, config, explain, faults, mirror, recipe, shared_secret, storage
+from phalanx import __version__, config, explain, faults, mirror, privacy, recipe, shared_secret, storage
 from phalanx.axes import Axes
 from phalanx.data_commands import Overrides, data_app
 from phalanx.doctor_commands import doctor_command
@@ -85,6 +85,7 @@ def _run_paths(place: str, wanted: config.Config) -> RunPaths:
 def _looked_at(run: str) -> Iterator[RunPaths]:
     """The files of a run that is only read; one at a URL is fetched for as long."""
     if not storage.is_url(run):
+        privacy.apply(Path(run))
         yield RunPaths(Path(run))
         return
     with mirror.looked_at(run) as paths:
@@ -151,6 +152,7 @@ def train(
         _dry_run(wanted, ranks or 1, as_json, laid)
         return
     paths = _run_paths(place, wanted)
+    privacy.apply(paths.root, wanted.storage.private)
     if meeting is None:
         meeting = nodes.meeting_of_slurm(paths, os.environ, spares)
     if meeting is not None:

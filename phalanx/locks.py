@@ -34,8 +34,8 @@ def is_held(descriptor: int) -> bool:
 
 
 def is_held_by_strangers(descriptor: int, listed: Path = Path("/proc/locks")) -> bool:
-    """Whether none but other users' processes hold an open file, as far as Linux says of whom they are. What root
-    holds, or somebody who cannot be seen, is not a stranger's."""
+    """Whether none but other users' processes hold an open file, as far as Linux says whose they are. What root holds,
+    or somebody who cannot be seen, is not a stranger's."""
     rows = [line.split() for line in _lines(listed)]
     inode = str(os.fstat(descriptor).st_ino)
     # By the number alone: devices are not called alike there on every file system.

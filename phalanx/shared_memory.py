@@ -2,8 +2,8 @@
 
 Anybody may make folders in that place, so its name is drawn: what makes it the run's is a file in it, in a folder that
 is this user's alone, by which a run that was killed finds it again. One agent at a time holds it, by a lock, and
-removes it when the run has come to its end. A run that keeps nothing in memory, or cannot, has a folder for its agent's
-own purposes in the place for temporary files instead. No torch here.
+removes it when the run has come to its end. A run that keeps nothing in memory, or cannot, has a folder for its
+agent's own purposes in the place for temporary files instead. No torch here.
 """
 
 import contextlib

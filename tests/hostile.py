@@ -44,8 +44,9 @@ def values() -> st.SearchStrategy[Any]:
         lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
         max_leaves=8,
     )
-    deep = st.builds(nested, st.integers(1, 100), st.sampled_from(["list", "dict"]))
-    return st.sampled_from(ODD) | st.integers(0, 5) | small | deep
+    deep = st.builds(nested, st.integers(1, 30), st.sampled_from(["list", "dict"]))
+    # Copied, since whoever is given one may change it.
+    return (st.sampled_from(ODD) | st.integers(0, 5) | small | deep).map(copy.deepcopy)
 
 
 @st.composite

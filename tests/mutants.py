@@ -1,9 +1,9 @@
 """Draw mutants of what decides and divides, and see that a test notices: `python -m tests.mutants`.
 
-A mutant has one comparison, operator, constant or condition of a function that is other than it is, or one number of a
-module. The fast tests of its file run on it until one fails (tests/mutation.py). Which are drawn depends on the seed;
-`--number 100` are the first of `--number 300`. Survivors are printed, and the exit code is 1 where more than one in
-twenty of those survives that are not in EQUIVALENT.
+A mutant has one comparison, operator, constant or condition of a function that is other than it is, or a number with a
+name that is twice or half of it. The fast tests of its file run on it until one fails (tests/mutation.py). Which are
+drawn depends on the seed; `--number 100` are the first of `--number 300`. Survivors are printed, and the exit code is 1
+where more than one in twenty of those survives that are not in EQUIVALENT.
 """
 
 import ast
@@ -44,7 +44,7 @@ TESTS = {
         f"{UNIT}leader.py",
         "tests/cluster/test_circle.py",
     ],
-    "cluster/circle.py": ["tests/cluster/test_circle.py"],
+    "cluster/circle.py": ["tests/cluster/test_circle_turns.py", "tests/cluster/test_circle.py"],
     "cluster/orders.py": [f"{UNIT}orders.py"],
 }
 
@@ -80,14 +80,16 @@ def mutants(package: Path) -> Iterator[Mutant]:
         passed_over = {id(node) for part in _no_code(tree) for node in ast.walk(part)}
         for function, node in nodes(tree):
             if isinstance(node, ast.expr) and id(node) not in passed_over:
-                for by in _others(node):
+                for by in _others(node) if function else _twice_and_half(node):
                     within = f" in {lines[node.lineno - 1].strip()}" if isinstance(node, ast.Constant) else ""
                     code = f"{ast.unparse(node)} -> {by}{within}"
                     yield Mutant(file, node.lineno, function, code, replaced(text, node, f"({by})"))
 
 
-def _no_code(tree: ast.AST) -> Iterator[ast.AST]:
-    """What decides nothing: types, what is said, what a programmer claims; and the defaults of a class's fields."""
+def _no_code(tree: ast.Module) -> Iterator[ast.AST]:
+    """What decides nothing: types, what is said, what a programmer claims. And what an imported module does not change
+    by: defaults, of a class's fields too, and what is neither a function nor a number with a name."""
+    yield from (each for each in tree.body if not isinstance(each, ast.FunctionDef | ast.ClassDef) and not _plain(each))
     for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             yield node.annotation
@@ -101,6 +103,14 @@ def _no_code(tree: ast.AST) -> Iterator[ast.AST]:
             yield from (each for each in node.body if not isinstance(each, ast.FunctionDef))
         if isinstance(node, ast.JoinedStr | ast.Assert | ast.Raise):
             yield node
+
+
+def _plain(node: ast.stmt) -> bool:
+    """Whether it gives names to numbers, or to tuples or a dict of them."""
+    try:
+        return isinstance(node, ast.Assign) and bool(ast.literal_eval(node.value) is not None)
+    except ValueError:
+        return False
 
 
 def _others(node: ast.expr) -> Iterator[str]:
@@ -128,6 +138,12 @@ def _others(node: ast.expr) -> Iterator[str]:
         yield f"range({', '.join([*first, f'({last}) - 1', *map(ast.unparse, node.args[2:])])})"
     elif isinstance(node, ast.IfExp):
         yield f"{ast.unparse(node.body)} if not ({ast.unparse(node.test)}) else {ast.unparse(node.orelse)}"
+
+
+def _twice_and_half(node: ast.expr) -> Iterator[str]:
+    """A number that has a name was chosen, and to one more or less nothing objects."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield from (str(2 * node.value or 1), str(type(node.value)(node.value / 2)))
 
 
 def _is_text(node: ast.BinOp) -> bool:

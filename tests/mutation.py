@@ -37,7 +37,7 @@ from tests import helpers, zygote
 from tests.helpers import ROOT
 
 PACKAGE = ROOT / "phalanx"
-TEST_S = 150  # of one test: a mutant that hangs is noticed, too
+TEST_S = 60  # of one test: a mutant that hangs is noticed, too
 ALL_S = 1800  # of all tests of one mutant
 REFERENCES = "PHALANX_TEST_REFERENCES"  # a folder of curves that no mutant has made (tests/accelerator/conftest.py)
 _PR_SET_CHILD_SUBREAPER = 36
@@ -191,16 +191,19 @@ def _give_values(path: Path, text: str) -> int:
     module, made = sys.modules[name], types.ModuleType(name)
     made.__package__ = module.__package__
     exec(compile(text, path, "exec"), vars(made))  # noqa: S102
-    plain = (int, float, bool, tuple)
-    other = {key: getattr(made, key) for key, value in vars(module).items() if type(value) in plain}
-    other = {key: value for key, value in other.items() if value != getattr(module, key)}
-    vars(module).update(other)
+    plain = {key: value for key, value in vars(module).items() if type(value) in (int, float, bool, tuple, dict)}
+    other = {key: getattr(made, key) for key, value in plain.items() if getattr(made, key) != value}
+    for key, value in other.items():
+        if isinstance(value, dict):
+            plain[key].update(value)
+        else:
+            setattr(module, key, value)
     for each in [each for each in sys.modules.values() if str(getattr(each, "__file__", "")).startswith(str(ROOT))]:
         imports = re.findall(
             rf"^ *from {re.escape(name)} import (\([^)]*\)|.*)", Path(str(each.__file__)).read_text(), re.MULTILINE
         )
         taken = set(re.findall(r"\w+", " ".join(imports)))
-        vars(each).update({key: value for key, value in other.items() if key in taken})
+        vars(each).update({key: value for key, value in vars(module).items() if key in taken & set(other)})
     return len(other)
 
 

@@ -26,7 +26,7 @@ PLAIN = {
     "shared_memory", "state_file", "kept_files", "integrity", "kept", "pairing", "pulse", "faults", "slurm_config",
     "resilience_config",
     "fencing", "replicas", "host_memory", "links", "locks", "incidents", "kept_bytes", "processors", "control_groups",
-    "shared_secret",
+    "shared_secret", "privacy",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -57,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "incidents": {"records"},
     "balance": {"errors"},
     "pairing": set(),
+    "privacy": {"errors"},
     "axes": {"config", "errors"},
     "resharing": {"balance"},
     "hardware": {"balance", "errors", "records"},
@@ -121,10 +122,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharding": PLAIN | {"accelerator", "models", "comm", "optim", "cluster", "sharded_model", "parallel"},
     "scripts": PLAIN | {"accelerator", "cluster", "comm", "parallel"},
     "compat": PLAIN | {"accelerator", "cluster", "comm", "models", "parallel", "scripts"},
-    "survey": PLAIN | {"cluster", "devices", "launch", "member", "nodes", "report", "train"},
+    "survey": PLAIN | {"cluster", "devices", "launch", "member", "nodes", "offers", "report", "train"},
+    "offers": PLAIN | {"cluster", "plan"},
     "recorder": PLAIN | {"cluster", "ending", "report"},
     "member": PLAIN
-    | {"cluster", "devices", "fitness", "launch", "recorder", "remote_run", "ending", "report", "train"},
+    | {"cluster", "devices", "fitness", "launch", "offers", "recorder", "remote_run", "ending", "report", "train"},
     "nodes": PLAIN
     | {"cluster", "devices", "fitness", "launch", "member", "remote_run", "ending", "report", "train", "checkpoint"},
     "data_commands": PLAIN | {"data", "report", "train"},

@@ -6,7 +6,6 @@ Otherwise it is copied into them; from an accelerator beside the computation, by
 
 import dataclasses
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -15,11 +14,13 @@ from typing import Any, Literal
 
 import torch
 
-from phalanx import host_memory, kept_files, state_file
+from phalanx import accelerator, host_memory, kept_files, state_file
 from phalanx.checkpoint.index import index_of, views
 from phalanx.checkpoint.kept_check import check_copy, check_kept
 from phalanx.checkpoint.kept_state import open_kept
 from phalanx.checkpoint.replay import Gradients, gradient_bytes, kernels
+from phalanx.checkpoint.room import taken
+from phalanx.checkpoint.thinning import Thinning
 from phalanx.checkpoint.working import Working, forget_from
 from phalanx.comm.mesh import Mesh
 from phalanx.errors import ConfigError
@@ -29,7 +30,7 @@ from phalanx.optim.lane import Lane
 from phalanx.optim.update import Change
 from phalanx.records import Kind
 from phalanx.replicas import Replicas
-from phalanx.shared_memory import OF_HOST, size, too_large
+from phalanx.shared_memory import OF_HOST, size
 from phalanx.state_file import StateFile, Who
 
 KEY, REPLICATE = "resilience.memory", "resilience.replicate"
@@ -91,6 +92,9 @@ class Memory:
         self._wards: set[int] = set()  # ranks whose replicas this node holds
         self._first_here = mesh.rank == 0 if first_here is None else first_here
         self._lane = Lane(mesh.device) if background else None
+        self._thinning = Thinning(
+            mesh.device, background and wanted is not True and replicate != "every_step", self._every
+        )
         self._alive = kept_files.live_in(folder)
         self._working = Working(folder, mesh.rank)
         self._file: StateFile | None = None
@@ -136,6 +140,8 @@ class Memory:
                     f"{REPLICATE}=auto or off"
                 )
             return False
+        if self._lane is not None:
+            accelerator.page_lock(torch.frombuffer(self.file.map, dtype=torch.uint8), self._mesh.device)
         self._begin_replicas()
         if self.attached:
             self.current = 0 if self._coming else self.file.facts.steps[self._at]
@@ -320,9 +326,12 @@ class Memory:
 
     def _make(self, index: dict[str, Any], slot_bytes: int, who: Who) -> bool:
         """Make this rank's file. False, on all ranks, where it would not fit on one of them."""
-        short, takes = self._take(index, slot_bytes, who)
+        take = functools.partial(
+            taken, self._folder, self._mesh, who, index, slot_bytes, self._count, self._wanted is True
+        )
+        self._file, short, takes = take()
         if short is not None and self._make_room():
-            short, takes = self._take(index, slot_bytes, who)
+            self._file, short, takes = take()
         self._short = short or ""
         if short is not None and self._wanted is True:
             raise ConfigError(
@@ -333,34 +342,6 @@ class Memory:
             reason = takes if short is None else f"after a failure the run goes back to a checkpoint, since {short}"
             self._say(Kind.RESOLVED, {"key": KEY, "value": short is None, "reason": reason})
         return short is None
-
-    def _take(self, index: dict[str, Any], slot_bytes: int, who: Who) -> tuple[str | None, str]:
-        """Take the memory of this rank's file. Why there is too little, on all ranks where it is so on one; and what
-        this node's take."""
-        mesh, found = self._mesh, os.statvfs(self._folder)
-        # Asked before any rank of this node takes some of it.
-        shared, host = found.f_bavail * found.f_frsize, host_memory.free()
-        needs = mesh.gather(float(state_file.file_bytes(index, slot_bytes, self._count)))
-        node = mesh.topology.node_of
-        need = sum(each for rank, each in enumerate(needs) if node[rank] == node[mesh.rank])
-        short = too_large("the state of this node's ranks", need, shared, host, self._wanted is True)
-        if short is None:
-            try:
-                self._file = state_file.create(self._folder, who, index, slot_bytes, self._count)
-            except OSError as error:
-                short = (
-                    f"{self._folder} does not take {size(need)} ({error.strerror}), of which {size(shared)} are free"
-                )
-        third = "" if self._every is None else " and the last that is on a second node"
-        steps = f"the two newest steps of this node's ranks{third}"
-        takes = f"{steps} take {size(need)} of {size(shared)} in shared memory"
-        (made,) = mesh.min([float(self._file is not None)])
-        if made:
-            return None, takes
-        if self._file is not None:
-            self._file.facts.path.unlink(missing_ok=True)
-            self._file = None
-        return short or "another node has no room for it", takes
 
     def _make_room(self) -> bool:
         """Remove replicas of what ranks begin with, which were to be gone on with and will not be: it is read where
@@ -403,6 +384,8 @@ class Memory:
 
     def commit(self, step: int, outcome: Outcome, state: Slot) -> None:
         self.tokens += outcome.weight
+        if not self._thinning.keeps(step):
+            return
         before, moves = self.current, self._moves
         self.current = self.next
         self._pinned = before if moves else self._pinned
@@ -420,8 +403,9 @@ class Memory:
             pairs = [
                 (self.slots[slot][key][kind], each) for key, kinds in state.items() for kind, each in kinds.items()
             ]
-            if pairs:  # a rank may hold nothing; each copy holds this thread until it is there
-                torch._foreach_copy_([into for into, _ in pairs], [each for _, each in pairs])
+            if pairs:  # a rank may hold nothing
+                torch._foreach_copy_([into for into, _ in pairs], [each for _, each in pairs], non_blocking=True)
+            accelerator.wait_here(self._mesh.device)
         record = self._record(header["step"], outcome) if outcome is not None else None
         self.file.commit(slot, header["step"], self.file.header_of(slot, header | {"record": record}))
         if self.replicas is not None and self._is_sent(header["step"], begins=outcome is None):
@@ -429,7 +413,13 @@ class Memory:
             told = None if self._gradients is None or outcome is None else self._gradients.told()
             self.replicas.committed(header["step"], told)
 
+    def decide(self, step: int) -> None:
+        """A step has ended: when enough have, settle how often one is kept. Collective."""
+        if self._file is not None and (reason := self._thinning.decide(step, self._mesh)) is not None:
+            self._say(Kind.RESOLVED, {"key": KEY, "value": f"every {self._thinning.every} steps", "reason": reason})
+
     def settle(self) -> None:
+        asked = self._thinning.stamp() if self._settled != self._last else None
         if self._lane is not None:
             self._lane.drain()
         if self._settled != self._last:
@@ -440,6 +430,7 @@ class Memory:
                     self.replicas.acknowledged()
                 if threading.current_thread() is threading.main_thread():  # nor is it slow; a lane holds nobody up
                     waits.waited(time.perf_counter() - began)
+        self._thinning.waited(asked)
 
     def loaded(self, step: int, state: Slot) -> None:
         """The state is that of `step`; of the starting weights nothing is kept, since they can be made again."""

@@ -32,15 +32,11 @@ def objection(hello: Message, leader: Message, to_node_0: bool) -> str | None:
 
     `to_node_0`: whether that is node 0 at the first meeting, whose number nobody else may have.
     """
-    nonsense = "a node sent a greeting that makes no sense ({}); use the same version of Phalanx on all nodes"
     if (wrong := problem_of_hello(hello)) is not None:
-        return nonsense.format(wrong)
+        return f"a node sent a greeting that makes no sense ({wrong}); use the same version of Phalanx on all nodes"
     node, host, nodes = hello["node"], hello["host"], hello["nodes"]
     versions, recipe, devices = hello["versions"], hello["recipe"], hello["devices"]
-    try:
-        kinds = {kind_of(device) for device in [*devices, *leader["devices"]]}
-    except (KeyError, IndexError):
-        return nonsense.format("a device without a name")
+    kinds = {kind_of(device) for device in [*devices, *leader["devices"]]}
     who, there = f"node {node} ({host})", f"node {leader['node']}"
     if nodes != leader["nodes"]:
         return f"--nodes is {nodes} on {who} and {leader['nodes']} on {there}; give all nodes the same number"

@@ -22,7 +22,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Ranks = Annotated[int, Field(ge=1, lt=1 << 20)]
 Port = Annotated[int, Field(ge=1, lt=1 << 16)]
 Code = Annotated[int, Field(ge=-255, le=255)]
-Name = Annotated[str, Field(max_length=1024)]
+Name = Annotated[str, Field(max_length=1024), AfterValidator(lambda text: _printable(text))]
 Text = Annotated[str, Field(max_length=1 << 20)]
 Token = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Layout = Annotated[str, Field(pattern=r"^(bare|[0-9a-f]{0,128})$")]
@@ -30,6 +30,12 @@ Layout = Annotated[str, Field(pattern=r"^(bare|[0-9a-f]{0,128})$")]
 
 def _address(text: str) -> str:
     ipaddress.ip_address(text)  # a name would be looked up, for which an agent has no time
+    return text
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("a name holds what is no text")  # and what a terminal might take for more than that
     return text
 
 
@@ -266,6 +272,13 @@ _BOTH = {"follow": "ballot", "end": "known", "hung": "ranks", "finish": "text", 
 _MAY_BE_NONE = ("ballot",)
 
 
+def _device(row: list[Any]) -> list[Any]:
+    if len(row) < 3 or not _is(row[0], str) or not _is(row[1], str) or not _is(row[2], bool):
+        raise ValueError("a device is no name, model and whether it has bf16")
+    _printable(row[0] + row[1])
+    return row
+
+
 class _At(_Part):
     token: Token
     address: Address
@@ -279,9 +292,9 @@ class _Hello(_Part):
     nodes: Ranks
     host: Name
     pid: Count
-    devices: list[list[Any]]
-    versions: dict[str, Any]
-    recipe: dict[str, Any]
+    devices: list[Annotated[list[Any], AfterValidator(lambda row: _device(row))]]
+    versions: dict[Name, Name]
+    recipe: dict[Name, Any]
     at: _At | None = None
 
 

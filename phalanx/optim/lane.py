@@ -30,6 +30,8 @@ class Lane:
         """`traffic` is the main thread's."""
         self.device = device
         self._traffic = traffic or Traffic()
+        if device.type != "cpu":
+            self._traffic.turn = self.rest
         self._stream = accelerator.side_stream(device)
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -126,6 +128,7 @@ class Lane:
 
     def close(self) -> None:
         """Let the thread end after what it was given; it takes no more. Not waited for long: a peer may be gone."""
+        self._traffic.turn = None
         with self._changed:
             self._closed = True
             self._changed.notify_all()

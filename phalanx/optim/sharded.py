@@ -84,8 +84,6 @@ class Sharded:
         self._modules, self._released = dict(units), sharding.zero == 3
         self.traffic = Traffic()  # the lane's: nobody but the lane is held up by it
         self._lane = Lane(mesh.device, mesh.traffic)
-        if mesh.tensor is not None or mesh.pipe is not None:  # whose collectives the main thread starts
-            mesh.traffic.turn = self._lane.rest
         self._rank, self._copies = mesh.rank % degree, mesh.world // degree
         owned = (each for bucket in self.buckets if bucket.trained for each in bucket.fragments(self._rank))
         self._shards = Shards(tuple(owned), rule, precision.master, mesh.device)
@@ -269,7 +267,6 @@ class Sharded:
 
     def close(self) -> None:
         self._lane.close()
-        self.mesh.traffic.turn = None
         if "_passes" in self.__dict__:
             self._passes.leave()
         # Their groups end with the last reference, and none may outlive the interpreter, as this engine may.
@@ -303,12 +300,11 @@ class Sharded:
 
     def _confirm(self) -> None:
         """Begin to tell all ranks, those of other parts of the model, too, that this one is through with its step."""
-        if not self._unconfirmed:
-            return
-        self._state.settle()
-        group = self.mesh.everyone or self.mesh.agreement
-        self._complete = collectives.all_reduce(torch.ones((), dtype=torch.int32), group, self.traffic)
-        self._unconfirmed = False
+        if self._unconfirmed:
+            self._state.settle()
+            group = self.mesh.everyone or self.mesh.agreement
+            self._complete = collectives.all_reduce(torch.ones((), dtype=torch.int32), group, self.traffic)
+            self._unconfirmed = False
 
     def _ask(self, now: Step) -> None:
         """Begin to agree on the norm of the whole gradient, and on which parameters have one."""

@@ -3,14 +3,16 @@
 import functools
 import hashlib
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from phalanx.records import Placement
+from phalanx.records import Kind, Placement, RunPaths, write_event
 from tests.accelerator.device import run_on_device
+from tests.dist.incidents import train_with_signal
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import Outcome
@@ -42,6 +44,17 @@ def on_cpu(ranks: int, run: Path, data: Path, **changes: Any) -> Outcome:
 def on_device(ranks: int, run: Path, data: Path, how: dict[str, Any], **changes: Any) -> Outcome:
     """The same on the simulated device; `how` as `run_on_device` has it."""
     return _outcome(run_on_device(runs.train, ranks, **{"timeout_s": 240} | how, **_arguments(run, data, changes)), run)
+
+
+def killed(ranks: int, run: Path, data: Path, how: dict[str, Any], step: int, **changes: Any) -> Outcome:
+    """A run whose rank 0 is killed when it writes the record of a step; all ranks are started again."""
+    run.mkdir(exist_ok=True)
+    write_event(RunPaths(run).events, Kind.RUN_STARTED, 1)
+    cue = {"step": step, "number": signal.SIGKILL, "ranks": [0]}
+    if "shared" in how:
+        changes |= {"resilience__memory": True}  # every step, whatever that costs here
+    arguments = _arguments(run, data, changes) | cue
+    return _outcome(run_on_device(train_with_signal, ranks, restarts=1, **{"timeout_s": 240} | how, **arguments), run)
 
 
 def _arguments(run: Path, data: Path, changes: dict[str, Any]) -> dict[str, Any]:

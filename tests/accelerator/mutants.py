@@ -45,7 +45,7 @@ ENGINE, LAYOUT = (
     f"{ONE}::test_every_engine_computes_what_the_cpu_does",
     f"{MANY}::test_layouts_compute_what_one_cpu_rank_does",
 )
-BACKGROUND = "tests/dist/test_memory.py::test_copied_in_the_background"
+UNIT, BACKGROUND = "tests/unit/test_", "tests/dist/test_memory.py::test_copied_in_the_background"
 # The tests that belong to a file, by how its name begins, the most telling first.
 TESTS = {
     "accelerator.py": [UNITS, FREE, ENGINE],
@@ -54,6 +54,8 @@ TESTS = {
     "checkpoint/snapshot.py": [FREE, f"{ONE}::test_killed_and_resumed_from_a_checkpoint"],
     "doctor/": [f"{HERE}doctor.py"],
     "models/layers.py": [ENGINE],
+    "optim/carrier.py": [f"{UNIT}lane.py", ENGINE, MANY, KINDS],
+    "optim/held.py": [f"{UNIT}pool.py", UNITS, ENGINE, MANY],
     "optim/fsdp2.py": [f"{ENGINE}[fsdp2-lazy]", f"{ENGINE}[fsdp2-main_last]", KINDS, MANY],
     "parallel/exchange.py": [f"{LAYOUT}[tensor x data-0]", MANY, KINDS],
     "parallel/offload.py": [FREE, f"{ONE}::test_inputs_that_wait_on_the_host"],
@@ -71,8 +73,9 @@ EQUIVALENT: dict[str, str] = {
     "holds the host carries the same",
     "doctor/on_devices.py _round_trips: back.copy_(there, non_blocking=True)": "the copy that is proved: one that "
     "holds the host carries the same",
-    "models/layers.py rope_table: frequencies.to(positions.device, non_blocking=True)": "memory that is not "
-    "page-locked is read before the call returns, either way; CUDA holds the host besides, and this device does not",
+    "models/layers.py rope_table: frequencies.to(positions.device, non_blocking=True)": "memory that is "
+    "not page-locked is read before the call returns, either way; CUDA holds the host besides, and this device does "
+    "not",
 }
 
 

@@ -97,12 +97,12 @@ def test_a_loss_far_above_those_before_is_a_spike() -> None:
 
 def test_a_bound_is_of_the_last_losses_before_a_step() -> None:
     known = judge(on_spike="rollback")
-    for number in range(1, WINDOW + 2):  # one more than count
+    for number in range(1, 66):  # one more than count
         assert known.judge(step(number, 1000.0 if number == 1 else 2.0 + 0.001 * number), None) is None
-    losses = [2.0 + 0.001 * number for number in range(2, WINDOW + 2)]
-    assert known.limit(WINDOW + 2) == bound(losses, 10.0)
-    assert known.limit(WINDOW + 2, late=2) == bound([1000.0, *losses[:-1]], 10.0)
-    assert known.limit(LEAST + 1) == bound([1000.0, *losses[: LEAST - 1]], 10.0)  # no step after it counts
+    losses = [2.0 + 0.001 * number for number in range(2, 66)]
+    assert known.limit(66) == bound(losses, 10.0)
+    assert known.limit(66, late=2) == bound([1000.0, *losses[:-1]], 10.0)
+    assert known.limit(21) == bound([1000.0, *losses[:19]], 10.0)  # no step after it counts
 
 
 class Two:

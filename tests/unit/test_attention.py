@@ -134,6 +134,21 @@ def test_that_memory_ran_out_says_nothing_of_a_kernel(monkeypatch: pytest.Monkey
     module._tried.cache_clear()
 
 
+def test_a_kernel_is_tried_with_documents_and_heads_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that only runs for a few tokens, or for as many heads of keys as of queries, is none."""
+
+    def small(q: Tensor, k: Tensor, v: Tensor, *rest: object, **named: object) -> Tensor:
+        if len(q) > 64 or q.shape[1] != k.shape[1]:
+            raise RuntimeError("no kernel image is available for execution on the device")
+        return q + k + v
+
+    monkeypatch.setattr(module, "_WITHOUT_KERNEL", ())
+    monkeypatch.setattr(module, "varlen_attn", small)
+    module._tried.cache_clear()
+    assert not has_kernel(torch.device("cpu"), torch.bfloat16, 8)
+    module._tried.cache_clear()
+
+
 @pytest.mark.parametrize(("kernel", "dtype", "repeats"), [
     (True, torch.float16, False), (False, torch.float16, True), (False, torch.float32, True),
     (False, torch.float64, False),

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from tests.accelerator.mutants import mutants
 from tests.helpers import ROOT
 
 NAMES = {"wait", "synchronize", "query", "reached", "record_stream", "wait_stream", "wait_event"}
@@ -41,6 +42,10 @@ def test_every_place_that_waits_is_listed() -> None:
             if file not in listed or (listed[file] and not listed[file] & set(inside)):
                 missing.append((file, *inside))
     assert not missing
+
+
+def test_whatever_is_taken_out_in_turn_is_listed() -> None:
+    assert {mutant.file for mutant in mutants(ROOT / "phalanx")} <= set(documented())
 
 
 def test_nothing_is_listed_that_is_not_there() -> None:

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from phalanx import faults, recipe, survey
-from phalanx.cluster import offers
+from phalanx import faults, offers, recipe, survey
 from phalanx.config import Config, leaves
 from phalanx.errors import ConfigError
-from phalanx.plan.recipe_keys import PLANNED
 from phalanx.records import RunPaths
 
 WANTED = {
@@ -85,7 +83,6 @@ def test_no_auto_comes_to_a_file_that_the_leader_names() -> None:
 
 
 def test_a_planned_layout_is_taken_where_the_recipe_leaves_it_open() -> None:
-    assert set(PLANNED) == offers.PLANNED
     wanted = config(parallel__layout="auto", train__micro_batch=2, balance__hardware="known.json")
     laid = {"parallel.layout": "given", "parallel.tensor": 2, "parallel.data": "sharded", "balance.hardware": None}
     offers.check(wanted, changed(wanted, laid))

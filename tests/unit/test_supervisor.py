@@ -1,5 +1,6 @@
 """What is decided when nodes and ranks fail, by example and for any sequence of events."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -195,6 +196,29 @@ def test_later_restarts_are_put_off() -> None:
     state, done = walk(begun(nodes=1, max_restarts=9), Ended(1, 0, 1, 1, KILLED), Ended(2, 0, 2, 1, KILLED), Time(2.4))
     assert kinds(done) == ["End", "Note", "Start", "End"]
     assert kinds(walk(state, Time(2.6))[1]) == ["Note", "Start"]
+
+
+def test_each_failure_that_follows_no_progress_puts_off_the_next_attempt_for_longer() -> None:
+    state, now, pauses = begun(nodes=1, max_restarts=9), 0.0, []
+    for attempt in range(1, 8):
+        now += 1
+        state, _ = walk(state, Ended(now, 0, attempt, 1, KILLED))
+        pauses.append(state.start_at - now)
+        now = state.start_at
+        state, _ = walk(state, Time(now))
+        assert (state.phase, state.attempt) == (Phase.RUNNING, attempt + 1)
+    assert pauses[:2] == [0.0, 0.5]
+    assert all(2 * before < after for before, after in itertools.pairwise(pauses[1:5]))
+    assert pauses[4:] == [30.0] * 3
+    assert walk(state, Progress(now, 5), Ended(now, 0, 8, 1, KILLED))[0].start_at == now
+
+
+def test_a_failure_that_others_suffer_from_is_not_taken_for_the_cause_where_a_node_was_lost() -> None:
+    """And one that is suspected is: a mistake ends a run at once, also where nodes were lost with it."""
+    for suspicion, code in ((1, ExitCode.OUT_OF_MEMORY), (2, None), (3, None)):
+        cause = Cause(suspicion, ExitCode.OUT_OF_MEMORY, "out of memory")
+        _, done = walk(begun(2, spares=1), Ended(1.0, 0, 1, ExitCode.OUT_OF_MEMORY, cause), Lost(2.0, 1, "cut"))
+        assert [action.code for action in done if isinstance(action, Finish)] == ([] if code is None else [code])
 
 
 @pytest.mark.parametrize(

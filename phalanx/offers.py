@@ -15,13 +15,8 @@ from phalanx.cluster.greeting import told
 from phalanx.config import Config, get, leaves
 from phalanx.errors import ConfigError
 from phalanx.faults import Fault
+from phalanx.plan.recipe_keys import PLANNED
 
-# What a plan decides where parallel.layout is auto, and the recipe does not write: numbers and names of ways, no files.
-PLANNED = frozenset({
-    "parallel.data", "parallel.zero", "parallel.shard_degree", "parallel.reduce", "parallel.tensor",
-    "parallel.sequence", "parallel.pipeline", "parallel.schedule", "parallel.stages", "train.micro_batch",
-    "memory.activations", "optim.slots", "balance.work", "balance.state",
-})  # fmt: skip
 SHOWN = 3  # keys that a sentence names
 
 
@@ -39,8 +34,8 @@ def check(wanted: Config, offered: Config) -> None:
 
 def _follows(key: str, annotation: Any, wanted: Config, offered: Config) -> bool:
     """Whether the offered value of a key may be what the recipe's comes to. Besides what is the same, that is: what an
-    `auto` was resolved to; what a plan has decided; and the second copy of the state, and a file of measurements, that
-    are of no use in a layout and were left out."""
+    `auto` was resolved to; what a plan decides, where parallel.layout is auto and the recipe does not say; and the
+    second copy of the state, and a file of measurements, that are of no use in a layout and were left out."""
     mine, theirs = get(wanted, key), get(offered, key)
     if mine == theirs:
         return True
