@@ -100,10 +100,9 @@ class StoreAddress:
 @dataclass(frozen=True)
 class Placement:
     """Where one worker runs. `device` is "cpu" or an accelerator with its index; `attempt` counts from 1; `threads` of
-    the host are the user's choice, 0: this rank's part of the cores; `shared` is the folder in this node's shared
-    memory where things outlive the rank, `kept` what of it the attempt begins with (None: with what is on the disk),
-    `keeps` whether state may be kept there;
-    of several `nodes` with ranks the agent of the next one is at `partner`, and the order came in their `epoch`."""
+    the host are the user's choice, 0: this rank's part of the cores; `shared`: the folder in this node's shared memory,
+    which outlives the rank, as its state may if it `keeps` that; `kept`: what of it the attempt begins with (None: with
+    the disk); of several `nodes` with ranks the agent of the next is at `partner`; the order came in their `epoch`."""
 
     rank: int
     world: int
@@ -386,11 +385,9 @@ class RunPaths:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line with a single write, so that lines of several writers never mix.
-
-    A number that is not finite (a loss that has run away) is written as null, which is all that JSON can say of it.
-    Raises OSError where it does not fit on the disk; the same record may be appended again later.
-    """
+    """Append one JSON line with a single write, so that lines of several writers never mix. A number that is not finite
+    (a loss that has run away) is written as null, which is all that JSON can say of it. Raises OSError where it does
+    not fit on the disk; the same record may be appended again later."""
     known = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
