@@ -16,6 +16,7 @@ import typer
 from phalanx import __version__, config, explain, faults, mirror, privacy, recipe, shared_secret, storage
 from phalanx.axes import Axes
 from phalanx.data_commands import Overrides, data_app
+from phalanx.doctor_commands import doctor_command
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.health_commands import health_command
 from phalanx.job_commands import jobs_app
@@ -36,6 +37,7 @@ config_app = typer.Typer(help="Look at recipes and their keys.", no_args_is_help
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(nodes_app, name="nodes")
+app.command("doctor")(doctor_command)
 app.command("health")(health_command)
 app.command("plan")(plan_command)
 app.add_typer(jobs_app)

@@ -19,9 +19,21 @@ from typing import Any
 
 import yaml
 
-from phalanx import ending, faults, fitness, hardware, kept_files, launch, mirror, recipe, shared_memory, state_file
+from phalanx import (
+    ending,
+    faults,
+    fitness,
+    hardware,
+    kept_files,
+    launch,
+    mirror,
+    offers,
+    recipe,
+    shared_memory,
+    state_file,
+)
 from phalanx.axes import axes_of
-from phalanx.cluster import epochs, offers, rendezvous, succession
+from phalanx.cluster import epochs, rendezvous, succession
 from phalanx.cluster.affairs import Policy
 from phalanx.cluster.circle import Claim
 from phalanx.cluster.fork import fork_call

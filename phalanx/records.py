@@ -100,9 +100,9 @@ class StoreAddress:
 @dataclass(frozen=True)
 class Placement:
     """Where one worker runs. `device` is "cpu" or an accelerator with its index; `attempt` counts from 1; `threads` of
-    the host are the user's choice, 0: this rank's part of the cores; `shared`: the folder in this node's shared memory,
-    which outlives the rank, as its state may if it `keeps` that; `kept`: what of it the attempt begins with (None: with
-    the disk); of several `nodes` with ranks the agent of the next is at `partner`; the order came in their `epoch`."""
+    the host are the user's choice, 0: this rank's part of the cores; `shared` is the folder in this node's shared
+    memory where things outlive the rank, `keeps` whether state does, `kept` what the attempt begins with (None: with
+    what is on the disk); of several `nodes` the agent of the next one is at `partner`, the order came in `epoch`."""
 
     rank: int
     world: int
@@ -151,8 +151,7 @@ class StepRecord:
 
 def shown(url: str) -> str:
     """A URL without what may be secret in it: user, password, query."""
-    found = SCHEME.match(url)
-    if found is None:
+    if (found := SCHEME.match(url)) is None:
         return url
     rest = url[found.end() :].partition("?")[0]
     host, slash, path = rest.partition("/")
@@ -385,9 +384,11 @@ class RunPaths:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line with a single write, so that lines of several writers never mix. A number that is not finite
-    (a loss that has run away) is written as null, which is all that JSON can say of it. Raises OSError where it does
-    not fit on the disk; the same record may be appended again later."""
+    """Append one JSON line with a single write, so that lines of several writers never mix.
+
+    A number that is not finite (a loss that has run away) is written as null, which is all that JSON can say of it.
+    Raises OSError where it does not fit on the disk; the same record may be appended again later.
+    """
     known = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }

@@ -194,6 +194,8 @@ class FarFile:
         """Raises CheckpointError where it is none, and what `read` does where it cannot be reached."""
         self._read = read
         self.facts = state_file.facts_from(Path(name), bytes(self._read(0, PAGE)))
+        if self.facts.index_bytes > FRAME_BYTES:
+            raise CheckpointError(f"the state file {name} on another node says that its index is longer than any")
 
     def read(self, at: int, count: int) -> memoryview:
         """So many bytes of the file, as they are."""

@@ -122,6 +122,9 @@ class Peer:
         for channel, hello in callers:
             self._greet(channel, hello)
         self._tend_store_calls()
+        if (host := self.circle.door.crowd) is not None and not self._alone():
+            self.circle.door.crowd = None
+            self.circle.tell(self.circle.roster.leader, {"strangers": host})
         if self.circle.leading and self._leading is None and self.circle.fenced is None:
             self._leading = self._lead(self)
         self._hear()
@@ -155,10 +158,8 @@ class Peer:
             self._relay = beside_the_store(port)
             self._tend_store_calls()
             return None
-        store = self.circle.roster.member(int(self.start["seats"][0]))
-        assert store is not None
         hello = {"role": "store", "attempt": number}
-        relay, address = to_node_0((store.address, store.port), self.secret, hello)
+        relay, address = to_node_0(self._address_of(self.start["seats"][0]), self.secret, hello)
         self._relay = relay, None
         return address
 

@@ -158,7 +158,7 @@ class _Rank:
                 message = receive(self._connection)
                 try:
                     self._do(message)
-                except (OSError, CheckpointError) as error:
+                except Exception as error:  # what a partner answers may be anything
                     what = "read from" if {"read", "check"} & message.keys() else "replicated to"
                     text = f"state could not be {what} another node ({error}); it or its process for that was lost"
                     send(self._connection, {"error": text})
@@ -345,7 +345,7 @@ class _Node:
                         send(self._connection, {"problem": state_file.void_if_damaged(path, int(message["step"]))})
                     elif self._writes:
                         self._keep(message)
-                except (CheckpointError, KeyError, TypeError, ValueError, OSError) as error:
+                except Exception as error:  # what comes may be anything, and ends no more than this connection
                     send(self._connection, {"error": str(error)})
                     return
 

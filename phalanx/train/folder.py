@@ -148,7 +148,7 @@ def saved_config(paths: RunPaths) -> Config | None:
                 "restore that file or choose another --run-dir"
             )
         return None
-    return recipe.load(paths.config)
+    return recipe.load_saved(paths.config)
 
 
 def next_attempt(paths: RunPaths) -> int:
@@ -261,7 +261,7 @@ def remove_if_unused(paths: RunPaths, created: bool) -> None:
 
 def write_start(paths: RunPaths, config: Config, tokenizer: Path | str | None) -> None:
     """Write what makes the run repeatable: configuration, versions, tokenizer, code of the user's."""
-    write_atomic(paths.config, recipe.to_yaml(config))
+    write_atomic(paths.config, recipe.saved_text(config))
     write_atomic(paths.versions, json.dumps(_versions(), indent=2) + "\n")
     for _, code, kept in _codes(paths, config):
         write_atomic(kept, _code(code))

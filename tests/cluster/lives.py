@@ -57,9 +57,16 @@ def life(
 
 
 def train(
-    place: Path, run: str, lives: list[list[Life]], nodes: int, *overrides: str, ranks: tuple[int, ...] = ()
+    place: Path,
+    run: str,
+    lives: list[list[Life]],
+    nodes: int,
+    *overrides: str,
+    ranks: tuple[int, ...] = (),
+    start: Callable[..., Any] = run_ranks,
+    node: Callable[..., Any] | None = None,
 ) -> list[list[list[Any]]]:
-    """[exit code, output] of each life of each node."""
+    """[exit code, output] of each life of each node; `start` runs `node` as `run_ranks` runs `live`."""
     total = len(lives)
     commands = [
         ["train", "recipe.yaml", *overrides, "--run-dir", run, "--ranks", str(ranks[node] if ranks else 1), "--nodes",
@@ -68,13 +75,16 @@ def train(
         for node in range(total)
     ]  # fmt: skip
     try:
-        return run_ranks(_node, total, timeout_s=280, folder=str(place), run=run, commands=commands, lives=lives)
+        arguments = {"folder": str(place), "run": run, "commands": commands, "lives": lives}
+        found: list[list[list[Any]]] = start(node or live, total, timeout_s=280, **arguments)
+        return found
     finally:
         for node in range(total):  # what is killed leaves its memory
             shutil.rmtree(shared_memory.folder_of(RunPaths(place / run), node) or place / "none", ignore_errors=True)
 
 
-def _node(placement: Placement, folder: str, run: str, commands: list[list[str]], lives: list[list[Life]]) -> Any:
+def live(placement: Placement, folder: str, run: str, commands: list[list[str]], lives: list[list[Life]]) -> Any:
+    """All lives of the node of this rank's number."""
     paths = RunPaths(Path(folder) / run)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # this process is a rank of the harness
         os.environ.pop(name, None)

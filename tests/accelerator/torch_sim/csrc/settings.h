@@ -15,7 +15,7 @@ struct Settings {
   int devices;
   int64_t memory_bytes, delay_us, watchdog_grace_ms, link_bytes_per_s;
   uint32_t seed;
-  bool poison, watchdog;
+  bool poison, watchdog, one_connection;
   std::string fail;
 };
 
@@ -43,6 +43,7 @@ inline Settings read_environment() {
       uint32_t(std::stoul(variable("SIM_SEED", "0"))),
       variable("SIM_POISON", "1") == "1",
       variable("SIM_WATCHDOG", "1") == "1",
+      variable("SIM_CONNECTIONS", "8") == "1",
       variable("SIM_FAIL", ""),
   };
 }
