@@ -135,6 +135,22 @@ def test_a_spare_takes_the_ranks_of_any_node_whose_agent_is_killed(cluster: Clus
     assert not (cluster.folder / "meet").exists() or lost == 0
 
 
+@pytest.mark.parametrize("mad", [0, 1])
+def test_a_node_that_sends_nonsense_is_named_and_a_spare_takes_its_ranks(cluster: Cluster, mad: int) -> None:
+    """Be it the one that leads or not: it leaves, and nobody else fails of it."""
+    frame = {"ended": {"attempt": [], "code": "\x1b"}, "held": 7}
+    nodes = [
+        cluster.start("second_time", node, nodes=2, spares=1, max_restarts=1, **({"mad": frame} if node == mad else {}))
+        for node in range(3)
+    ]
+    ended = [node.finish() for node in nodes]
+    assert [code for code, _, _ in ended] == [ExitCode.FAILED if node == mad else 0 for node in range(3)], ended
+    events = [event for _, _, found in ended for event in found]
+    lost = {event["reason"] for event in events if event["kind"] == "node_lost" and event["node"] == mad}
+    assert lost == {"it sent what makes no sense (held: Input should be a valid list)"}
+    assert not any("Traceback" in "".join(node.process.said()) for node in nodes)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_without_a_spare_the_ranks_are_divided_anew(cluster: Cluster, lost: int) -> None:
     """Of one of two the file of the epoch makes the leader."""
