@@ -6,6 +6,7 @@ Each gets a limited time, and each turn of the owner's loop takes a limited numb
 """
 
 import contextlib
+import errno
 import ipaddress
 import resource
 import secrets
@@ -92,7 +93,8 @@ class Door:
         listener.setblocking(False)
         self.listener, self.secret, self.refused = listener, secret, refused
         self.crowd: str | None = None
-        self._most = max(4, min(MOST_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = MOST_STRANGERS if files == resource.RLIM_INFINITY else max(4, min(MOST_STRANGERS, files // 4))
         self._strangers: dict[int, Stranger] = {}  # by descriptor, the oldest first
         self._of: dict[str, dict[int, None]] = {}  # their descriptors by network, the oldest first
         self._calls = select.epoll()  # one descriptor to look at, however many they are
@@ -146,8 +148,9 @@ class Door:
                 connection, peer = self.listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # it has gone again; or there is no descriptor left, and the next has one
-                self._make_room(self._most // 2)
+            except OSError as error:  # it has gone again; or there is no descriptor left
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._make_room(self._most // 2)
                 return
             host = str(peer[0]).removeprefix("::ffff:")
             network = _network_of(host)

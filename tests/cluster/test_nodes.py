@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -608,6 +609,27 @@ def test_silent_connections_keep_nobody_out(crowd: str) -> None:
         door.crowd = None
         door.tend()
         assert door.crowd is None  # it is said once
+
+
+def test_who_is_hung_up_on_before_the_proof_calls_again() -> None:
+    """As a rank's connection may be, where strangers crowd a door."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    greeted: list[tuple[wire.Channel, Any]] = []
+
+    def answers() -> None:
+        listener.accept()[0].close()
+        door = Door(listener, "secret", lambda host, why: None)
+        while not greeted:
+            greeted.extend(door.tend())
+            time.sleep(0.01)
+        greeted[0][0].say({"ok": True})
+
+    answering = threading.Thread(target=answers)
+    answering.start()
+    with wire.call(listener.getsockname(), "secret", {"role": "store"}, 60.0):
+        answering.join(60)
+    assert not answering.is_alive()
+    listener.close()
 
 
 def test_who_sends_its_proof_in_crumbs_is_closed() -> None:
