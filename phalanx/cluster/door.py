@@ -8,6 +8,7 @@ Each gets a limited time, and each turn of the owner's loop takes a limited numb
 import contextlib
 import errno
 import ipaddress
+import math
 import resource
 import secrets
 import select
@@ -23,6 +24,8 @@ MOST_STRANGERS = 512  # connections that have not proved themselves, if this pro
 BACKLOG = 4096  # callers that the kernel holds meanwhile; it takes less where net.core.somaxconn says so
 TURN = 64  # callers that are taken in one turn of the owner's loop, and that are heard
 PARTS = 8  # that a proof may come in: each costs a turn
+CALM = 32  # strangers with whom each new one may wake the owner; with more, all that came are looked at together
+TOGETHER_S = 0.02
 LOOK_S = 0.25  # between two looks for those whose time is up
 CROWD = 64  # strangers who have left or were closed without a proof, after which the owner is told of them
 BUFFER_BYTES = 4 << 20  # for beats that come while this process does something else
@@ -101,22 +104,32 @@ class Door:
         self._calls.register(listener, select.EPOLLIN)
         self._told: set[str] = set()
         self._unproved: dict[str, int] = {}
-        self._look_at = 0.0
+        self._look_at = self._turn = 0.0
 
     def descriptors(self) -> dict[int, int]:
-        """What poll() has to look at, and for what."""
-        return {self._calls.fileno(): select.POLLIN}
+        """What poll() has to look at, and for what; nothing for `due_s` after a turn, where many call."""
+        return {} if self.due_s() < math.inf else {self._calls.fileno(): select.POLLIN}
+
+    def due_s(self) -> float:
+        """Seconds until the next turn is due, whoever calls; infinite where it is only when somebody does."""
+        if len(self._strangers) <= CALM:
+            return math.inf
+        left_s = self._turn + TOGETHER_S - time.monotonic()
+        return left_s if left_s > 0 else math.inf
 
     def tend(self) -> list[tuple[Channel, Message]]:
         """Hear who calls; who has proved itself now, with what it says first."""
-        found = []
+        found: list[tuple[Channel, Message]] = []
+        if self.due_s() < math.inf:
+            return found
+        self._turn = time.monotonic()
         ready = {descriptor for descriptor, _ in self._calls.poll(0, TURN)}
         for number in ready & self._strangers.keys():
             stranger = self._strangers[number]
             hello = self._hear(number, stranger)
             if hello is not None:
                 found.append((stranger.channel, hello))
-        self._end_late(time.monotonic())
+        self._end_late(self._turn)
         if self.listener.fileno() in ready:
             self._let_in()
         return found

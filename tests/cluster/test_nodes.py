@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -577,7 +578,8 @@ def crowded_door(crowd: str) -> Iterator[Door]:
     """A door where more connections have come in from an address than it takes, all of which are silent."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     door = Door(listener, "secret", lambda host, why: pytest.fail(why))
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("phalanx.cluster.door.TOGETHER_S", 0.0)  # turns, and no time that has to pass
         for _ in range(5):
             for _ in range(door._most // 4):
                 one = held.enter_context(socket.socket())
@@ -597,7 +599,7 @@ def test_silent_connections_keep_nobody_out(crowd: str) -> None:
         with socket.create_connection(door.listener.getsockname()) as connection:
             caller = wire.Proof(wire.Channel(connection), "secret", calling=True)
             greeted: list[wire.Channel] = []
-            for _ in range(20):  # turns, and no time that has to pass
+            for _ in range(20):
                 greeted += [channel for channel, _ in door.tend()]
                 for message in caller.channel.heard():
                     caller.hear(message)
@@ -630,6 +632,17 @@ def test_who_is_hung_up_on_before_the_proof_calls_again() -> None:
         answering.join(60)
     assert not answering.is_alive()
     listener.close()
+
+
+def test_a_crowd_does_not_wake_the_owner_with_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with crowded_door("127.0.0.2") as door:
+        assert door.descriptors() and door.due_s() == math.inf
+        monkeypatch.setattr("phalanx.cluster.door.TOGETHER_S", 60.0)
+        door.tend()
+        with socket.create_connection(door.listener.getsockname()):
+            assert not door.descriptors() and 0 < door.due_s() <= 60 and door.tend() == []
+        monkeypatch.setattr("phalanx.cluster.door.TOGETHER_S", 0.0)
+        assert door.descriptors() and door.due_s() == math.inf
 
 
 def test_who_sends_its_proof_in_crumbs_is_closed() -> None:
