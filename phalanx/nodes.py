@@ -42,6 +42,7 @@ from phalanx.report.terminal import open_terminal
 
 TIMEOUT_S = 600.0
 TAKEOVER_S = 10.0  # what the nodes that are left get to agree on another leader
+IDLE_S = 0.1  # after which others are heard, whatever comes
 LOOK_S = 1.0  # between two looks whether they have
 
 
@@ -179,7 +180,7 @@ def wait(others: FirstNode | OtherNode, until: Callable[[], bool]) -> None:
         poll = select.poll()
         for descriptor, events in others.descriptors().items():
             poll.register(descriptor, events)
-        poll.poll(100)
+        poll.poll(1000 * min(IDLE_S, others.due_s()))
         others.tend()
 
 
@@ -347,7 +348,7 @@ def _look(first: FirstNode, tend: Callable[[], None]) -> None:
     poll = select.poll()
     for descriptor, events in first.descriptors().items():
         poll.register(descriptor, events)
-    poll.poll(100)
+    poll.poll(1000 * min(IDLE_S, first.due_s()))
     tend()
 
 
