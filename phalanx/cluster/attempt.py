@@ -100,6 +100,7 @@ class Attempt:
                 attempt=self.number,
                 shared=None if self.job.shared is None else str(self.job.shared),
                 kept=kept,
+                keeps=self.job.keeps,
                 nodes=self.part.nodes,
                 partner=self.part.partner,
                 epoch=self.part.epoch,
@@ -189,7 +190,7 @@ class Attempt:
     def _give_up(self, blamed: Sequence[Blame]) -> None:
         """Take ranks that hang for failed; all get their stacks into their logs before they are killed."""
         self._dump_stacks(self._living())
-        pids = {process.rank: process.pid for process in self._living()}
+        pids = {process.rank: process.pid for process in self.processes}
         for blame in blamed:
             if blame.rank in pids:
                 cause = {"exit_code": int(ExitCode.FAILED), "type": blame.kind, "message": blame.reason}
@@ -281,8 +282,9 @@ class Attempt:
             if left <= 0:
                 break
             self._wait(left, heed_signals=False)
-        if self._living() and all(end.signal == signal.SIGABRT for end in self.ends if end.abnormal):
-            # So an accelerator's collectives end a rank that has waited for too long.
+        abnormal = [end for end in self.ends if end.abnormal]
+        if abnormal and all(end.signal == signal.SIGABRT for end in abnormal):
+            # So an accelerator's collectives end a rank that has waited for too long, and soon all that have.
             self._give_up(watchdog.waited_for(self.part.world))
         self.kill()
         ends = [end for end in self.ends if end.abnormal]
@@ -292,9 +294,11 @@ class Attempt:
             done = any(process.status == 0 or self._is_done(process.rank) for process in self.processes)
             return int(ExitCode.DONE if done else ExitCode.FAILED)
         end = first_cause(ends)
-        starved = end.signal == signal.SIGKILL and end.host is None and out_of_memory_kills() > self.kills[0][1]
-        # What other groups of this machine have lost is no sign that this rank took too much.
-        ours = starved and group_kills() > self.kills[0][2]
+        killed = end.signal == signal.SIGKILL and end.host is None
+        # What other groups of this machine have lost is no sign that this rank took too much. In a container the
+        # machine's own count may not be there to be read.
+        ours = killed and group_kills() > self.kills[0][2]
+        starved = ours or (killed and out_of_memory_kills() > self.kills[0][1])
         if ours and (less := self._after_kernel_kill(end.rank)) is not None:
             code = int(ExitCode.OUT_OF_MEMORY)
             cause = {"exit_code": code, "type": "OutOfMemory", "message": less, "reason": less, "step": None}

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from phalanx import shared_memory
+from tests import mutation
 from tests.accelerator.curves import References
 
 
 @pytest.fixture(scope="session")
 def references(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> References:
-    """Curves of the CPU."""
-    return References(tmp_path_factory.mktemp("references"), tokens)
+    """Curves of the CPU; where mutants are tried, those that the package itself has made."""
+    kept = os.environ.get(mutation.REFERENCES)
+    return References(Path(kept) if kept else tmp_path_factory.mktemp("references"), tokens)
 
 
 @pytest.fixture
