@@ -162,8 +162,9 @@ class Warm:
             self._become(mutant)
         ranks, another = _zygote(place / "zygote.log"), helpers._zygote.__wrapped__
         helpers._zygote = functools.cache(lambda: ranks.pop() if ranks else another())  # type: ignore[assignment]
-        first = _FirstRed()
-        how = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--timeout={TEST_S}", "--durations=5"]
+        first = _FirstRed(tests, place / "now")
+        how = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--timeout={TEST_S}"]
+        how += ["--timeout-method=thread"]  # which ends the process: hypothesis would try what hangs again and again
         code = pytest.main([*how, f"--basetemp={place / 'tests'}", *tests], plugins=[first])
         sys.stdout.flush()
         (place / "red").write_text(json.dumps([int(code), first.name]))
@@ -222,7 +223,9 @@ def _red(place: Path) -> str | None:
     if (place / "error").exists():
         raise RuntimeError((place / "error").read_text())
     if not (place / "red").exists():
-        return f"the tests ended without a word, or never: {(place / 'log').read_text(errors='replace')[-300:]!r}"
+        return (
+            f"the process ended, or {TEST_S} s, in {(place / 'now').read_text() if (place / 'now').exists() else '-'}"
+        )
     code, red = json.loads((place / "red").read_text())
     expected = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
     assert code in expected, (place / "log").read_text(errors="replace")[-2000:]
@@ -230,9 +233,17 @@ def _red(place: Path) -> str | None:
 
 
 class _FirstRed:
-    """A plugin of pytest that remembers what failed first."""
+    """A plugin of pytest that runs tests in the order in which they are given, and remembers what failed first."""
 
-    name = ""
+    def __init__(self, tests: Sequence[str], now: Path) -> None:
+        self.tests, self.now, self.name = tests, now, ""  # `now`: a file with what is run
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: next(at for at, test in enumerate(self.tests) if item.nodeid.startswith(test)))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.now.write_text(nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:

@@ -36,7 +36,7 @@ WAITING = (
 # What waits for other hosts' numbers, and for files: no device is in it.
 HOSTS = {"train/sharing.py", "train/checksums.py", "train/rollback.py", "sharded_model.py"}
 # Conditions that ask whether a device, or another thread, is somewhere: without them it is.
-ASKS = {"reached", "query"}
+ASKS = {"reached": ast.Attribute, "query": ast.Call}
 
 HERE = "tests/accelerator/test_"
 ONE, MANY, KINDS, UNITS = f"{HERE}one_rank.py", f"{HERE}many_ranks.py", f"{HERE}kinds.py", f"{HERE}waits.py"
@@ -46,23 +46,30 @@ ENGINE, LAYOUT = (
     f"{MANY}::test_layouts_compute_what_one_cpu_rank_does",
 )
 UNIT, BACKGROUND = "tests/unit/test_", "tests/dist/test_memory.py::test_copied_in_the_background"
+EARLY = "tests/dist/test_sharded.py::test_what_was_updated_early_is_put_back_when_it_is_clipped_or_skipped"
+LATE = "tests/dist/test_late_rank.py"
+SHARDED = [f"{ENGINE}[{engine}-lazy]" for engine in ("zero 3", "zero 1, two slots", "zero 1", "zero 2")]
 # The tests that belong to a file, by how its name begins, the most telling first.
 TESTS = {
-    "accelerator.py": [UNITS, FREE, ENGINE],
-    "comm/": [UNITS, LAYOUT, MANY, KINDS],
-    "checkpoint/memory.py": [f"{ONE}::test_killed_and_resumed_from_memory", BACKGROUND],
+    "accelerator.py": [UNITS, FREE, CLOCKS, ENGINE],
+    "comm/": [LATE, UNITS, LAYOUT, MANY, KINDS],
+    "checkpoint/memory.py": [FREE, f"{ONE}::test_killed_and_resumed_from_memory", BACKGROUND],
     "checkpoint/snapshot.py": [FREE, f"{ONE}::test_killed_and_resumed_from_a_checkpoint"],
     "doctor/": [f"{HERE}doctor.py"],
     "models/layers.py": [ENGINE],
-    "optim/carrier.py": [f"{UNIT}lane.py", ENGINE, MANY, KINDS],
-    "optim/held.py": [f"{UNIT}pool.py", UNITS, ENGINE, MANY],
-    "optim/fsdp2.py": [f"{ENGINE}[fsdp2-lazy]", f"{ENGINE}[fsdp2-main_last]", KINDS, MANY],
-    "parallel/exchange.py": [f"{LAYOUT}[tensor x data-0]", MANY, KINDS],
+    "optim/carrier.py": [f"{UNIT}lane.py", *SHARDED, ENGINE, MANY, KINDS],
+    "optim/held.py": [f"{UNIT}pool.py", UNITS, *SHARDED],
+    "optim/fsdp2.py": [LATE, f"{ENGINE}[fsdp2-lazy]", f"{ENGINE}[fsdp2-main_last]", KINDS, MANY],
+    "optim/agreement.py": [LATE],
+    "optim/gradients.py": [LATE],
+    "parallel/exchange.py": [LATE, f"{LAYOUT}[tensor x data-0]"],
     "parallel/offload.py": [FREE, f"{ONE}::test_inputs_that_wait_on_the_host"],
-    "parallel/": [MANY, KINDS],
+    "parallel/transform.py": [LATE],
     "tasks/task.py": [FREE, ENGINE],
+    "train/device_marks.py": [f"{HERE}hangs.py"],
     "train/": [CLOCKS],
-    "": [UNITS, ENGINE, ONE, KINDS, MANY],
+    "optim/sharded.py": [UNITS, LATE, *SHARDED, EARLY, f"{LAYOUT}[zero 3-2]", ONE, KINDS, MANY],
+    "": [UNITS, LATE, *SHARDED, ENGINE, ONE, KINDS, MANY],
 }
 
 # "file function: code" -> why no test can notice it. A line that stands there without need is an error.
@@ -91,7 +98,8 @@ def mutants(package: Path) -> Iterator[Mutant]:
 
 def _without(node: ast.expr) -> str | None:
     """What stays of a wait without it; None for what is none."""
-    if isinstance(node, ast.Attribute) and node.attr in ASKS and isinstance(node.ctx, ast.Load):
+    asked = node.func if isinstance(node, ast.Call) else node
+    if isinstance(asked, ast.Attribute) and ASKS.get(asked.attr) is type(node) and isinstance(asked.ctx, ast.Load):
         return "True"
     if not isinstance(node, ast.Call):
         return None

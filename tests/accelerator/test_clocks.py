@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import recipe
+from phalanx import accelerator, recipe
 from phalanx.comm.mesh import join
 from phalanx.config import spec_of
 from phalanx.records import Placement
@@ -67,9 +67,40 @@ def passes(placement: Placement, of: str) -> list[int]:
         return when_read(choose_activations, lambda: choose_activations.forward_of(small))
 
 
-def reduced(placement: Placement) -> list[int]:
+def reduced(placement: Placement) -> list[Any]:
+    """And whether the all-reduce itself is over when the clock is read behind it."""
+    begun, inner = [], measure.all_reduce
+
+    def noted(*args: Any) -> Any:
+        begun.append(inner(*args))
+        return begun[-1]
+
+    measure.all_reduce = noted
+    over = []
     with join(placement, 20) as mesh:
-        return when_read(measure, lambda: measure._reduced_s(mesh, 4000))
+
+        def work() -> None:
+            clock = time.perf_counter
+
+            def looked() -> float:
+                if sys._getframe(1).f_code.co_name == "_reduced_s":
+                    over.extend(each._work is None or each._work.is_completed() for each in begun)
+                return clock()
+
+            time.perf_counter = looked
+            try:
+                measure._reduced_s(mesh, 4_000_000)
+            finally:
+                time.perf_counter = clock
+
+        return [when_read(measure, work), over]
+
+
+def exchanged(placement: Placement) -> list[int]:
+    """Between two ranks whose group is one of the host."""
+    burn_in.PAIR_BYTES, burn_in.link_of = 4000, lambda mesh: (None, None)
+    with join(placement, 20) as mesh:
+        return when_read(burn_in, lambda: burn_in.exchanged(NOTHING, mesh))
 
 
 def profiled(placement: Placement) -> list[int]:
@@ -119,9 +150,14 @@ def test_a_forward_pass_is_over() -> None:
 
 
 def test_an_all_reduce_begins_with_nothing_to_do_and_is_over() -> None:
-    for collectives in (True, False):
-        for found in run_on_device(reduced, collectives=collectives):
-            assert found == [0, 0], collectives
+    assert run_on_device(reduced) == [[[0, 0], [True]]]
+    for pending, over in run_on_device(reduced, 2, collectives=False):
+        assert (pending, over) == ([0, 0], [True])
+
+
+def test_what_two_ranks_exchange_has_arrived() -> None:
+    for found in run_on_device(exchanged, 2, collectives=False):
+        assert found[1::2] == [0] * burn_in.TRIES
 
 
 def test_a_profile_has_all_kernels() -> None:
@@ -134,8 +170,11 @@ def between(placement: Placement) -> list[Any]:
     first = clock.mark()
     torch.zeros(1000, device=device).add_(1)
     last = clock.mark()
-    return [waiting() > 0, clock.between(first, last) >= 0, waiting()]
+    found = [waiting() > 0, clock.between(first, last) >= 0, waiting()]
+    begun = accelerator.stamp(device)
+    torch.zeros(1000, device=device).add_(1)
+    return [*found, accelerator.seconds_between(begun, accelerator.stamp(device)) >= 0, waiting()]
 
 
 def test_the_time_between_two_marks_is_asked_for_behind_both() -> None:
-    assert run_on_device(between) == [[True, True, 0]]
+    assert run_on_device(between) == [[True, True, 0, True, 0]]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from phalanx import accelerator
+from phalanx.checkpoint.memory import Memory
 from phalanx.checkpoint.snapshot import HostBuffer
 from phalanx.optim.engine import Piece
 from phalanx.parallel.offload import LEAST_BYTES, Mover
@@ -67,6 +68,46 @@ def saved(placement: Placement) -> list[int]:
     accelerator.wait = noted
     HostBuffer().store(pieces)
     return found
+
+
+class Slots:
+    """A file of state that notes what a slot holds, and what the device has left to do, when it is committed."""
+
+    def __init__(self, slot: dict[str, dict[str, torch.Tensor]]) -> None:
+        self.slot, self.found = slot, list[Any]()
+
+    def void(self, slot: int) -> None:
+        assert slot == 0
+
+    def header_of(self, slot: int, header: dict[str, Any]) -> bytes:
+        return b""
+
+    def commit(self, slot: int, step: int, header: bytes) -> None:
+        self.found += [waiting(), sorted(each["param"].sum().item() for each in self.slot.values())]
+
+
+def kept(placement: Placement) -> list[Any]:
+    """The same of a step's state that is copied into page-locked memory, and what is committed then."""
+    device, memory = torch.device(placement.device), object.__new__(Memory)
+    slot = {f"p{number}": {"param": torch.empty(10, pin_memory=True)} for number in range(5)}
+    state = {f"p{number}": {"param": torch.full((10,), float(number), device=device)} for number in range(5)}
+    memory._mesh, memory.slots, memory.in_place = type("Mesh", (), {"device": device}), [slot], False  # type: ignore[assignment]
+    memory._file = file = Slots(slot)  # type: ignore[assignment]
+    memory.replicas = None
+    inner, found = accelerator.wait_here, []
+
+    def noted(device: torch.device) -> None:
+        found.append(waiting())
+        inner(device)
+
+    accelerator.wait(device)
+    accelerator.wait_here = noted
+    memory._keep(0, {"step": 1}, state)
+    return [*found, *file.found]
+
+
+def test_a_step_is_committed_when_all_of_it_is_there_and_waited_for_once() -> None:
+    assert run_on_device(kept) == [[5, 0, [0.0, 10.0, 20.0, 30.0, 40.0]]]
 
 
 def test_a_number_is_asked_for_without_waiting_for_it() -> None:

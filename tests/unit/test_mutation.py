@@ -24,6 +24,8 @@ def first(code: str) -> ast.expr:
         ("started(x).wait()", "started(x)"),
         ("accelerator.used_here(tensor)", "accelerator"),
         ("mark.reached", "True"),
+        ("event.query()", "True"),
+        ("event.query", None),
         ("target.copy_(source, non_blocking=True)", "target.copy_(source, non_blocking=False)"),
         ("target.copy_(source, non_blocking=self._pinned)", "target.copy_(source, non_blocking=False)"),
         ("target.copy_(source)", None),
