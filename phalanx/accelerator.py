@@ -1,9 +1,11 @@
 """The one file that knows what kind of device there is; the rest goes through it or through torch.accelerator."""
 
+import contextlib
 import datetime
 import os
 import re
 import resource
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
     "H200 NVL": {torch.bfloat16: 835e12, torch.float16: 835e12},
     "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 75e12, torch.float64: 37e12},
 }
+
+CPUS = "CPUs"  # what a torch is built for that knows of no accelerator
 
 # The kind of device, and its groups, that scripts of other libraries name outright.
 NAMED_IN_SCRIPTS, GROUPS_NAMED_IN_SCRIPTS = "cuda", "nccl"
@@ -63,6 +67,14 @@ def kinds() -> list[str]:
     """The kind of accelerator that torch was built for, if it was; asking touches no driver."""
     kind = torch.accelerator.current_accelerator()
     return [] if kind is None else [kind.type]
+
+
+def built_for() -> str:
+    """What this build of torch computes on, with the version of its libraries; asking touches no driver."""
+    for name in ("cuda", "hip", "xpu"):
+        if version := getattr(torch.version, name, None):
+            return f"{'ROCm' if name == 'hip' else name.upper()} {version}"
+    return kinds()[0] if kinds() else CPUS
 
 
 def mark(device: torch.device) -> torch.Event:
@@ -208,6 +220,37 @@ def _says_bf16(module: Any) -> bool:
         return True
     except TypeError:  # a kind of device that emulates nothing
         return bool(module.is_bf16_supported())
+
+
+def page_lock(memory: torch.Tensor, device: torch.device) -> bool:
+    """Lock the pages of host memory that this process has mapped itself, for the rest of its life, so that copies from
+    and to the device need not be staged; False where the device's kind or the machine does not do that."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if module is None or not hasattr(module, "cudart"):
+        return False
+    with torch.accelerator.device_index(device.index or 0):
+        if int(module.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+            return True
+        with contextlib.suppress(RuntimeError):  # which the next kernel's check would raise as if it were its own
+            torch.zeros(1, device=device)
+    return False
+
+
+def stamp(device: torch.device) -> Any:
+    """A mark for `seconds_between`, behind all that this thread has queued on the device; on a CPU, now."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(first: Any, last: Any) -> float:
+    """What has gone by between two stamps, by the device's own clock. Holds the host until it has come to the last."""
+    if isinstance(first, float):
+        return float(last - first)
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
 
 
 class HostCopy:

@@ -380,7 +380,7 @@ def _run_of(paths: RunPaths) -> calibration.Run:
             f"{paths.shown} has no {paths.config.name} that says what was run there, so there is nothing to learn "
             "from; name the folder of a run"
         )
-    config = recipe.load(paths.config)
+    config = recipe.load_saved(paths.config)
     spec = None
     if config.model.from_hf is not None:
         from phalanx.models import hf

@@ -30,6 +30,7 @@ FOUND_ANEW = (
     "parallel.sequence", "balance.work", "balance.state", "data.workers",
 )  # fmt: skip
 NOT_COMPILED_ON_CPU = "compiling costs more than it saves on CPU"
+BEGIN, END = "---\n", "...\n"  # of a YAML document
 FOUND_FOR_DEVICES = ("train.micro_batch", "train.compile", "memory.activations")
 
 
@@ -255,6 +256,36 @@ def resolve(
 def to_yaml(config: Config) -> str:
     """The configuration as a recipe that `load` reads back to the same value."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, default_flow_style=False)
+
+
+def saved_text(config: Config) -> str:
+    """What a run folder keeps: the same as one YAML document with its begin and its end, so that one that was cut is
+    known for it, which may be good YAML with other values."""
+    return f"{BEGIN}{to_yaml(config)}{END}"
+
+
+def load_saved(file: Path) -> Config:
+    """Read what `saved_text` has written, or a release before it, which marked neither end. Raises ConfigError for a
+    file that is damaged, or of another version of Phalanx."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        whole = text.endswith(END if text.startswith(BEGIN) else "\n")
+        tree = parse_yaml(text, str(file)) if whole else None
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise _damaged(file, str(error).removeprefix(str(file))) from None
+    if not tree:
+        raise _damaged(file, "it holds nothing" if not text.strip() else "it ends too early")
+    try:
+        return check(tree, str(file))
+    except ConfigError as error:
+        raise _damaged(file, f"or another version of Phalanx has written it: {error}") from None
+
+
+def _damaged(file: Path, how: str) -> ConfigError:
+    return ConfigError(
+        f"{file}, which says what the run is, is damaged ({how.strip(' ,:')}); restore it from a copy, or choose "
+        "another --run-dir: the checkpoints beside it are untouched"
+    )
 
 
 def continue_from(wanted: Config, saved: Config, folder: Path | str, same_devices: bool = True) -> Config:

@@ -144,6 +144,13 @@ class Replicas:
                 raise self._lost(error) from None
         return found
 
+    def check(self, address: Address, name: str, step: int) -> str | None:
+        """Have another node compare what a state file of it holds of a step with its checksum: what is wrong with it,
+        in which case it is void from then on, or None."""
+        self.acknowledged()
+        problem = self._ask({"check": name, "of": list(address), "step": step})["problem"]
+        return None if problem is None else str(problem)
+
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
@@ -187,6 +194,8 @@ class FarFile:
         """Raises CheckpointError where it is none, and what `read` does where it cannot be reached."""
         self._read = read
         self.facts = state_file.facts_from(Path(name), bytes(self._read(0, PAGE)))
+        if self.facts.index_bytes > FRAME_BYTES:
+            raise CheckpointError(f"the state file {name} on another node says that its index is longer than any")
 
     def read(self, at: int, count: int) -> memoryview:
         """So many bytes of the file, as they are."""

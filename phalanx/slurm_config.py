@@ -1,5 +1,6 @@
 """The knobs of a Slurm job, which `phalanx launch` reads: options of that command come before them."""
 
+import unicodedata
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
@@ -11,6 +12,8 @@ def one_line(value: str) -> str:
     """Refuse what would be a second line of a job's script."""
     if any(character in value for character in "\n\r"):
         raise ValueError("holds a line break, which a job's script would take for another line; write one line each")
+    if any(unicodedata.category(character) == "Cc" for character in value if character != "\t"):
+        raise ValueError("holds a control character, which no option of Slurm's and no shell takes; remove it")
     return value
 
 
@@ -37,7 +40,7 @@ class SlurmSection(Section):
     exclude: Line | None = knob(None, "nodes not to be used, such as n[3-4],n7")
     modules: Lines = knob([], "environment modules that each node loads")
     setup: Lines = knob([], "further lines of the shell on each node, such as `source env.sh`")
-    python: Text | Auto = knob(
+    python: Line | Auto = knob(
         "auto", "the Python that runs Phalanx on the nodes; auto: the one of `phalanx launch`, in a container python3"
     )
     container: Line | None = knob(None, "an image to train in: a .sif file, or what the container software calls it")

@@ -100,6 +100,7 @@ class Attempt:
                 attempt=self.number,
                 shared=None if self.job.shared is None else str(self.job.shared),
                 kept=kept,
+                keeps=self.job.keeps,
                 nodes=self.part.nodes,
                 partner=self.part.partner,
                 epoch=self.part.epoch,
@@ -293,9 +294,11 @@ class Attempt:
             done = any(process.status == 0 or self._is_done(process.rank) for process in self.processes)
             return int(ExitCode.DONE if done else ExitCode.FAILED)
         end = first_cause(ends)
-        starved = end.signal == signal.SIGKILL and end.host is None and out_of_memory_kills() > self.kills[0][1]
-        # What other groups of this machine have lost is no sign that this rank took too much.
-        ours = starved and group_kills() > self.kills[0][2]
+        killed = end.signal == signal.SIGKILL and end.host is None
+        # What other groups of this machine have lost is no sign that this rank took too much. In a container the
+        # machine's own count may not be there to be read.
+        ours = killed and group_kills() > self.kills[0][2]
+        starved = ours or (killed and out_of_memory_kills() > self.kills[0][1])
         if ours and (less := self._after_kernel_kill(end.rank)) is not None:
             code = int(ExitCode.OUT_OF_MEMORY)
             cause = {"exit_code": code, "type": "OutOfMemory", "message": less, "reason": less, "step": None}

@@ -19,6 +19,7 @@ from phalanx.cluster.beats import GIVEN_UP, Beat, Beats
 from phalanx.cluster.door import Door
 from phalanx.cluster.errand import Errand
 from phalanx.cluster.herald import Voice
+from phalanx.cluster.messages import NONSENSE, problem
 from phalanx.cluster.roster import Member, Roster, roster_of, roster_to_message, standing, too_few, watched_by
 from phalanx.cluster.wire import LINGER_S, Channel, Message, Proof, calling
 from phalanx.errors import PhalanxError
@@ -47,6 +48,10 @@ class Link:
     @property
     def up(self) -> bool:
         return self.channel is not None and self.proof is None
+
+    def flush(self) -> None:
+        while self.channel is not None and self.waiting:
+            self.channel.say(self.waiting.pop(0))
 
 
 class Circle:
@@ -272,7 +277,7 @@ class Circle:
                     if link.channel is not None:
                         link.channel.close("it has called itself")
                     link.channel, link.proof = channel, None
-                    self._flush(link)
+                    link.flush()
 
     def _call(self, now: float) -> None:
         """Call those that this node has to talk to and that are not to call it: the higher number calls."""
@@ -294,6 +299,8 @@ class Circle:
         if link is None or link.channel is None:
             return
         for message in link.channel.heard():
+            if link.proof is None and (wrong := problem(message)) is not None:
+                return self._lose(node, NONSENSE.format(wrong))
             if link.proof is None:
                 self._take(node, message)
             elif link.proof.failed is None:
@@ -301,7 +308,7 @@ class Circle:
                 if link.proof.done:
                     link.proof = None
                     link.channel.say({"role": "peer", "node": self.me.node, "token": self.me.token})
-                    self._flush(link)
+                    link.flush()
         if self._links.get(node) is not link:
             return
         if link.proof is not None and (link.channel.lost or link.proof.failed or now > link.proof.until):
@@ -310,12 +317,6 @@ class Circle:
             link.again_at = now + AGAIN_S
         elif link.channel is not None and link.channel.lost is not None:
             self._lose(node, link.channel.lost)
-
-    def _flush(self, link: Link) -> None:
-        waiting, link.waiting = link.waiting, []
-        for message in waiting:
-            assert link.channel is not None
-            link.channel.say(message)
 
     def _take(self, node: int, message: Message) -> None:
         if "gone" in message:

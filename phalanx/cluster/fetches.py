@@ -72,7 +72,7 @@ class Fetches:
                 self._fill(copy, there, made)
                 made.commit(0, step, header)
                 copy.whole = True
-        except (CheckpointError, OSError):  # no room here, or the other node is lost: a rank that asks finds out which
+        except Exception:  # no room here, the other node is lost or sends nonsense: a rank that asks finds out which
             with contextlib.suppress(OSError):  # a rank that could not wait for it may have made another
                 if path is not None and os.stat(path).st_ino == inode:
                     path.unlink()

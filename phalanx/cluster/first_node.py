@@ -16,7 +16,8 @@ from typing import Any
 from phalanx import shared_secret
 from phalanx.cluster import rendezvous, wire
 from phalanx.cluster.door import Address, Door, bind
-from phalanx.cluster.greeting import objection, taken
+from phalanx.cluster.greeting import crowd, objection, taken
+from phalanx.cluster.messages import NONSENSE, problem
 from phalanx.cluster.roster import Roster, member_of, roster_to_message
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import CollectiveError, ConfigError, PhalanxError, RunError, Unhealthy
@@ -154,8 +155,14 @@ class FirstNode:
         """Do all that can be done without waiting."""
         for channel, hello in self.door.tend():
             self._greet(channel, hello)
+        if self.door.crowd is not None:
+            host, self.door.crowd = self.door.crowd, None
+            self.notice(Kind.WARNING, {"message": crowd(host, 0)})
         for node, seat in list(self._seats.items()):
             for message in seat.channel.heard():
+                if (wrong := problem(message)) is not None:
+                    seat.channel.close(NONSENSE.format(wrong))
+                    break
                 self._hear(node, seat, message)
             seat.channel.check_alive()
             if seat.channel.lost is not None:

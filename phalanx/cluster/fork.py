@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.cluster.causes import describe, signal_name
+from phalanx.control_groups import lines
 from phalanx.errors import OutOfMemory, PhalanxError
 from phalanx.records import ExitCode
 
@@ -36,7 +37,7 @@ def thread_names() -> list[str]:
 
 def out_of_memory_kills() -> int:
     """How often the kernel of this machine has killed a process for want of memory since it started."""
-    for line in Path("/proc/vmstat").read_text().splitlines():
+    for line in lines(Path("/proc/vmstat")):
         if line.startswith("oom_kill "):
             return int(line.split()[1])
     return 0

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Iterator
 from typing import Any
 
+from phalanx.cluster.messages import problem_of_hello
 from phalanx.cluster.wire import Message
 from phalanx.records import shown
 
@@ -31,12 +32,11 @@ def objection(hello: Message, leader: Message, to_node_0: bool) -> str | None:
 
     `to_node_0`: whether that is node 0 at the first meeting, whose number nobody else may have.
     """
-    try:
-        node, host, nodes = int(hello["node"]), str(hello["host"]), int(hello["nodes"])
-        versions, recipe, devices = dict(hello["versions"]), dict(hello["recipe"]), list(hello["devices"])
-        kinds = {kind_of(device) for device in [*devices, *leader["devices"]]}
-    except (KeyError, TypeError, ValueError, IndexError):
-        return "a node sent a greeting that makes no sense; use the same version of Phalanx on all nodes"
+    if (wrong := problem_of_hello(hello)) is not None:
+        return f"a node sent a greeting that makes no sense ({wrong}); use the same version of Phalanx on all nodes"
+    node, host, nodes = hello["node"], hello["host"], hello["nodes"]
+    versions, recipe, devices = hello["versions"], hello["recipe"], hello["devices"]
+    kinds = {kind_of(device) for device in [*devices, *leader["devices"]]}
     who, there = f"node {node} ({host})", f"node {leader['node']}"
     if nodes != leader["nodes"]:
         return f"--nodes is {nodes} on {who} and {leader['nodes']} on {there}; give all nodes the same number"
@@ -69,6 +69,14 @@ def taken(node: int, holder: str, claimant: Message) -> str:
     return (
         f"process {claimant['pid']} on {claimant['host']} says it is node {node}, which {holder} is already; give each "
         "node a --node-rank of its own"
+    )
+
+
+def crowd(host: str, node: int) -> str:
+    """What to say of strangers who call again and again."""
+    return (
+        f"connections from {host} keep coming to node {node} without the job's secret; they are closed, and the job "
+        "goes on: find out what runs there, or keep it from the ports of the nodes by a firewall"
     )
 
 

@@ -37,10 +37,10 @@ from phalanx.cluster.affairs import (
     Unfit,
 )
 from phalanx.cluster.causes import End as RankEnd
-from phalanx.cluster.causes import first_cause, is_aftermath, sameness, suspicion
+from phalanx.cluster.causes import first_cause, is_aftermath, is_damage, sameness, suspicion
 from phalanx.cluster.circle import MEET_S
 from phalanx.cluster.errand import Errand
-from phalanx.cluster.greeting import objection, taken
+from phalanx.cluster.greeting import crowd, objection, taken
 from phalanx.cluster.hangs import Gathering
 from phalanx.cluster.node_requests import BY_HEALTH, Request, Wanted, newest_of
 from phalanx.cluster.peer import Peer
@@ -82,6 +82,7 @@ class Leader:
         self._why: dict[str, str] = {}  # why members were lost, by token
         self._pulses = Gathering()
         self._interrupts = 0
+        self._crowded = False
         self._unfit, self._meets_until = unfit, time.monotonic() + MEET_S
         self._incident: dict[str, Any] | None = None
         # A new leader knows the roster before its own, and learns in its first turn who is gone.
@@ -181,6 +182,10 @@ class Leader:
             self.event(Unfit(now, node, str(message["unfit"]), int(message["code"])))
         elif "pulses" in message:
             self._pulses.hear(node, message["pulses"])
+        elif "strangers" in message and not self._crowded:
+            self._crowded = True  # one line says it, wherever else they call
+            said = crowd(str(message["strangers"]), node)
+            self.notice(Kind.WARNING, {"attempt": max(self.state.attempt, 1), "message": said})
         elif "stop" in message:
             again = {"again": True} if message.get("again") else {}
             self.notice(Kind.SIGNALLED, {"attempt": max(self.state.attempt, 1), "signal": message["stop"], **again})
@@ -205,7 +210,7 @@ class Leader:
             code = 1 if first.exit_code is None else first.exit_code
             if told["code"] == ExitCode.STOPPED:  # it was asked to stop, and could not heed that yet
                 code = int(ExitCode.STOPPED)
-            cause = Cause(suspicion(first), code, sameness(first), bool(told.get("lowered")))
+            cause = Cause(suspicion(first), code, sameness(first), bool(told.get("lowered")), is_damage(first))
             self._begin_incident()
         self.event(Ended(now, node, int(told["attempt"]), int(told["code"]), cause))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from phalanx import shared_secret
 from phalanx.cluster import rendezvous
 from phalanx.cluster.door import bind
+from phalanx.cluster.messages import NONSENSE, problem
 from phalanx.cluster.rendezvous import Place
 from phalanx.cluster.roster import Member, Roster, member_of, roster_of
 from phalanx.cluster.wire import PROOF_S, Channel, Message, proved
@@ -52,6 +53,9 @@ class OtherNode:
     def tend(self) -> None:
         """Do all that can be done without waiting."""
         for message in self.channel.heard():
+            if (wrong := problem(message)) is not None:
+                self.channel.close(NONSENSE.format(wrong))
+                break
             if "refused" in message:
                 self.refused = str(message["refused"])
             elif "offer" in message:
@@ -102,7 +106,9 @@ def seek(
                 channel = proved(address, secret, min(CONNECT_S, patience_s), min(PROOF_S, patience_s))
             except OSError as error:
                 problem = f"{address[0]}:{address[1]}: {error.strerror or error}"
-                if isinstance(error, ConnectionRefusedError) and error.errno is None and place.folder is None:
+                unproved = isinstance(error, ConnectionRefusedError) and error.errno is None
+                # Where a leader was that is gone anybody may listen by now, and in a folder the next file may be right.
+                if unproved and address == (place.host, place.port):
                     where = "" if place.kept is None else (
                         f"it is kept in {place.kept} here, which all nodes have to share; else meet in a folder that "
                         "they share (file:///FOLDER), or "

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx import state_file
+from phalanx import kept_files, state_file
 from phalanx.cluster import hangs, rendezvous, succession
 from phalanx.cluster.attempt import IDLE_S, Attempt
 from phalanx.cluster.beats import Beats
@@ -122,6 +122,9 @@ class Peer:
         for channel, hello in callers:
             self._greet(channel, hello)
         self._tend_store_calls()
+        if (host := self.circle.door.crowd) is not None and not self._alone():
+            self.circle.door.crowd = None
+            self.circle.tell(self.circle.roster.leader, {"strangers": host})
         if self.circle.leading and self._leading is None and self.circle.fenced is None:
             self._leading = self._lead(self)
         self._hear()
@@ -155,10 +158,8 @@ class Peer:
             self._relay = beside_the_store(port)
             self._tend_store_calls()
             return None
-        store = self.circle.roster.member(int(self.start["seats"][0]))
-        assert store is not None
         hello = {"role": "store", "attempt": number}
-        relay, address = to_node_0((store.address, store.port), self.secret, hello)
+        relay, address = to_node_0(self._address_of(self.start["seats"][0]), self.secret, hello)
         self._relay = relay, None
         return address
 
@@ -275,7 +276,7 @@ class Peer:
         job = self._job
         if self._keeper is not None and not self._keeper.alive:
             self._end_keeper()
-        if job is None or job.shared is None or job.paths is None:
+        if job is None or job.shared is None or not job.keeps or job.paths is None:
             return self._keeper
         run = self._run_of(job.paths)
         if self._keeper is not None and self._keeper.run != run:  # the run had no records yet when it was forked
@@ -307,17 +308,19 @@ class Peer:
         job = self._job
         if job is None or job.shared is None or job.paths is None:
             return []
-        return held_to_message(state_file.held_in(job.shared, self._run_of(job.paths)))
+        return held_to_message(kept_files.held_in(job.shared, self._run_of(job.paths)))
 
     def _kept(self, shared: Path) -> Kept | None:
         """What an attempt begins with, as the order to start says; whatever else lies here is removed, but for replicas
         of use. What another node has of it, and ranks here will take as it is, is on its way from now on."""
-        assert self.start is not None
         me = self.circle.me.node
+        assert self.start is not None and self._job is not None
+        for message in kept_files.damage_in(shared):
+            self._job.on_event(Kind.WARNING, {"attempt": int(self.start["attempt"]), "message": message})
         kept = kept_of(self.start, me, shared, self._address_of)
         used = {str(shared / name) for name in replicas_of_before(self.start, me)}
         used |= {file.path for file in (kept.files if kept else ()) if file.address is None}
-        state_file.remove_others(shared, used)
+        kept_files.remove_others(shared, used)
         for file in taken_from_others(self.start, me, kept):
             if kept is not None and file.address is not None and self._keeper is not None:
                 self._keeper.fetch(file.path, file.address, kept.step, int(self.start["slots"]))

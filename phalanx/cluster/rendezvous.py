@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from phalanx import shared_secret
+from phalanx.cluster.door import listening
 from phalanx.errors import ConfigError, RunError
 
 ADDRESS_FILE = "phalanx-node-0.json"
@@ -104,7 +105,7 @@ def listen(place: Place) -> socket.socket:
     if place.folder is not None:
         only_ipv6 = not any("." in host for host in own_addresses() if not is_loopback(host))
         ipv6 = only_ipv6 and any(":" in host for host in own_addresses() if not is_loopback(host))
-        family, host, port = (socket.AF_INET6, "::", 0) if ipv6 else (socket.AF_INET, "0.0.0.0", 0)
+        host, port = "::" if ipv6 else "0.0.0.0", 0
     else:
         try:
             found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
@@ -112,14 +113,11 @@ def listen(place: Place) -> socket.socket:
             raise RunError(
                 f"the host of --rendezvous {place.text} is not known ({error.strerror}); give node 0's address"
             ) from None
-        family, host, port = found[0][0], str(found[0][4][0]), place.port
+        host, port = str(found[0][4][0]), place.port
         if is_loopback(host) and not is_loopback(place.host):
-            host = "::" if family == socket.AF_INET6 else "0.0.0.0"  # many systems lead their own name to 127.0.1.1
+            host = "::" if ":" in host else "0.0.0.0"  # many systems lead their own name to 127.0.1.1
     try:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1024)
+        listener = listening(host, port)
     except OSError as error:
         raise RunError(
             f"node 0 cannot listen at {place.text} ({error.strerror}); give an address of node 0 itself and a port that"

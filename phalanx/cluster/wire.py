@@ -1,8 +1,9 @@
 """Messages between the agents of a job's nodes: JSON lines over TCP, behind a proof that both sides know the secret.
 
 Nothing here waits: a channel sends and takes what the kernel has room for or holds, whenever its owner tends it. The
-proof is HMAC-SHA256 over a nonce of each side (challenge and response, both ways), so that the secret never travels and
-an old conversation is worth nothing. What follows the proof is neither encrypted nor signed.
+proof is HMAC-SHA256 over a nonce of each side (challenge and response, both ways) and the port that is called, so that
+the secret never travels, an old conversation is worth nothing, and nobody who listens at another port can pass on the
+proofs of two others and come between them. What follows the proof is neither encrypted nor signed.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import socket
 import time
 from typing import Any, TypeGuard
 
-PROTOCOL = 1
+PROTOCOL = 2
 STRANGER_BYTES = 1 << 10  # the longest line of a side that has not proved itself
 FRIEND_BYTES = 16 << 20
 PROOF_S = 10.0  # what a side gets to prove itself
@@ -26,8 +27,13 @@ SILENT_S = IDLE_S + BETWEEN_S * COUNT
 # has DEAF_S to answer. Node 0 may be busy for a while, with its report for instance.
 ASK_S, DEAF_S = 30.0, 300.0
 LINGER_S = 0.5  # what last words get to be taken
+AGAIN_S = 0.1  # between two calls of a process that may wait, where the first one was hung up on
 
 Message = dict[str, Any]
+
+
+class Interrupted(ConnectionError):
+    """The other side has closed a connection before both have proved themselves."""
 
 
 class Channel:
@@ -163,6 +169,7 @@ class Proof:
         self.done = False
         self.failed: str | None = None
         self._mine, self._theirs = secrets.token_hex(16), ""
+        self._port = 0 if calling else _port(channel.socket.getsockname())
         self.until = time.monotonic() + PROOF_S
         if not calling:
             channel.say({"phalanx": PROTOCOL, "nonce": self._mine})
@@ -191,12 +198,14 @@ class Proof:
         if message.get("phalanx") != PROTOCOL or not _is_ascii(nonce):
             self.failed = "what listens there is no node 0 of this version of Phalanx"
             return
+        with contextlib.suppress(OSError):  # it has gone again, as the channel will find
+            self._port = _port(self.channel.socket.getpeername())
         self._theirs = nonce
         self.channel.say({"nonce": self._mine, "proof": self._proof(b"calling")})
 
     def _proof(self, side: bytes) -> str:
         calling, called = (self._mine, self._theirs) if self._calling else (self._theirs, self._mine)
-        text = b"|".join([b"phalanx", side, calling.encode(), called.encode()])
+        text = b"|".join([b"phalanx", side, str(self._port).encode(), calling.encode(), called.encode()])
         return hmac.new(self._secret, text, hashlib.sha256).hexdigest()
 
     def _is_proved(self, proof: Any, side: bytes) -> bool:
@@ -225,8 +234,8 @@ def proved(address: tuple[str, int], secret: str, connect_s: float, proof_s: flo
     """Connect and prove, for a process that may wait; the channel is then ready for what this side has to say.
 
     The other side has `connect_s` to be there, and `proof_s` to answer, since its process may be busy. Raises
-    ConnectionRefusedError when it is there but the two do not know the same secret, and any other OSError when it is
-    not there in time; the text says why.
+    ConnectionRefusedError when it is there but the two do not know the same secret, Interrupted when it has closed the
+    connection before the proof was complete, and any other OSError when it is not there in time; the text says why.
     """
     channel = Channel(socket.create_connection(address, timeout=connect_s))
     until = time.monotonic() + proof_s
@@ -241,8 +250,9 @@ def proved(address: tuple[str, int], secret: str, connect_s: float, proof_s: flo
         channel.close(proof.failed)
         raise ConnectionRefusedError(proof.failed)
     if not proof.done:
+        wanted = Interrupted if channel.lost else ConnectionError
         channel.close("it did not answer in time")
-        raise ConnectionError(channel.lost)
+        raise wanted(channel.lost)
     return channel
 
 
@@ -269,7 +279,15 @@ def call(address: tuple[str, int], secret: str, hello: Message, timeout_s: float
     The other side must not send anything else before it hears something. Raises OSError.
     """
     until = time.monotonic() + timeout_s
-    channel = proved(address, secret, timeout_s, timeout_s)
+    while True:
+        left_s = max(0.1, until - time.monotonic())
+        try:
+            channel = proved(address, secret, left_s, left_s)
+            break
+        except Interrupted:  # strangers crowd its door, or it has just ended: then nobody listens there the next time
+            if time.monotonic() + AGAIN_S > until:
+                raise
+            time.sleep(AGAIN_S)
     channel.say(hello)
     poll = select.poll()
     while channel.lost is None and time.monotonic() < until:
@@ -280,6 +298,11 @@ def call(address: tuple[str, int], secret: str, hello: Message, timeout_s: float
             return channel.socket
     channel.close("it did not answer in time")
     raise ConnectionError(channel.lost)
+
+
+def _port(name: Any) -> int:
+    """The port of a socket's name; 0 for one of another kind."""
+    return int(name[1]) if isinstance(name, tuple) else 0
 
 
 def _is_ascii(text: Any) -> TypeGuard[str]:

@@ -27,7 +27,8 @@ class Call(dist.Work):
     ) -> None:
         """`devices`: those other than the host that have a part in `result`."""
         super().__init__()
-        self.make, self._result, self._group, self._devices = make, result, group, list(devices)
+        self.make, self._result, self._group = make, result, group
+        self._devices: list[Any] = list(devices)
         self.moving: Moving | None = None
         self._over = threading.Event()
         self._error: BaseException | None = None

@@ -27,6 +27,7 @@ PREAMBLE = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
 SMALL_VOCAB = 65500  # below it Megatron itself writes uint16
 COPY_TOKENS = 4 << 20
+MOST_BYTES = 1 << 60  # of a .bin
 
 
 class Pair:
@@ -62,10 +63,12 @@ class Pair:
         if (
             not len(self._bounds)
             or self._bounds[0] != 0
-            or self._bounds[-1] > len(self._lengths)
+            or (self._bounds < 0).any()
+            or (self._bounds > len(self._lengths)).any()
             or (np.diff(self._bounds) < 0).any()
             or (self._lengths < 0).any()
             or (self._pointers < 0).any()
+            or (self._pointers > MOST_BYTES).any()  # with what is added to it, no sum wraps around
             or (self._pointers % self.dtype.itemsize).any()
         ):
             raise DataError(f"{self._name} is damaged: its offsets are impossible; write or fetch it again")

@@ -71,7 +71,9 @@ def blocks(path: str, vocab_size: int) -> Iterator[tuple[Block, float]]:
                 stop = min(start + BLOCK, count)
                 parts = {key: _read(found[key], key, start, stop, name) for key in KEYS}
                 yield _block(parts, start, vocab_size, name), stop / count
-    except OSError as error:
+    except DataError:
+        raise
+    except Exception as error:  # whatever a file that is damaged makes of the library
         raise DataError(f"{name} is no whole HDF5 file ({_first_line(error)}); write or fetch it again") from None
 
 

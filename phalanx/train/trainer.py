@@ -88,6 +88,7 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
     storage_s = 0.0 if job.paths.url is None else STORE_OPERATIONS * config.resilience.storage_timeout_s
     beats = pulse.opened(placement.shared, placement.rank, placement.attempt)
     with asked_to_stop() as stop, join(placement, config.comm.timeout_s, storage_s, axes) as mesh:
+        placement = dataclasses.replace(placement, keeps=bool(mesh.min([float(placement.keeps)])[0]))
         if attempt is not None:
             placement = dataclasses.replace(placement, attempt=int(mesh.max([attempt])[0]))
         job = dataclasses.replace(job, config=agreed(job.config, mesh))
@@ -276,6 +277,8 @@ class Loop:
         with phase("update"):
             outcome = parts.engine.finish_step()
         parts.engine.commit(step)
+        if self.memory is not None:
+            self.memory.decide(step)
         self.recorder.measured(step, loss_sum, outcome, lr, data_s, parts.updates.lap())
         for kind, details in parts.engine.notices():
             self.records.event(kind, details)

@@ -61,6 +61,7 @@ def run_on_device(
     collectives: bool = True,
     watchdog: bool = True,
     connections: int = 8,
+    link_mb_s: int = 0,
     slices: int = 1,
     **kwargs: Any,
 ) -> list[Any]:
@@ -68,7 +69,8 @@ def run_on_device(
 
     `on`: the device of each rank, such as ["sim:0", "cpu"]; by default each has one of its own. `devices`: how many
     there are; by default as many as ranks. `collectives`: whether they have some of their own. `delay_ms` and `seed`
-    are for the order `threads`, `seed` for `random`, too. `fail`, `watchdog`, `connections`, `slices`: SIM_FAIL etc.
+    are for the order `threads`, `seed` for `random`, too. `fail`, `watchdog`, `connections`, `link_mb_s`, `slices`:
+    SIM_FAIL and so on.
 
     Raises:
         AssertionError: a rank failed or the time was up; the text has the first cause's traceback and the logs' ends.
@@ -81,6 +83,7 @@ def run_on_device(
     others = {
         "connections": connections,
         "slices": slices,
+        "link_mb_s": link_mb_s,
         "fail": fail,
         "watchdog": int(watchdog),
         "collectives": int(collectives),

@@ -1,18 +1,17 @@
 """Waits that no whole run depends on with certainty: each test fails without one line of the package."""
 
-import re
 import threading
 from functools import partial
 
 import torch
 
 from phalanx import accelerator
+from phalanx.comm.collectives import Traffic, all_reduce
+from phalanx.comm.mesh import join
 from phalanx.optim.held import Pool
 from phalanx.optim.lane import Lane, Mark
 from phalanx.records import Placement
 from tests.accelerator.device import needs_device, run_on_device
-from tests.accelerator.mutants import mutants
-from tests.helpers import ROOT
 
 pytestmark = needs_device
 ELEMENTS = 1000
@@ -101,17 +100,20 @@ def test_buffers_are_filled_again_only_when_the_lane_has_read_them() -> None:
             assert run_on_device(buffers_of_a_pool, order=order, keeps=keeps) == [[1.0, 2.0, 3.0]], (keeps, order)
 
 
-def test_the_documentation_lists_every_file_that_waits() -> None:
-    page = (ROOT / "docs" / "accelerators.md").read_text().split("## Every wait")[1]
-    rows = [row.split("|")[1:3] for row in page.split("\n") if row.startswith("| ")]
-    listed: dict[str, set[str]] = {}
-    files: list[str] = []
-    for place, functions in rows[1:]:
-        files = re.findall(r"`([\w/.]+)`", place) or files
-        for file in files:
-            listed.setdefault(file, set()).update(re.findall(r"`([\w.]+)`", functions))
-    assert {each.file for each in mutants(ROOT / "phalanx")} == set(listed)
-    for functions in {frozenset(names) for names in listed.values()}:
-        together = "\n".join((ROOT / "phalanx" / file).read_text() for file in listed if listed[file] == functions)
-        for name in functions:
-            assert re.search(rf"^ *(def|class) {name.split('.')[-1]}\b", together, re.MULTILINE), name
+def summed_from_a_stream(placement: Placement) -> list[float]:
+    """What a group of the host makes of a tensor that a stream beside the main one is still to compute."""
+    device = torch.device(placement.device)
+    with join(placement, 20) as mesh:
+        mine, group = filled(device, 0.0), mesh.shard.get_group()
+        accelerator.wait(device)
+        with torch.Stream(device):
+            mine.fill_(1.0 + mesh.rank)
+            all_reduce(mine, group, Traffic()).wait()
+            seen = mine.clone()
+            accelerator.wait_here(device)
+        return [seen.min().item(), seen.max().item()]
+
+
+def test_a_group_of_the_host_reads_what_any_stream_has_computed_and_that_reads_what_came() -> None:
+    for order in ("lazy", "side_last", "main_last"):
+        assert run_on_device(summed_from_a_stream, 2, order=order, collectives=False) == [[3.0, 3.0]] * 2, order

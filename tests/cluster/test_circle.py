@@ -50,7 +50,7 @@ class Nodes:
                 each._heard_at[other] = time.monotonic() - 100 * PATIENCE_S
 
     def ballot(self, node: int) -> Message | None:
-        return None if node in self.busy else {"of": node} | ({"ready": self.ready} if self.ready > 1 else {})
+        return None if node in self.busy else vote(node, self.ready)
 
     def about(self, following: Roster) -> dict[str, Any]:
         return {"attempt": 2}
@@ -89,6 +89,11 @@ class Nodes:
 
     def decided(self) -> bool:
         return all(each.fenced is not None or each.roster.leader not in each.lost for each in self.circles.values())
+
+
+def vote(node: int, ready: int = 1) -> Message:
+    """As a node gives it whose last attempt has its own number."""
+    return {"ready": ready, "offered": ready, "last": {}, "held": [], "attempt": node}
 
 
 @contextmanager
@@ -178,7 +183,7 @@ def test_an_epoch_is_claimed_while_ranks_end_and_begins_when_all_have(tmp_path: 
     before, between, after, votes = run_ranks(while_ranks_end, 1, folder=str(tmp_path))[0]
     assert before == between == [[1, 0, False]] * 4
     assert after == [[2, 1, False]] * 4
-    assert votes == [[node, {"of": node}] for node in (1, 2, 3, 4)]
+    assert votes == [[node, vote(node)] for node in (1, 2, 3, 4)]
 
 
 def while_ranks_of_four_end(placement: Placement, folder: str) -> list[Any]:
@@ -206,11 +211,11 @@ def while_ranks_of_four_end(placement: Placement, folder: str) -> list[Any]:
 
 
 def test_of_four_none_claims_an_epoch_while_ranks_end_as_the_others_could_not_pass_it(tmp_path: Path) -> None:
-    early, (left, _), early_too, (all_left, vote) = run_ranks(while_ranks_of_four_end, 1, folder=str(tmp_path))[0]
+    early, (left, _), early_too, (all_left, given) = run_ranks(while_ranks_of_four_end, 1, folder=str(tmp_path))[0]
     assert not early and not early_too
     assert left == [[2, 2, False]] * 2
     assert all_left == [[2, 1, False]] * 3
-    assert vote == {"of": 1, "ready": 2}
+    assert given == vote(1, ready=2)
 
 
 def ready_unheard(placement: Placement, folder: str) -> list[Any]:

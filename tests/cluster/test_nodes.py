@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster import rendezvous, wire
+from phalanx.cluster import other_node, rendezvous, wire
 from phalanx.cluster.door import EVERYWHERE, MOST_STRANGERS, Door
 from phalanx.cluster.first_node import FirstNode
 from phalanx.cluster.greeting import own_hello
+from phalanx.cluster.other_node import OtherNode
+from phalanx.errors import ConfigError
 from phalanx.records import ExitCode
 from tests.cluster.warm_nodes import Node, WarmNodes
 from tests.helpers import free_port, is_alive, wait_until
@@ -534,6 +537,36 @@ def listening_first_node() -> tuple[socket.socket, FirstNode]:
     return listener, FirstNode(2, listener, "secret", None, hello, 60, print)
 
 
+def test_who_listens_where_a_leader_was_keeps_no_node_from_coming_back() -> None:
+    """Its port is anybody's once it is gone; at the rendezvous itself a stranger ends the search, in a sentence."""
+    listener, first = listening_first_node()
+    stranger = Door(socket.create_server(("127.0.0.1", 0)), "a secret of somebody else", lambda host, why: None)
+    there, gone = listener.getsockname(), stranger.listener.getsockname()
+    found: list[OtherNode | Exception] = []
+
+    def look(place: tuple[str, int], leader: tuple[str, int]) -> None:
+        at = rendezvous.Place("tcp://there", host=place[0], port=place[1], secret="secret")
+        hello = own_hello(1, 2, [["cpu", "any", True]], {}, {})
+        try:
+            found.append(other_node.seek(at, hello, 60, print, lambda: leader))
+        except ConfigError as error:
+            found.append(error)
+
+    for place, leader in ((there, gone), (gone, gone)):
+        looking = threading.Thread(target=look, args=(place, leader))
+        looking.start()
+        while looking.is_alive():
+            first.tend()
+            stranger.tend()
+            looking.join(0.01)
+    node, error = found
+    assert isinstance(node, OtherNode) and node.channel.socket.getpeername() == there
+    assert "it does not accept this node's secret; set the same PHALANX_SECRET on all nodes" in str(error)
+    node.close()
+    stranger.close("over")
+    first.finish(0, "over")
+
+
 def test_ranks_that_call_all_at_once_do_not_push_each_other_out() -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     door = Door(listener, "secret", lambda host, why: pytest.fail(why))
@@ -553,6 +586,60 @@ def test_ranks_that_call_all_at_once_do_not_push_each_other_out() -> None:
     door.close("over")
     for channel in [*greeted, *(caller.channel for caller in callers)]:
         channel.close("over")
+
+
+@contextlib.contextmanager
+def crowded_door(crowd: str) -> Iterator[Door]:
+    """A door where more connections have come in from an address than it takes, all of which are silent."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    door = Door(listener, "secret", lambda host, why: pytest.fail(why))
+    with contextlib.ExitStack() as held:
+        for _ in range(5):
+            for _ in range(door._most // 4):
+                one = held.enter_context(socket.socket())
+                one.bind((crowd, 0))
+                one.connect(listener.getsockname())
+            for _ in range(door._most):
+                door.tend()
+        yield door
+        door.close("over")
+
+
+@pytest.mark.parametrize("crowd", ["127.0.0.1", "127.0.0.2"])
+def test_silent_connections_keep_nobody_out(crowd: str) -> None:
+    """Be it that they come from another address or from the same one as the node that knows the secret."""
+    with crowded_door(crowd) as door:
+        assert len(door._strangers) <= door._most // 2
+        with socket.create_connection(door.listener.getsockname()) as connection:
+            caller = wire.Proof(wire.Channel(connection), "secret", calling=True)
+            greeted: list[wire.Channel] = []
+            for _ in range(20):  # turns, and no time that has to pass
+                greeted += [channel for channel, _ in door.tend()]
+                for message in caller.channel.heard():
+                    caller.hear(message)
+                    if caller.done:
+                        caller.channel.say({"role": "store"})
+            assert len(greeted) == 1
+            greeted[0].close("over")
+        assert door.crowd == crowd
+        door.crowd = None
+        door.tend()
+        assert door.crowd is None  # it is said once
+
+
+def test_who_sends_its_proof_in_crumbs_is_closed() -> None:
+    with crowded_door("127.0.0.2") as door, socket.create_connection(door.listener.getsockname(), timeout=60) as crumbs:
+        crumbs.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(5):
+            door.tend()
+        with contextlib.suppress(OSError):
+            for _ in range(60):
+                crumbs.sendall(b"{")
+                time.sleep(0.001)
+                door.tend()
+        with contextlib.suppress(ConnectionResetError):
+            assert b"unknown" not in crumbs.makefile("rb").read()
+        assert all(stranger.host == "127.0.0.2" for stranger in door._strangers.values())
 
 
 def test_who_listens_at_all_addresses_comes_to_listen_at_one() -> None:

@@ -118,6 +118,19 @@ def starves_behind_a_step(placement: Placement) -> int:
     return starves(placement, steps=1)
 
 
+def eats(placement: Placement) -> int:
+    """The last rank takes 100 MB for each of its 4 sequences, or of as many as it may have."""
+    mine = pulse.opened(placement.shared, placement.rank, placement.attempt)
+    mine.at("data", 1)
+    if placement.rank < placement.world - 1:
+        time.sleep(60 if placement.attempt == 1 else 0)
+        return 0
+    mine.runs(most := min(4, hardware.limits(RunPaths(FOLDER / "run")).get(placement.rank, 64)))
+    time.sleep(0.3)  # the agent has begun to look
+    taken = [b"\1" * (100 << 20) for _ in range(most)]
+    return 0 if len(taken) == most else 1
+
+
 def cause_cannot_be_written(placement: Placement) -> int:
     RunPaths(FOLDER / "run").cause(placement.attempt, placement.rank).mkdir()
     raise ValueError("the real reason")
@@ -252,10 +265,11 @@ def main() -> None:
         progress=lambda: max((int(path.name) for path in FOLDER.glob("steps/*")), default=0),
         **options,
     )
-    if job.worker in (starves, starves_behind_a_step):
+    if job.worker in (starves, starves_behind_a_step, eats):
         job.shared = FOLDER
         job.after_kernel_kill = functools.partial(hardware.after_kernel_kill, RunPaths(FOLDER / "run"))
         job.after_out_of_memory = hardware.lowered(RunPaths(FOLDER / "run"))
+    if job.worker in (starves, starves_behind_a_step):
         attempt.out_of_memory_kills = lambda: len(list(FOLDER.glob("starved-*.json")))
         attempt.group_kills = attempt.out_of_memory_kills
     if job.worker is second_time:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.throttle import throttle
 from phalanx.cluster import attempt as attempts
 from phalanx.cluster.attempt import Attempt
 from phalanx.cluster.causes import End, describe, first_cause, is_aftermath, is_deterministic, place_of
@@ -27,9 +29,13 @@ from tests.helpers import ROOT, is_alive, wait_until
 from tests.unit import agent_jobs
 
 
-def start(worker: str, world: int, folder: Path, **options: Any) -> subprocess.Popen[str]:
+def start(
+    worker: str, world: int, folder: Path, begin: Callable[[], None] | None = None, **options: Any
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.unit.agent_jobs", worker, str(world), str(folder), json.dumps(options)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=begin
+    )
 
 
 def finish(agent: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]]]:
@@ -148,6 +154,20 @@ def test_whom_the_kernel_kills_for_want_of_memory_asks_for_less(worker: str, tmp
     )
     again = [event["reason"] for event in events if event["kind"] == "restarted"]
     assert again == ["with smaller micro-batches"] * 2
+
+
+def test_a_rank_that_a_control_group_kills_is_named_and_asks_for_less(tmp_path: Path) -> None:
+    """By the kernel itself: the job is in a real group with a limit of memory, as schedulers and containers set it."""
+    with throttle(1) as limits:
+        if not limits.limits_memory:
+            pytest.skip("this process may make no control group with a limit of memory")
+        limits.limit_memory(0, 330 << 20)
+        code, events = run_job("eats", 2, tmp_path, begin=lambda: limits.enter(0))
+        kills = limits.memory_kills(0)
+    died = [event for event in events if event["kind"] == "worker_died"]
+    said = "killed by the kernel for want of memory, with micro-batches of 4 sequences at most; from the next start on "
+    assert (kills, code) == (1, 0)
+    assert [(event["rank"], event["reason"]) for event in died] == [(1, said + "it gets 2 at most")]
 
 
 def test_where_there_is_no_room_for_a_rank_it_is_said_and_none_is_left(

@@ -58,7 +58,7 @@ def test_every_way_is_what_is_meant(window: int | None, segments: list[int] | No
     offsets = None if segments is None else torch.tensor(segments, dtype=torch.int32)
     expected = with_gradients(meant, inputs(), window, segments)
     found = with_gradients(attention, inputs(), window=window, segments=offsets)
-    plain = with_gradients(module._masked, inputs(), window, offsets)
+    plain = with_gradients(module.masked, inputs(), window, offsets)
     for want, fast, slow in zip(expected, found, plain, strict=True):
         torch.testing.assert_close(fast, want, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(slow, want, rtol=1e-10, atol=1e-12)

@@ -8,6 +8,7 @@ import torch
 
 from phalanx.comm.collectives import Traffic
 from phalanx.optim import lane as lane_module
+from phalanx.optim.carrier import Carrier
 from phalanx.optim.lane import Lane, Mark
 from tests.helpers import wait_until
 
@@ -200,3 +201,24 @@ def test_a_closed_lane_ends_its_thread_behind_what_it_was_given(lane: Lane) -> N
     assert done == [1]
     with pytest.raises(AssertionError, match="closed"):
         lane.put(lambda: None)
+
+
+class Sent:
+    """A transfer that is over."""
+
+    def wait(self) -> None:
+        pass
+
+
+def test_what_is_under_way_is_finished_before_the_lane_waits_for_the_main_thread(lane: Lane) -> None:
+    """Which may itself wait for that, before it reaches the mark."""
+    carrier, mark, arrived = Carrier(None, None, None), Mark(lane), threading.Event()  # type: ignore[arg-type]
+    carrier._under_way = (Sent(), arrived.set)
+    lane.put(lambda: carrier.wait(mark))
+    assert arrived.wait(10)
+    mark.set()
+    lane.drain()
+    carrier._under_way = (Sent(), arrived.clear)
+    lane.put(lambda: carrier.wait(mark))  # which is reached: the next transfer is begun before this one is finished
+    lane.drain()
+    assert arrived.is_set()

@@ -479,3 +479,21 @@ def test_the_weights_that_are_advised_are_enough(few: list[float]) -> None:
     recipe.check(mixture(advised), "here")
     with pytest.raises(ConfigError):
         recipe.check(mixture([weight * 0.98 for weight in advised]), "here")
+
+
+def test_a_saved_configuration_that_was_cut_is_damaged_wherever_that_was(tmp_path: Path) -> None:
+    """And not one with other values, though the rest of it may be good YAML; releases before did not mark its end."""
+    tree = {"model": {"hidden": 16, "layers": 1, "heads": 2}, "train": {"steps": 1234}}
+    file, config = tmp_path / "config.yaml", recipe.check(tree, "here")
+    text = recipe.saved_text(config)
+    file.write_text(text)
+    assert recipe.load_saved(file) == config == recipe.load(file)
+    for cut in (*range(0, len(text), 61), text.index("1234") + 2, len(text) - 1):
+        file.write_text(text[:cut])
+        with pytest.raises(ConfigError, match=r"config.yaml, which says what the run is, is damaged"):
+            recipe.load_saved(file)
+    file.write_text(text.replace("steps: 1234", "steps: 12\0"))
+    with pytest.raises(ConfigError, match=r"is damaged .*restore it from a copy, or choose another --run-dir"):
+        recipe.load_saved(file)
+    file.write_text(recipe.to_yaml(config))
+    assert recipe.load_saved(file) == config

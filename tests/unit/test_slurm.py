@@ -222,8 +222,13 @@ def test_names_that_no_script_can_hold_are_refused() -> None:
     for path in (Path("/a\nb"), Path("/a\\b"), Path("/a\rb")):
         with pytest.raises(ConfigError, match="which Slurm does not take; rename it"):
             slurm_script.check_path(path, "the run folder")
-    with pytest.raises(ValueError, match="holds a line break"):
-        SlurmSection(setup=["one\ntwo"])
+
+
+@pytest.mark.parametrize("key", [name for name, field in SlurmSection.model_fields.items() if "str" in str(field)])
+def test_no_key_brings_an_option_of_its_own_into_the_script(key: str) -> None:
+    for text, problem in (("a\n#SBATCH --uid=0", "line break"), ("a\r", "line break"), ("a\0b", "control character")):
+        with pytest.raises(ValueError, match=problem if key != "container_by" else "auto"):
+            SlurmSection(**{key: [text] if key in ("partition", "modules", "setup", "mounts", "extra") else text})
 
 
 # ---------------------------------------------------------------------------------------------------------------- steps

@@ -2,20 +2,35 @@
 
 import functools
 import os
+import pickle
 import random
 import re
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
-from phalanx.errors import ConfigError
+from phalanx.errors import CheckpointError, ConfigError
 
 ATTEMPTS, FIRST_PAUSE_S = 3, 0.2
+_NAMES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", "device"),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+    "collections": ("OrderedDict",),
+}  # fmt: skip
 Hook = Callable[["DistributedFileSystemWriter"], object]
 
 
@@ -51,13 +66,60 @@ class DistributedFileSystemWriter(FileSystemWriter):
         return written
 
 
+class _Metadata(pickle.Unpickler):
+    """Reads what a folder says of its checkpoint, and calls nothing but the classes that say it: PyTorch's own reader
+    runs whatever the file asks for."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if name not in _NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of a checkpoint")
+        return super().find_class(module, name)
+
+
 class DistributedFileSystemReader(FileSystemReader):
-    """PyTorch's reader of a folder."""
+    """PyTorch's reader of a folder, which runs no code of the files in it. Errors are CheckpointErrors."""
 
     def __init__(
         self, path: str | os.PathLike[str], *args: Any, s3_region: str | None = None, s3client_config: Any = None
     ) -> None:
         super().__init__(checked(path, s3_region, s3client_config), *args)
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        path = self._get_metadata_path(options.get("rank"))
+        try:
+            with self.fs.create_stream(path, "rb") as file:
+                found = _Metadata(file).load()
+            assert isinstance(found, Metadata) and isinstance(found.storage_data, dict), "it is none of a checkpoint"
+            names = [str(each.relative_path) for each in found.storage_data.values()]
+            assert not any(os.path.basename(name) != name for name in names), "it names files of another folder"
+            found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
+            found.storage_meta.load_id = self.load_id
+        except Exception as error:  # whatever a file that is none makes of the unpickler
+            raise unreadable(path, error) from None
+        return found
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        """One tensor or value, an archive of its own, whose checksums PyTorch writes and does not look at."""
+        part = super()._slice_file(file, sinfo)
+        if not getattr(sinfo, "transform_descriptors", None) and torch.serialization.get_crc32_options():
+            archive = part.read(2) == b"PK"
+            part.seek(0)
+            if archive and (bad := zipfile.ZipFile(part).testzip()) is not None:
+                path = os.path.join(self.path, str(sinfo.relative_path))
+                raise CheckpointError(
+                    f"{path} is damaged: {bad} has another checksum than it was written with; fetch the checkpoint "
+                    "again, or load another one"
+                )
+            part.seek(0)
+        return part
+
+
+def unreadable(path: str | os.PathLike[str], error: BaseException) -> CheckpointError:
+    """What to say of a checkpoint, or a file of one, that cannot be read."""
+    reason = " ".join(str(error).split()).partition(". ")[0][:300] or type(error).__name__
+    return CheckpointError(f"{path} cannot be read ({reason}); fetch the checkpoint again, or load another one")
 
 
 def checked(

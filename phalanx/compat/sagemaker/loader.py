@@ -1,17 +1,22 @@
 """Reading a state that was saved into one that is there."""
 
+import argparse
+import io
 import os
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from phalanx.compat.sagemaker.files import DistributedFileSystemReader, checked
+from phalanx.compat.sagemaker.files import DistributedFileSystemReader, checked, unreadable
 from phalanx.compat.sagemaker.requests import coordinator_in
 from phalanx.errors import CheckpointError
 
@@ -45,14 +50,22 @@ def load(
     wanted = {
         key: each.state_dict() if isinstance(each, Stateful) else each for key, each in sorted(state_dict.items())
     }
-    _load_state_dict(
-        wanted,
-        reader,
-        process_group=process_group,
-        coordinator_rank=coordinator,
-        no_dist=not together,
-        planner=planner or _Planner(),
-    )
+    try:
+        _load_state_dict(
+            wanted,
+            reader,
+            process_group=process_group,
+            coordinator_rank=coordinator,
+            no_dist=not together,
+            planner=planner or _Planner(),
+        )
+    except CheckpointException as error:  # the same on all ranks
+        first = error.failures[min(error.failures)][0]
+        raise (
+            first
+            if isinstance(first, CheckpointError)
+            else unreadable(str(getattr(reader, "checkpoint_id", checkpoint_id)), first)
+        ) from error
     for key, value in wanted.items():
         each = state_dict[key]
         if isinstance(each, Stateful):
@@ -65,9 +78,23 @@ class _Planner(DefaultLoadPlanner):
     """PyTorch's own takes a checkpoint that has more than is asked for (an optimizer's state, say) for one of an old
     version, if on this rank the names look like it; then it misses what is there."""
 
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Plain values alone, and NumPy's: PyTorch's own runs whatever code a file asks for."""
+        plain = io.BytesIO()
+        with torch.serialization.safe_globals([argparse.Namespace, *_numpys()]):
+            torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+
+
+def _numpys() -> list[Any]:
+    """What an array or a number of NumPy's is made by, as in the state of its random numbers."""
+    made_by = [np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
+    return [*made_by, np.ndarray, np.dtype, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)]
 
 
 def _check_keys(state_dict: dict[str, Any], ranks: _DistWrapper) -> None:
