@@ -71,16 +71,9 @@ def main() -> None:
             }
             kept, without = found["auto"], found[False]
             spent, base = (sum(each["seconds"]) / len(each["seconds"]) for each in (kept, without))
-            rows.append(
-                {
-                    "link, MB/s": link_mb_s,
-                    "a step without, ms": 1e3 * base,
-                    "with, ms": 1e3 * spent,
-                    "every": kept["every"],
-                    "a copy over a step": state / link_mb_s / 1e6 / base,
-                    "with over without": spent / base,
-                }
-            )
+            rows.append({"link, MB/s": link_mb_s, "a step without, ms": 1e3 * base, "with, ms": 1e3 * spent,
+                         "every": kept["every"], "a copy over a step": state / link_mb_s / 1e6 / base,
+                         "with over without": spent / base})  # fmt: skip
     ratio = statistics.median(row["with over without"] for row in rows)
     checks = [at_most("a step with the state kept over one without", ratio, 1.01)]
     report(result("kept_over_a_link", machine(None, 1), rows, checks), given.json)

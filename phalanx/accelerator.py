@@ -225,11 +225,14 @@ def _says_bf16(module: Any) -> bool:
 def page_lock(memory: torch.Tensor, device: torch.device) -> bool:
     """Lock the pages of host memory that this process has mapped itself, for the rest of its life, so that copies from
     and to the device need not be staged; False where the device's kind or the machine does not do that."""
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    if module is None or not hasattr(module, "cudart"):
+    if device.type == "cpu":
+        return False
+    try:
+        runtime = torch.get_device_module(device).cudart()
+    except AttributeError:  # a kind of device without
         return False
     with torch.accelerator.device_index(device.index or 0):
-        if int(module.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+        if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
             return True
         with contextlib.suppress(RuntimeError):  # which the next kernel's check would raise as if it were its own
             torch.zeros(1, device=device)

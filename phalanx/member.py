@@ -155,6 +155,8 @@ class Member:
     watch: fitness.Watch = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.memory.why is not None:
+            self.say(f"{self.memory.why}, so no step is kept in memory on any node")
         self.records = self.paths
         self.limits = hardware.lowered(self.paths)
         self.watch = fitness.Watch(self.paths, fitness.used(self.devices), self._seen)

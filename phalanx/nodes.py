@@ -39,10 +39,10 @@ from phalanx.records import ExitCode, RunPaths
 from phalanx.remote_run import mirrored
 from phalanx.report import words
 from phalanx.report.terminal import open_terminal
-from phalanx.shared_memory import SharedMemory
 
 TIMEOUT_S = 600.0
 TAKEOVER_S = 10.0  # what the nodes that are left get to agree on another leader
+IDLE_S = 0.1  # after which others are heard, whatever comes
 LOOK_S = 1.0  # between two looks whether they have
 
 
@@ -169,15 +169,6 @@ def _say(meeting: Meeting, text: str) -> None:
         open_terminal().print(Text(f"node {meeting.node} of {meeting.total}: {text}"), soft_wrap=True)
 
 
-@contextlib.contextmanager
-def _memory(wanted: Config, paths: RunPaths, meeting: Meeting) -> Iterator[SharedMemory]:
-    """This node's folder of the run, held; it is said where no step can be kept in it."""
-    with shared_memory.held(paths, meeting.node, wanted=wanted.resilience.memory is not False) as shared:
-        if shared.why is not None:
-            _say(meeting, f"{shared.why}, so no step is kept in memory on any node")
-        yield shared
-
-
 def _show(meeting: Meeting, kind: str, details: dict[str, Any]) -> None:
     _say(meeting, words.sentence({"kind": kind, **details}))
 
@@ -189,7 +180,7 @@ def wait(others: FirstNode | OtherNode, until: Callable[[], bool]) -> None:
         poll = select.poll()
         for descriptor, events in others.descriptors().items():
             poll.register(descriptor, events)
-        poll.poll(100)
+        poll.poll(1000 * min(IDLE_S, others.due_s()))
         others.tend()
 
 
@@ -245,7 +236,9 @@ def _lead(
             held.enter_context(folder.opened(paths))
             held.enter_context(mirrored(paths))
             # Before all have met: what nobody holds then belongs to no node.
-            shared = held.enter_context(_memory(wanted, paths, meeting))
+            shared = held.enter_context(
+                shared_memory.held(paths, meeting.node, wanted=wanted.resilience.memory is not False)
+            )
             where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
             run = member.Member(wanted, paths, devices, where, said, shared, functools.partial(_say, meeting), planned)
             held.callback(run.leave)
@@ -355,7 +348,7 @@ def _look(first: FirstNode, tend: Callable[[], None]) -> None:
     poll = select.poll()
     for descriptor, events in first.descriptors().items():
         poll.register(descriptor, events)
-    poll.poll(100)
+    poll.poll(1000 * min(IDLE_S, first.due_s()))
     tend()
 
 
@@ -405,7 +398,7 @@ def _follow(
     wanted: Config, paths: RunPaths, devices: Sequence[Device], meeting: Meeting, planned: Sequence[Fault]
 ) -> int:
     said = hello(wanted, devices, meeting, planned=planned)
-    with _memory(wanted, paths, meeting) as shared:
+    with shared_memory.held(paths, meeting.node, wanted=wanted.resilience.memory is not False) as shared:
         where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
         run = member.Member(wanted, paths, devices, where, said, shared, functools.partial(_say, meeting), planned)
         works = Works(run.make, run.lead, run.claim, wanted.resilience.heartbeat_s)

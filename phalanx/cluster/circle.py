@@ -238,10 +238,11 @@ class Circle:
                 self._lose(node, f"nothing was heard of it for {self.heartbeat_s:g} s")
 
     def due_s(self) -> float:
-        """Seconds until one of those that this node watches is lost, if nothing is heard of it before."""
+        """Seconds until one of those that this node watches is lost, if nothing is heard of it before; or until those
+        who call are to be looked at."""
         watched = watched_by(self.me.node, self.roster, self.lost) if self.fenced is None else []
         first = min((self._heard_at[node] for node in watched if node in self._heard_at), default=math.inf)
-        return max(SOON_S, first + self.heartbeat_s - time.monotonic())
+        return max(SOON_S, min(first + self.heartbeat_s - time.monotonic(), self.door.due_s()))
 
     def suspected(self, node: int) -> bool:
         """Whether a member has been silent for half of the time after which it is lost."""

@@ -6,7 +6,9 @@ Each gets a limited time, and each turn of the owner's loop takes a limited numb
 """
 
 import contextlib
+import errno
 import ipaddress
+import math
 import resource
 import secrets
 import select
@@ -20,8 +22,10 @@ from phalanx.cluster.wire import Channel, Message, Proof
 
 MOST_STRANGERS = 512  # connections that have not proved themselves, if this process may have four times as many files
 BACKLOG = 4096  # callers that the kernel holds meanwhile; it takes less where net.core.somaxconn says so
-TURN = 64  # callers that are taken in one turn of the owner's loop, and that are heard
+TURN = 128  # callers that are taken in one turn of the owner's loop, and that are heard
 PARTS = 8  # that a proof may come in: each costs a turn
+CALM = 32  # strangers with whom each new one may wake the owner; with more, all that came are looked at together
+TOGETHER_S = 0.02
 LOOK_S = 0.25  # between two looks for those whose time is up
 CROWD = 64  # strangers who have left or were closed without a proof, after which the owner is told of them
 BUFFER_BYTES = 4 << 20  # for beats that come while this process does something else
@@ -92,29 +96,40 @@ class Door:
         listener.setblocking(False)
         self.listener, self.secret, self.refused = listener, secret, refused
         self.crowd: str | None = None
-        self._most = max(4, min(MOST_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = MOST_STRANGERS if files == resource.RLIM_INFINITY else max(4, min(MOST_STRANGERS, files // 4))
         self._strangers: dict[int, Stranger] = {}  # by descriptor, the oldest first
         self._of: dict[str, dict[int, None]] = {}  # their descriptors by network, the oldest first
         self._calls = select.epoll()  # one descriptor to look at, however many they are
         self._calls.register(listener, select.EPOLLIN)
         self._told: set[str] = set()
         self._unproved: dict[str, int] = {}
-        self._look_at = 0.0
+        self._look_at = self._turn = 0.0
 
     def descriptors(self) -> dict[int, int]:
-        """What poll() has to look at, and for what."""
-        return {self._calls.fileno(): select.POLLIN}
+        """What poll() has to look at, and for what; nothing for `due_s` after a turn, where many call."""
+        return {} if self.due_s() < math.inf else {self._calls.fileno(): select.POLLIN}
+
+    def due_s(self) -> float:
+        """Seconds until the next turn is due, whoever calls; infinite where it is only when somebody does."""
+        if len(self._strangers) <= CALM:
+            return math.inf
+        left_s = self._turn + TOGETHER_S - time.monotonic()
+        return left_s if left_s > 0 else math.inf
 
     def tend(self) -> list[tuple[Channel, Message]]:
         """Hear who calls; who has proved itself now, with what it says first."""
-        found = []
+        found: list[tuple[Channel, Message]] = []
+        if self.due_s() < math.inf:
+            return found
+        self._turn = time.monotonic()
         ready = {descriptor for descriptor, _ in self._calls.poll(0, TURN)}
         for number in ready & self._strangers.keys():
             stranger = self._strangers[number]
             hello = self._hear(number, stranger)
             if hello is not None:
                 found.append((stranger.channel, hello))
-        self._end_late(time.monotonic())
+        self._end_late(self._turn)
         if self.listener.fileno() in ready:
             self._let_in()
         return found
@@ -141,13 +156,14 @@ class Door:
         self.listener.close()
 
     def _let_in(self) -> None:
-        for _ in range(TURN):
+        for _ in range(min(TURN, self._most // 4)):  # who has just come is not to be closed in the same turn
             try:
                 connection, peer = self.listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # it has gone again; or there is no descriptor left, and the next has one
-                self._make_room(self._most // 2)
+            except OSError as error:  # it has gone again; or there is no descriptor left
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._make_room(self._most // 2)
                 return
             host = str(peer[0]).removeprefix("::ffff:")
             network = _network_of(host)

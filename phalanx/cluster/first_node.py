@@ -76,6 +76,10 @@ class FirstNode:
         found = {channel.fileno(): channel.awaits for channel in channels if channel.lost is None}
         return found | self.door.descriptors()
 
+    def due_s(self) -> float:
+        """Seconds until the next turn is due, whatever poll() sees; infinite where it is not."""
+        return self.door.due_s()
+
     def hellos(self) -> list[Message]:
         """What each node has said of itself, by node. All must be there."""
         return [self._hello_of(node) for node in range(self.nodes)]

@@ -4,6 +4,7 @@ one of the members.
 `seek` waits and belongs to the time before an agent has signal handlers; nothing in OtherNode waits.
 """
 
+import math
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +50,10 @@ class OtherNode:
     def descriptors(self) -> Mapping[int, int]:
         """What poll() has to look at, and for what."""
         return {} if self.channel.lost is not None else {self.channel.fileno(): self.channel.awaits}
+
+    def due_s(self) -> float:
+        """Seconds until the next turn is due, whatever poll() sees."""
+        return math.inf
 
     def tend(self) -> None:
         """Do all that can be done without waiting."""

@@ -17,7 +17,7 @@ from phalanx.errors import RunError
 from phalanx.records import write_atomic
 
 VERSION = 1  # of this form
-LONG = 8  # characters: a shorter value of the environment is part of many words
+LONG, SHORT = 8, 4  # characters: a shorter value of the environment is part of many words, one of a secret is none
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.I)
 _ADDRESS = re.compile(r"\b(?!127\.|0\.0\.0\.0)(?:\d{1,3}\.){3}\d{1,3}\b|\b(?:[0-9a-f]{1,4}:){3,7}[0-9a-f:]+", re.I)
 
@@ -68,7 +68,7 @@ class _Cover:
     def __init__(self, environment: Mapping[str, str]) -> None:
         hidden = {platform.node(): "HOST", platform.node().partition(".")[0]: "HOST", str(Path.home()): "HOME"}
         for name, value in environment.items():
-            if len(value) >= LONG or (_SECRET.search(name) and len(value) > 1):
+            if len(value) >= LONG or (_SECRET.search(name) and len(value) >= SHORT):
                 hidden.setdefault(value, f"${name}")
         self._hidden = {text: name for text, name in hidden.items() if len(text) > 1}
         # The longest first: one may be a part of another. Not inside of words.

@@ -19,6 +19,7 @@ STEPS, SAVED, KILLED, HUNG = 8, 4, 7, 4  # all of them; that of a checkpoint; th
 TOLERANCE = 1e-4  # of a loss, relative: what other kernels and another order of sums explain in fp32
 HANG_S = 5.0  # in which nothing changes, in a step, until a rank counts as hung
 MEETING_S, MEETING_ON_HOST_S = 20.0, 10.0  # of a collective; devices' own connect in their first one
+SEQUENCES = 8  # of a step, or so many more that all ranks have as many
 DOCUMENTS = 80
 ONE_RANK, PLAIN = "reference", {"parallel.data": "single"}
 REMEDY = "do not train here before this is found; the report has the ends of the logs"
@@ -156,7 +157,12 @@ def _recipe(place: Place, changes: dict[str, Any]) -> Any:
     wanted: dict[str, Any] = {
         "model": {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64},
         "data": {"source": str(text), "tokenizer_vocab": 280, "seq_len": 32, "cache": str(place.folder / "cache")},
-        "train": {"steps": STEPS, "global_batch": max(8, place.world), "micro_batch": 1, "dtype": "fp32"},
+        "train": {
+            "steps": STEPS,
+            "global_batch": place.world * math.ceil(SEQUENCES / place.world),
+            "micro_batch": 1,
+            "dtype": "fp32",
+        },
         "optim": {"lr": 1e-2, "decay_steps": STEPS, "warmup_steps": 2},
         "parallel": {"data": "sharded"},
         "balance": {"work": "even"},

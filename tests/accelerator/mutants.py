@@ -76,8 +76,8 @@ TESTS = {
 EQUIVALENT: dict[str, str] = {
     "doctor/exchange.py _rate: all_reduce(tensor, group, Traffic()).wait()": "a time that is shown, and no value",
     "doctor/exchange.py _rate: accelerator.wait(mesh.device)": "a time that is shown, and no value",
-    "doctor/on_devices.py _round_trips: sent.to(device, non_blocking=True)": "the copy that is proved: one that holds "
-    "the host carries the same",
+    "doctor/on_devices.py _round_trips: sent.to(device, non_blocking=True)": "the copy that is proved: one that "
+    "holds the host carries the same",
     "doctor/on_devices.py _round_trips: back.copy_(there, non_blocking=True)": "the copy that is proved: one that "
     "holds the host carries the same",
     "models/layers.py rope_table: frequencies.to(positions.device, non_blocking=True)": "memory that is "

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from phalanx import accelerator
+from phalanx.doctor import exchange, on_devices
 from phalanx.records import ExitCode, Placement
 from tests.accelerator.device import needs_device, phalanx, run_on_device
 
@@ -30,7 +32,7 @@ def test_two_devices_do_all_that_is_asked(tmp_path: Path) -> None:
     assert code == ExitCode.DONE, said
     assert {name: lines[name]["state"] for name in names} == dict.fromkeys(names, "ok"), said
     assert "2 devices" in lines["copies"]["sentence"]
-    assert lines["collectives-host"]["state"] == "ok"
+    assert lines[exchange.NAMES[exchange.THROUGH_HOST]]["state"] == "ok"
     assert "simccl" in lines["collectives"]["sentence"]
     assert lines["resume"]["value"] < 1e-5
     assert "from the checkpoint at step 4, then from memory" in lines["resume"]["sentence"]
@@ -38,10 +40,10 @@ def test_two_devices_do_all_that_is_asked(tmp_path: Path) -> None:
 
 
 def test_the_device_alone(tmp_path: Path) -> None:
-    code, lines, said = doctor(tmp_path, "copies", "attention", "compile", "collectives", "one-rank", order="main_last")
+    code, lines, said = doctor(tmp_path, "copies", "attention", "compile", "collectives", order="main_last")
     assert code == ExitCode.DONE, said
-    assert [lines[name]["state"] for name in ("copies", "attention", "compile", "collectives", "one-rank")] == [
-        "ok", "ok", "slow", "skipped", "ok",
+    assert [lines[name]["state"] for name in ("copies", "attention", "compile", "collectives")] == [
+        "ok", "ok", "slow", "skipped",
     ]  # fmt: skip
     assert "makes no code for sim:0" in lines["compile"]["sentence"]
 
@@ -67,9 +69,6 @@ def test_a_broken_device_is_a_line(tmp_path: Path, fail: str, names: list[str]) 
 
 def wrong_copies(placement: Placement) -> list[Any]:
     """What is said of copies that come late: an event behind them says nothing."""
-    from phalanx import accelerator
-    from phalanx.doctor import on_devices
-
     mark = accelerator.mark
 
     class Early:

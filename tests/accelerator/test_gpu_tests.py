@@ -10,7 +10,7 @@ from tests.accelerator.curves import EVERYTHING
 from tests.accelerator.device import needs_device, sim_environment
 from tests.helpers import ROOT
 
-FILES = {"tests/gpu/test_accelerator.py": (13, 4), "tests/gpu/test_offload.py": (3, 0)}  # how many pass, are skipped
+FILES = {"tests/gpu/test_accelerator.py": (12, 4), "tests/gpu/test_offload.py": (3, 0)}  # how many pass, are skipped
 REST = {"tests/gpu/test_sharded.py": (9, 2)}
 
 
@@ -18,7 +18,7 @@ REST = {"tests/gpu/test_sharded.py": (9, 2)}
 def test_the_tests_of_gpus_pass_on_the_simulated_device() -> None:
     files = FILES | REST if EVERYTHING else FILES
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         command, cwd=ROOT, env=environment | sim_environment(order="main_last"), capture_output=True, text=True
     )

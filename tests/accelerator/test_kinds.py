@@ -141,3 +141,17 @@ def test_ranks_whose_groups_are_those_of_the_host(
     assert_near(found, references.of(1, *ALONE.items()), 2e-7)
     said = [each["message"] for each in runs.events(tmp_path, Kind.WARNING) if "on one accelerator" in each["message"]]
     assert [message[:11] for message in said] == (["ranks 0, 1 "] if places == "one device" else [])
+
+
+WIDE = {"model__hidden": 256, "model__intermediate": 512, "train__micro_batch": 1, "train__steps": 3}
+
+
+def test_a_device_of_less_memory_holds_less_of_the_state(references: References, tokens: Path, tmp_path: Path) -> None:
+    """In equal parts it does not fit."""
+    how = {"order": "threads", "devices": 2, "memory_mb": [64, 19]}
+    found = on_device(2, tmp_path / "auto", tokens, how, **SHARDED | WIDE)
+    assert_near(found, references.of(1, *(ALONE | WIDE).items()), 2e-7)
+    (chosen,) = [each for each in runs.events(tmp_path / "auto", Kind.RESOLVED) if each["key"] == "balance.state"]
+    assert chosen["value"][0] > 2 * chosen["value"][1]
+    with pytest.raises(AssertionError, match="memory"):
+        on_device(2, tmp_path / "even", tokens, how, **SHARDED | WIDE, balance__state="even")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -136,6 +137,22 @@ def test_a_spare_takes_the_ranks_of_any_node_whose_agent_is_killed(cluster: Clus
     assert events[-2]["done"] == f"node 2 takes the ranks of node {lost}"
     assert [cluster.noted("place", 2, rank) for rank in range(4)] == [[rank // 2, rank] for rank in range(4)]
     assert not (cluster.folder / "meet").exists() or lost == 0
+
+
+@pytest.mark.parametrize("mad", [0, 1])
+def test_a_node_that_sends_nonsense_is_named_and_a_spare_takes_its_ranks(cluster: Cluster, mad: int) -> None:
+    """Be it the one that leads or not: it leaves, and nobody else fails of it."""
+    frame = {"ended": {"attempt": [], "code": "\x1b"}, "held": 7}
+    nodes = [
+        cluster.start("second_time", node, nodes=2, spares=1, max_restarts=1, **({"mad": frame} if node == mad else {}))
+        for node in range(3)
+    ]
+    ended = [node.finish() for node in nodes]
+    assert [code for code, _, _ in ended] == [ExitCode.FAILED if node == mad else 0 for node in range(3)], ended
+    events = [event for _, _, found in ended for event in found]
+    lost = {event["reason"] for event in events if event["kind"] == "node_lost" and event["node"] == mad}
+    assert lost == {"it sent what makes no sense (held: Input should be a valid list)"}
+    assert not any("Traceback" in "".join(node.process.said()) for node in nodes)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -593,7 +610,8 @@ def crowded_door(crowd: str) -> Iterator[Door]:
     """A door where more connections have come in from an address than it takes, all of which are silent."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     door = Door(listener, "secret", lambda host, why: pytest.fail(why))
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("phalanx.cluster.door.TOGETHER_S", 0.0)  # turns, and no time that has to pass
         for _ in range(5):
             for _ in range(door._most // 4):
                 one = held.enter_context(socket.socket())
@@ -613,7 +631,7 @@ def test_silent_connections_keep_nobody_out(crowd: str) -> None:
         with socket.create_connection(door.listener.getsockname()) as connection:
             caller = wire.Proof(wire.Channel(connection), "secret", calling=True)
             greeted: list[wire.Channel] = []
-            for _ in range(20):  # turns, and no time that has to pass
+            for _ in range(20):
                 greeted += [channel for channel, _ in door.tend()]
                 for message in caller.channel.heard():
                     caller.hear(message)
@@ -625,6 +643,38 @@ def test_silent_connections_keep_nobody_out(crowd: str) -> None:
         door.crowd = None
         door.tend()
         assert door.crowd is None  # it is said once
+
+
+def test_who_is_hung_up_on_before_the_proof_calls_again() -> None:
+    """As a rank's connection may be, where strangers crowd a door."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    greeted: list[tuple[wire.Channel, Any]] = []
+
+    def answers() -> None:
+        listener.accept()[0].close()
+        door = Door(listener, "secret", lambda host, why: None)
+        while not greeted:
+            greeted.extend(door.tend())
+            time.sleep(0.01)
+        greeted[0][0].say({"ok": True})
+
+    answering = threading.Thread(target=answers)
+    answering.start()
+    with wire.call(listener.getsockname(), "secret", {"role": "store"}, 60.0):
+        answering.join(60)
+    assert not answering.is_alive()
+    listener.close()
+
+
+def test_a_crowd_does_not_wake_the_owner_with_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with crowded_door("127.0.0.2") as door:
+        assert door.descriptors() and door.due_s() == math.inf
+        monkeypatch.setattr("phalanx.cluster.door.TOGETHER_S", 60.0)
+        door.tend()
+        with socket.create_connection(door.listener.getsockname()):
+            assert not door.descriptors() and 0 < door.due_s() <= 60 and door.tend() == []
+        monkeypatch.setattr("phalanx.cluster.door.TOGETHER_S", 0.0)
+        assert door.descriptors() and door.due_s() == math.inf
 
 
 def test_who_sends_its_proof_in_crumbs_is_closed() -> None:

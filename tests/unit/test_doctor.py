@@ -1,6 +1,7 @@
 """What `phalanx doctor` says of a machine, also of one where a check finds something wrong, crashes or hangs."""
 
 import functools
+import io
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from phalanx import launch
 from phalanx.cluster.findings import Finding, Severity
@@ -20,11 +22,29 @@ from phalanx.doctor.lines import NAMES, Check, Line, State, check_names, from_js
 from phalanx.errors import ConfigError, OutOfMemory
 from phalanx.faults import Fault
 from phalanx.records import ExitCode, Placement
+from phalanx.report.doctor import Lines
 from tests.dist.command import call, phalanx, refused
 from tests.helpers import run_ranks
 
 CPU = Device("cpu", "cpu", True, memory_bytes=2**34, cores=8)
 GPU = Device("dev:0", "Model 9", True, "GPU-1", 80 * 2**30)
+
+
+def test_lines_at_a_terminal_and_in_a_file() -> None:
+    for width, narrow in ((60, True), (120, False)):
+        out = io.StringIO()
+        shown = Lines(Console(file=out, force_terminal=True, width=width, color_system=None))
+        shown.begin("compile")
+        shown.line("wrong", "compile", "blocks are off; " + 20 * "mend it " + "now")
+        waiting, *rest = out.getvalue().split("\r")[1:]
+        assert waiting.startswith("\x1b[2K... compile")
+        lines = [line.rstrip() for line in rest[-1].removeprefix("\x1b[2K").splitlines()]
+        assert lines[0].startswith("wrong   compile") and (lines[0] == "wrong   compile") == narrow
+        assert max(map(len, lines)) <= width and " ".join(lines).count("mend") == 20
+    out = io.StringIO()
+    Lines(Console(file=out, width=40)).line("ok", "compile", 30 * "long ")
+    assert out.getvalue().count("\n") == 1
+    assert "\x1b" not in out.getvalue()
 
 
 # ------------------------------------------------------------------------------------------------------ carrying it out

@@ -1,11 +1,15 @@
 """Checkpoints at a URL: the same bytes and promises as in a folder, whatever the store does."""
 
 import errno
+import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phalanx import patience, storage
 from phalanx.checkpoint.read import MANIFEST, Checkpoint, examine, find, newest_valid, step_folder
@@ -13,7 +17,8 @@ from phalanx.checkpoint.remote import Remote
 from phalanx.errors import RunError, StorageError
 from phalanx.records import Url
 from tests.helpers import wait_until
-from tests.stores import Faults
+from tests.hostile import examples
+from tests.stores import Faults, register
 from tests.unit.checkpoints import SHAPES, assert_holds, cut, flip, make_savers, save_all, save_alone, state
 
 
@@ -80,6 +85,41 @@ def test_a_store_that_fails_now_and_then(faults: Faults, folder: Url) -> None:
     checkpoint = newest_valid(folder, None, lambda kind, details: None)
     assert checkpoint is not None
     assert_holds(checkpoint, state(3), 2)
+
+
+FAILURES = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.ETIMEDOUT, errno.ENOENT)
+
+
+@examples(8)
+@given(
+    rate=st.sampled_from([0.0, 0.05, 0.3]), fails_at=st.integers(0, 60), dies_at=st.integers(0, 80),
+    tear=st.lists(st.integers(0, 900), max_size=3), swallow=st.lists(st.integers(0, 900), max_size=2),
+    error=st.sampled_from(FAILURES), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_however_a_store_fails_what_is_read_is_what_was_saved(
+    rate: float, fails_at: int, dies_at: int, tear: list[int], swallow: list[int], error: int, seed: int
+) -> None:
+    """And what was said to be saved is there, unless the store has lost it in silence."""
+    faults = register()
+    with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patience, "FIRST_PAUSE_S", 0.0005)
+        url = Url(f"faulty://{place}/run/checkpoints", 0.2)
+        savers, events = make_savers(url, 2)
+        save_all(savers, state(1), 1)
+        faults.dice.seed(seed)
+        faults.rate, faults.tear, faults.swallow = rate, list(tear), list(swallow)
+        faults.fails_at, faults.dies_at = (len(faults.calls) + at if at else 0 for at in (fails_at, dies_at))
+        faults.error = lambda: OSError(error, os.strerror(error))
+        for step in (2, 3):
+            save_all(savers, state(step), step)
+        faults.rate, faults.fails_at, faults.dies_at, faults.dead = 0.0, 0, 0, False
+        said = [details["step"] for kind, details in events if kind == "checkpoint_saved"]
+        assert {kind for kind, _ in events} <= {"checkpoint_saved", "checkpoint_failed", "warning"}
+        reasons: list[str] = []
+        found = newest_valid(url, None, lambda kind, details: reasons.append(details["reason"]))
+        assert found is not None
+        assert_holds(found, state(found.header["step"]))
+        assert found.header["step"] >= max(said) or swallow
 
 
 def test_a_store_that_is_gone_costs_that_checkpoint_alone(faults: Faults, folder: Url) -> None:
