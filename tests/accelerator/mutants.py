@@ -52,6 +52,9 @@ SHARDED = [f"{ENGINE}[{engine}-lazy]" for engine in ("zero 3", "zero 1, two slot
 # The tests that belong to a file, by how its name begins, the most telling first.
 TESTS = {
     "accelerator.py": [UNITS, FREE, CLOCKS, ENGINE],
+    "comm/backend.py": [f"{HERE}backend_phalanx.py", LATE],
+    "comm/transfers.py": [KINDS],
+    "comm/ways.py": [LATE, "tests/dist/test_compressed.py", KINDS],
     "comm/": [LATE, UNITS, LAYOUT, MANY, KINDS],
     "checkpoint/memory.py": [FREE, f"{ONE}::test_killed_and_resumed_from_memory", BACKGROUND],
     "checkpoint/snapshot.py": [FREE, f"{ONE}::test_killed_and_resumed_from_a_checkpoint"],
