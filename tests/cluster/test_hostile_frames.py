@@ -57,7 +57,8 @@ START = {
     "budget": BUDGET, "slots": 2,
 }  # fmt: skip
 PULSES = {
-    "attempt": 1, "beats": [[2, 3, "forward", 0, "", 0.5, 3, 0.1, 2, False]], "signs": {"2": [False, False, True]},
+    "attempt": 1, "beats": [[2, 3, "forward", 0, "", 0.5, 3, 0.1, 2, False, [3, "forward", 1]]],
+    "signs": {"2": [False, False, True]},
     "patience": [10.0, 20.0, None, 0.5],
 }  # fmt: skip
 ROSTER = roster_to_message(
