@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import state_file
+from phalanx import kept_files, state_file
 from phalanx.cluster import leader, messages, replica_keeper, wire
 from phalanx.cluster.affairs import Policy
 from phalanx.cluster.beats import Beats
@@ -326,7 +326,7 @@ def test_where_replicas_are_kept_nonsense_ends_no_more_than_its_connection(
     monkeypatch.setattr(threading, "excepthook", failed.append)
     (tmp_path / "outside").write_bytes(b"secret")
     shared = tmp_path / "shared"
-    (shared / state_file.REPLICAS).mkdir(parents=True)
+    (shared / kept_files.REPLICAS).mkdir(parents=True)
 
     @examples(60)
     @given(frames=st.lists(changed(ASKED) | RAW, min_size=1, max_size=4), writes=st.booleans())
@@ -348,7 +348,7 @@ def test_where_replicas_are_kept_nonsense_ends_no_more_than_its_connection(
         serving.join(PATIENCE_S)
         assert not serving.is_alive() and not failed, (frames, failed)
         assert {path.name for path in tmp_path.iterdir()} == {"outside", "shared"}
-        assert {path.name for path in shared.iterdir()} == {state_file.REPLICAS}
+        assert {path.name for path in shared.iterdir()} == {kept_files.REPLICAS}
 
     asks()
 
