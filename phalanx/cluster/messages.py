@@ -59,7 +59,7 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
 Address = Annotated[str, AfterValidator(_address)]
 Number, Seconds = (int, float), (int, float, type(None))
 Device = Annotated[list[Any], _row(str, str, bool)]
-Beat = Annotated[list[Any], _row(int, int, str, int, str, Number, int, Number, int, bool)]
+Beat = Annotated[list[Any], _row(int, int, str, int, str, Number, int, Number, int, bool, (list, type(None)))]
 Signs = Annotated[list[Any], _row(bool, bool, bool)]
 Patience = Annotated[list[Any], _row(Number, Number, Seconds, Seconds)]
 Blame = Annotated[list[Any], _row(int, str, str, (int, type(None)))]
