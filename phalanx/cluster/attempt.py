@@ -287,7 +287,12 @@ class Attempt:
             # So an accelerator's collectives end a rank that has waited for too long, and soon all that have.
             self._give_up(watchdog.waited_for(self.part.world))
         self.kill()
+        # Ranks that had not got as far as to handle a signal which was passed on to them, nor to do a step.
+        early = [end for end in self.ends if end.signal in self.forwarded]
+        self.ends[:] = [end for end in self.ends if end not in early]
         ends = [end for end in self.ends if end.abnormal]
+        if early and not ends:
+            return int(ExitCode.STOPPED)
         elsewhere = others is not None and others.broken()
         if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
             # A node was lost, or the leader ended the attempt: that has been said. If one rank is done, all had saved.
@@ -309,8 +314,6 @@ class Attempt:
         if starved:
             details["reason"] += "; the kernel has killed something for want of memory meanwhile"
         self.job.on_event(Kind.WORKER_DIED, {"attempt": self.number, **details})
-        if end.signal in self.forwarded:
-            return int(ExitCode.STOPPED)  # it had not got as far as to handle the signal, nor to do a step
         return int(ExitCode.FAILED if end.exit_code is None else end.exit_code)
 
     def _is_done(self, rank: int) -> bool:

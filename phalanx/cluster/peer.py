@@ -25,6 +25,7 @@ from phalanx.cluster.door import Address, Door
 from phalanx.cluster.early import Early
 from phalanx.cluster.herald import Herald
 from phalanx.cluster.job import Job, Leading, Part
+from phalanx.cluster.messages import NONSENSE
 from phalanx.cluster.orders import Seat, kept_of, replicas_of_before, seat_of, taken_from_others
 from phalanx.cluster.relay import CALL_S, Relay, beside_the_store, hand_over, to_node_0
 from phalanx.cluster.replica_keeper import ROLE, ReplayOf, ReplicaKeeper, never
@@ -213,6 +214,8 @@ class Peer:
     def _obey(self, message: Message) -> None:
         if "offer" in message:
             self.offer = message["offer"]
+        elif "start" in message and self._exceeds(message["start"]):
+            self.circle.drop(self.circle.roster.leader, NONSENSE.format("more ranks than this node has devices"))
         elif "start" in message:
             self.start, self.ordered = message["start"], True
         elif "end" in message:
@@ -232,6 +235,11 @@ class Peer:
             self.over = int(message["finish"]), str(message["text"])
         elif "dropped" in message:
             self.over = int(message["code"]), str(message["dropped"])
+
+    def _exceeds(self, start: Message) -> bool:
+        """Whether an order has more ranks begin here than this node has got ready for."""
+        seat, ready = seat_of(start, self.circle.me.node), start["division"] == self._division
+        return ready and seat is not None and self._job is not None and seat.ranks > len(self._job.devices)
 
     def _greet(self, channel: Channel, hello: Message) -> None:
         if hello.get("role") in ("store", ROLE) and type(hello.get("attempt")) is int:

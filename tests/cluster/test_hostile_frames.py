@@ -204,6 +204,14 @@ def test_who_sends_nonsense_is_named_and_the_others_go_on_without_it(monkeypatch
     there.close()
 
 
+def test_a_leader_that_orders_more_ranks_than_there_are_devices_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader, "Errand", Errand)
+    there = Agents()
+    there.tell(0, 1, json.dumps({"start": {**START, "ranks": [1, 2, 1]}}))
+    assert there.peers[1].circle.lost[0] == "it sent what makes no sense (more ranks than this node has devices)"
+    there.close()
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"ready": ' + "9" * 5000 + "}", "\x00\xff", "{}", '{"x": 1}', "null"])
 def test_lines_that_hold_no_message_lose_their_sender(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader, "Errand", Errand)

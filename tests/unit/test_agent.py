@@ -300,7 +300,7 @@ def test_a_worker_stopped_before_it_could_listen_counts_as_stopped(tmp_path: Pat
     wait_for(tmp_path, "ready", 2)
     agent.terminate()
     code, events = finish(agent)
-    assert (code, kinds(events)) == (10, ["attempt_started", "signalled", "worker_died"])
+    assert (code, kinds(events)) == (10, ["attempt_started", "signalled"])
 
 
 def test_no_worker_outlives_a_killed_agent(tmp_path: Path) -> None:

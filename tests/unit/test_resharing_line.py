@@ -130,6 +130,15 @@ def test_older_steps_count_no_more_than_the_memory() -> None:
     assert pace.seen == resharing.MEMORY
 
 
+def test_sixteen_steps_later_an_old_measurement_counts_for_a_third() -> None:
+    pace, _ = begun(0.5, 0.5, 1, 4)
+    for _ in range(100):
+        pace, _ = pace.after(1, 4, 2.5, LIMITS)
+    for _ in range(16):
+        pace, _ = pace.after(1, 4, 2.6, LIMITS)
+    assert 0.58 < (pace.expected_s(1, 4) - 2.5) / (2.6 - 2.5) < 0.75
+
+
 # ---------------------------------------------------------------------------------------------------------- what is odd
 
 
