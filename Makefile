@@ -4,14 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo test accelerator fuzz check format bench clean
+.PHONY: help setup demo test test-all accelerator fuzz mutants check format bench clean
 
 help:
 	@echo "make setup        create .venv with all that the demo, the tests and the benchmarks need"
 	@echo "make demo         train a small LLaMA on two ranks, kill one, go on, export, generate (about five minutes)"
 	@echo "make test         run the tests (WORKERS=N at a time; two cores serve three)"
+	@echo "make test-all     run them at full length, with the simulated accelerator in all orders of its streams"
 	@echo "make accelerator  run those on the simulated accelerator in all orders of its streams"
 	@echo "make fuzz         hostile frames and files, FUZZ=10000 of each kind"
+	@echo "make mutants      take out each wait on a device, and change what decides in 300 places: a test must notice"
 	@echo "make check        formatting, lint and types"
 	@echo "make format       rewrite the code in the project's format"
 	@echo "make bench        every benchmark in its quick form"
@@ -39,6 +41,11 @@ test: setup
 	@$(BIN)/python -m tests.accelerator.build
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=60 --durations-min=4
 
+# Curves at their full length as well, and the simulated accelerator in all orders.
+test-all: export PHALANX_TEST_ALL = 1
+test-all: export PHALANX_TEST_ACCELERATOR = all
+test-all: test
+
 # Everything on the simulated accelerator: all orders, all seeds.
 accelerator: setup
 	@$(BIN)/python -m tests.accelerator.build
@@ -48,6 +55,12 @@ accelerator: setup
 FUZZ ?= 10000
 fuzz: setup
 	PHALANX_TEST_FUZZ=$(FUZZ) $(BIN)/python -m pytest -n $(WORKERS) tests/cluster/test_hostile_frames.py tests/unit/test_hostile_files.py
+
+# The package with one line other than it is, again and again: the tests that know the line must fail.
+mutants: setup
+	@$(BIN)/python -m tests.accelerator.build
+	$(BIN)/python -m tests.accelerator.mutants
+	$(BIN)/python -m tests.mutants
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -39,7 +39,7 @@ from benchmarks.harness import Check, Row, at_least, at_most, machine, options, 
 from benchmarks.node_faults import MBIT, Place
 from benchmarks.started import Run, children, start
 from benchmarks.torchft_peer import TorchFt
-from phalanx import state_file
+from phalanx import kept_files, state_file
 from phalanx.records import Kind, RunPaths
 
 RECIPE = """
@@ -207,7 +207,7 @@ def on_this_machine(folder: Path, systems: Sequence[str], given: argparse.Namesp
 def shard_s(run: Run) -> float:
     """What a cable takes to carry the state of a node's rank."""
     found = [
-        facts for folder in run.folders() for facts in state_file.there(folder, state_file.run_of(run.paths.events))
+        facts for folder in run.folders() for facts in kept_files.there(folder, state_file.run_of(run.paths.events))
     ]
     return max(facts.slot_bytes for facts in found) * 8 / (MBIT * 1e6)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx import shared_memory, state_file
+from phalanx import kept_files, shared_memory, state_file
 from phalanx.cluster.fork import fork
 from phalanx.kept import choose
 from phalanx.records import Kind, RunPaths, last_line, read_steps
@@ -184,8 +184,9 @@ class Run:
         return max((int(event["attempt"]) for event in self.events(Kind.ATTEMPT_STARTED)), default=0)
 
     def folders(self) -> list[Path]:
-        """In the shared memory of each node."""
-        return [shared_memory.folder_of(self.paths, node, self.memory(node)) for node in range(self.nodes)]
+        """In the shared memory of each node; a path that leads nowhere where there is none yet."""
+        places = [(node, self.memory(node)) for node in range(self.nodes)]
+        return [shared_memory.folder_of(self.paths, node, place) or place / "none" for node, place in places]
 
     def committed(self) -> int:
         """The newest step that all ranks hold in the memory of their nodes; 0: none."""
@@ -193,13 +194,13 @@ class Run:
 
     def replicated(self) -> int:
         """The newest step of which the memories of other nodes have a replica of every rank."""
-        return self._newest(state_file.REPLICAS)
+        return self._newest(kept_files.REPLICAS)
 
     def _newest(self, within: str) -> int:
         run, held = self._told or state_file.run_of(self.paths.events), {}
         for node, folder in enumerate(self.folders()):
             with contextlib.suppress(OSError):  # a file has just been removed, or the node is gone
-                held[node] = [state_file.held(facts) for facts in state_file.there(folder / within, run)]
+                held[node] = [kept_files.held(facts) for facts in kept_files.there(folder / within, run)]
         choice = choose(held)
         self._told = run if choice is not None else b""
         return max(0, choice.step) if choice is not None else 0
@@ -245,9 +246,9 @@ class Run:
         """Kill what still runs, and take away what it leaves in shared memory."""
         for command in self.commands.values():
             command.end()
-        for folder in self.folders():
+        for node, folder in enumerate(self.folders()):
             if folder.is_dir():
-                with shared_memory.held(folder) as memory:
+                with shared_memory.held(self.paths, node, self.memory(node)) as memory:
                     memory.keeps = False
 
     @contextlib.contextmanager

@@ -1,9 +1,11 @@
 """The one file that knows what kind of device there is; the rest goes through it or through torch.accelerator."""
 
+import contextlib
 import datetime
 import os
 import re
 import resource
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
     "H200 NVL": {torch.bfloat16: 835e12, torch.float16: 835e12},
     "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 75e12, torch.float64: 37e12},
 }
+
+CPUS = "CPUs"  # what a torch is built for that knows of no accelerator
 
 # The kind of device, and its groups, that scripts of other libraries name outright.
 NAMED_IN_SCRIPTS, GROUPS_NAMED_IN_SCRIPTS = "cuda", "nccl"
@@ -63,6 +67,14 @@ def kinds() -> list[str]:
     """The kind of accelerator that torch was built for, if it was; asking touches no driver."""
     kind = torch.accelerator.current_accelerator()
     return [] if kind is None else [kind.type]
+
+
+def built_for() -> str:
+    """What this build of torch computes on, with the version of its libraries; asking touches no driver."""
+    for name in ("cuda", "hip", "xpu"):
+        if version := getattr(torch.version, name, None):
+            return f"{'ROCm' if name == 'hip' else name.upper()} {version}"
+    return kinds()[0] if kinds() else CPUS
 
 
 def mark(device: torch.device) -> torch.Event:
@@ -98,11 +110,35 @@ def identity(device: torch.device) -> str:
     return str(getattr(properties, "uuid", ""))
 
 
+def hardware(device: torch.device, host: str) -> str:
+    """What two ranks cannot both have in collectives of the device's own; "" where nothing is known of it.
+
+    That is the `identity`, but for slices of a GPU (MIG): NCCL takes the GPU that they are of, which it finds by its
+    place in the machine `host`. Where torch does not tell the place, all slices there count as of one GPU.
+    """
+    found = identity(device)
+    if not found or not _is_slice(name(device)):
+        return found
+    properties = torch.get_device_module(device).get_device_properties(device)
+    place = [str(getattr(properties, f"pci_{part}_id", "?")) for part in ("domain", "bus", "device")]
+    return f"{host} {':'.join(place)}"
+
+
 def driver_identity(device_name: str) -> str:
     """The `identity` of a device given by its own name, in the spelling of NVIDIA's driver; "" for other kinds."""
     device = torch.device(device_name)
-    found = identity(device) if device.type == NAMED_IN_SCRIPTS else ""
-    return found if not found or found.startswith(("GPU-", "MIG-")) else f"GPU-{found}"
+    return spelt(identity(device), name(device)) if device.type == NAMED_IN_SCRIPTS else ""
+
+
+def spelt(uuid: str, device_name: str) -> str:
+    """A UUID as NVIDIA's driver writes it, for a GPU or a slice of one."""
+    if not uuid or uuid.startswith(("GPU-", "MIG-")):
+        return uuid
+    return f"{'MIG' if _is_slice(device_name) else 'GPU'}-{uuid}"
+
+
+def _is_slice(device_name: str) -> bool:
+    return re.search(r"\bMIG\b", device_name) is not None
 
 
 def host_cores() -> int:
@@ -184,6 +220,40 @@ def _says_bf16(module: Any) -> bool:
         return True
     except TypeError:  # a kind of device that emulates nothing
         return bool(module.is_bf16_supported())
+
+
+def page_lock(memory: torch.Tensor, device: torch.device) -> bool:
+    """Lock the pages of host memory that this process has mapped itself, for the rest of its life, so that copies from
+    and to the device need not be staged; False where the device's kind or the machine does not do that."""
+    if device.type == "cpu":
+        return False
+    try:
+        runtime = torch.get_device_module(device).cudart()
+    except AttributeError:  # a kind of device without
+        return False
+    with torch.accelerator.device_index(device.index or 0):
+        if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+            return True
+        with contextlib.suppress(RuntimeError):  # which the next kernel's check would raise as if it were its own
+            torch.zeros(1, device=device)
+    return False
+
+
+def stamp(device: torch.device) -> Any:
+    """A mark for `seconds_between`, behind all that this thread has queued on the device; on a CPU, now."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(first: Any, last: Any) -> float:
+    """What has gone by between two stamps, by the device's own clock. Holds the host until it has come to the last."""
+    if isinstance(first, float):
+        return float(last - first)
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
 
 
 class HostCopy:

@@ -148,7 +148,7 @@ def _below(total: int, lines: Sequence[Line]) -> list[int]:
     for turn in range(100):
         if total - below <= len(lines) // 2:
             break
-        aim = (total - len(lines) / 4 - below) / (above - below) if turn % 3 < 2 and above > below else 0.5
+        aim = (total - len(lines) / 4 - below) / (above - below) if turn % 3 < 2 else 0.5
         cost = low + (high - low) * min(max(aim, 0.01), 0.99)
         had = list(had_for(cost))
         if (count := sum(had)) <= total:

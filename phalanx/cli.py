@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx import __version__, config, explain, faults, mirror, recipe, shared_secret, storage
+from phalanx import __version__, config, explain, faults, mirror, privacy, recipe, shared_secret, storage
 from phalanx.axes import Axes
 from phalanx.data_commands import Overrides, data_app
+from phalanx.doctor_commands import doctor_command
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.health_commands import health_command
 from phalanx.job_commands import jobs_app
@@ -36,6 +37,7 @@ config_app = typer.Typer(help="Look at recipes and their keys.", no_args_is_help
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(nodes_app, name="nodes")
+app.command("doctor")(doctor_command)
 app.command("health")(health_command)
 app.command("plan")(plan_command)
 app.add_typer(jobs_app)
@@ -83,6 +85,7 @@ def _run_paths(place: str, wanted: config.Config) -> RunPaths:
 def _looked_at(run: str) -> Iterator[RunPaths]:
     """The files of a run that is only read; one at a URL is fetched for as long."""
     if not storage.is_url(run):
+        privacy.apply(Path(run))
         yield RunPaths(Path(run))
         return
     with mirror.looked_at(run) as paths:
@@ -149,6 +152,7 @@ def train(
         _dry_run(wanted, ranks or 1, as_json, laid)
         return
     paths = _run_paths(place, wanted)
+    privacy.apply(paths.root, wanted.storage.private)
     if meeting is None:
         meeting = nodes.meeting_of_slurm(paths, os.environ, spares)
     if meeting is not None:

@@ -308,6 +308,16 @@ class CheckpointSection(Section):
     keep: Count = knob(3, "newest checkpoints kept")
 
 
+class StorageSection(Section):
+    """Who may read what is written."""
+
+    private: bool = knob(
+        False,
+        "true: the run folder gets mode 0700 and its files 0600, and so does what else the run writes, such as token "
+        "files in data.cache; false: as the umask says",
+    )
+
+
 class ReportSection(Section):
     """What is shown."""
 
@@ -329,6 +339,7 @@ class Config(Section):
     comm: CommSection = CommSection()
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()
+    storage: StorageSection = StorageSection()
     report: ReportSection = ReportSection()
     slurm: SlurmSection = SlurmSection()
 

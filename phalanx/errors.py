@@ -64,6 +64,13 @@ class Corrupted(PhalanxError):
     exit_code = ExitCode.FAILED
 
 
+class DamagedState(PhalanxError):
+    """State that was kept in memory is not what was written there. What is damaged has been made void, so that another
+    attempt goes on from what else there is."""
+
+    exit_code = ExitCode.FAILED
+
+
 class CollectiveError(PhalanxError):
     """A collective failed or timed out; says which ranks were late. Worth another attempt."""
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx import recipe, storage
+from phalanx import privacy, recipe, storage
 from phalanx.errors import ConfigError
 from phalanx.records import RunPaths, shown
 
@@ -81,6 +81,8 @@ def launch(
     wanted = recipe.update(wanted, {key: value for key, value in given.items() if value is not None})
     paths = RunPaths(_folder(run_dir, recipe_path))
     wish = jobs.Wish(node_count, spares, ranks, until_done, max_jobs or jobs.MOST_STARTS)
+    if not dry_run:
+        privacy.apply(paths.root, wanted.storage.private)
     if local:
         _check_local(node_count + spares, given, dry_run)
         pid = jobs.to_background(wanted, paths, wish, os.environ)
@@ -263,4 +265,5 @@ def cancel(
     """Ask a run to finish its step, save and leave; or end it at once. `phalanx launch` goes on with it."""
     from phalanx import jobs
 
+    privacy.apply(Path(run))
     typer.echo(jobs.cancel(RunPaths(run), now))

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.text import Text
 
-from phalanx import fencing, keeper, links, recipe
+from phalanx import fencing, keeper, links, privacy, recipe
 from phalanx.cluster import node_states, placement, slurm, slurm_script
 from phalanx.cluster.rendezvous import look_again
 from phalanx.cluster.slurm import SlurmJob
@@ -107,7 +107,7 @@ def to_slurm(config: Config, paths: RunPaths, wish: Wish, environment: Mapping[s
     _check_free(paths)
     _write(config, paths, wish, slurm_too=True)
     write_atomic(paths.launch_script, script)
-    os.chmod(paths.launch_script, 0o755)
+    os.chmod(paths.launch_script, 0o755 & ~privacy.umask())
     number = slurm.submit(paths.launch_script.resolve(), placement.outside(environment))
     with open(paths.jobs, "a", encoding="utf-8") as file:
         file.write(f"{number}\n")

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from phalanx import ending, locks
+from phalanx import ending, locks, privacy
 from phalanx.cluster import slurm
 from phalanx.cluster.causes import signal_name
 from phalanx.cluster.fork import STOP_SIGNALS, die_with, heeded
@@ -144,6 +144,7 @@ def keep(run: Path, environment: Mapping[str, str]) -> int:
     Raises ConfigError where this node does not see the run folder that `phalanx launch` has written.
     """
     paths = RunPaths(run)
+    privacy.apply(paths.root)
     step = step_of(environment)
     launched = _seen(paths)
     if launched is None and paths.launched.exists():

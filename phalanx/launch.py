@@ -20,6 +20,7 @@ from phalanx import (
     fitness,
     foretelling,
     hardware,
+    kept_files,
     layouts,
     mirror,
     recipe,
@@ -203,7 +204,13 @@ def run_ranks(
         after_kernel_kill=less_for(prepared.job),
     )
     try:
-        with shared_memory.held(shared_memory.folder_of(paths)) as shared:
+        wanted = prepared.config.resilience.memory
+        with shared_memory.held(paths, wanted=wanted is not False) as shared:
+            if shared.why is not None and wanted is True:
+                raise ConfigError(f"resilience.memory is true, but {shared.why}; set it to auto or false, or mend that")
+            if shared.why is not None:
+                note(Kind.WARNING, {"message": f"{shared.why}, so no step is kept there: a failure costs the steps "
+                                               "since the newest checkpoint"})  # fmt: skip
             for folder in shared_memory.sweep():
                 note(Kind.WARNING, {"message": f"removed {folder}, which a run had left behind more than a day ago"})
             code = _in_memory(job, shared, prepared, paths)
@@ -224,23 +231,29 @@ def _in_memory(job: agent.Job, shared: SharedMemory, prepared: Prepared, paths: 
     run = state_file.run_of(paths.events)
 
     def progress() -> int:
-        return max(ending.committed(paths), state_file.committed(shared.folder, run))
+        return max(ending.committed(paths), kept_files.committed(shared.folder, run))
 
     def kept() -> Kept | None:
         wanted = prepared.config.resilience.memory is not False and job.others is None
-        return state_file.to_go_on_from(shared.folder, run, ending.committed(paths) if wanted else math.inf)
+        for message in kept_files.damage_in(shared.folder):
+            job.on_event(Kind.WARNING, {"message": message})
+        return kept_files.to_go_on_from(shared.folder, run, ending.committed(paths) if wanted else math.inf)
 
     def idle() -> None:
         job.on_idle()
         shared.touch()
 
     shared.keeps = False
-    state_file.remove_passed(shared.folder, run, ending.rolled_back(paths))
+    kept_files.remove_passed(shared.folder, run, ending.rolled_back(paths))
     code = int(ExitCode.FAILED)
     try:
-        code = agent.run(dataclasses.replace(job, shared=shared.folder, progress=progress, kept=kept, on_idle=idle))
+        code = agent.run(
+            dataclasses.replace(
+                job, shared=shared.folder, keeps=shared.state, progress=progress, kept=kept, on_idle=idle
+            )
+        )
     finally:
-        in_memory = state_file.committed(shared.folder, run)
+        in_memory = kept_files.committed(shared.folder, run)
         shared.keeps = code != ExitCode.DONE and in_memory > ending.committed(paths)
     return code
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import fcntl
+import os
 import time
+from pathlib import Path
 
 PASSING_S = 1.0  # what those get who hold one for a moment, only to look
 AGAIN_S = 0.01
@@ -29,3 +31,26 @@ def is_held(descriptor: int) -> bool:
         return True
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     return False
+
+
+def is_held_by_strangers(descriptor: int, listed: Path = Path("/proc/locks")) -> bool:
+    """Whether none but other users' processes hold an open file, as far as Linux says whose they are. What root holds,
+    or somebody who cannot be seen, is not a stranger's."""
+    rows = [line.split() for line in _lines(listed)]
+    inode = str(os.fstat(descriptor).st_ino)
+    # By the number alone: devices are not called alike there on every file system.
+    holders = [row[4] for row in rows if len(row) > 5 and row[1] == "FLOCK" and row[5].rpartition(":")[2] == inode]
+    users = [_user_of(pid) for pid in holders]
+    return bool(users) and all(user not in (None, 0, os.geteuid()) for user in users)
+
+
+def _user_of(pid: str) -> int | None:
+    found = [line.split() for line in _lines(Path("/proc") / pid / "status") if line.startswith("Uid:")]
+    return int(found[0][1]) if found else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

@@ -19,9 +19,21 @@ from typing import Any
 
 import yaml
 
-from phalanx import ending, faults, fitness, hardware, launch, mirror, recipe, shared_memory, state_file
+from phalanx import (
+    ending,
+    faults,
+    fitness,
+    hardware,
+    kept_files,
+    launch,
+    mirror,
+    offers,
+    recipe,
+    shared_memory,
+    state_file,
+)
 from phalanx.axes import axes_of
-from phalanx.cluster import epochs, offers, rendezvous, succession
+from phalanx.cluster import epochs, rendezvous, succession
 from phalanx.cluster.affairs import Policy
 from phalanx.cluster.circle import Claim
 from phalanx.cluster.fork import fork_call
@@ -143,6 +155,8 @@ class Member:
     watch: fitness.Watch = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.memory.why is not None:
+            self.say(f"{self.memory.why}, so no step is kept in memory on any node")
         self.records = self.paths
         self.limits = hardware.lowered(self.paths)
         self.watch = fitness.Watch(self.paths, fitness.used(self.devices), self._seen)
@@ -219,6 +233,7 @@ class Member:
             after_out_of_memory=self._limit_has_fallen,
             after_kernel_kill=launch.less_for(training),
             shared=self.shared,
+            keeps=self.memory.state,
         )
 
     def tidy(self, paths: RunPaths, tend: Tend) -> None:
@@ -230,31 +245,32 @@ class Member:
             self.begun = True
             self._take_over(tend)
         if self.wanted.resilience.memory is False:
-            state_file.remove_others(self.shared, ())
+            kept_files.remove_others(self.shared, ())
         else:
-            state_file.remove_passed(self.shared, self.known, ending.rolled_back(paths))
+            kept_files.remove_passed(self.shared, self.known, ending.rolled_back(paths))
 
     def _take_over(self, tend: Tend) -> None:
         """Take what this machine has kept of the run when it had another number: Slurm may count nodes otherwise each
         time. All have met, so nodes that are this same machine hold their own."""
-        with contextlib.closing(shared_memory.left_behind(self.shared)) as folders:
-            for folder in folders:
+        if not self.memory.state:
+            return
+        with contextlib.closing(shared_memory.left_behind(self.paths, self.where.node, self.shared.parent)) as folders:
+            for number, folder in folders:
                 _await_the_dead(folder, tend)
-                if state_file.are_dead(folder) and state_file.take_over(folder, self.shared):
-                    number = folder.name.rpartition("-")[2]
+                if kept_files.are_dead(folder) and kept_files.take_over(folder, self.shared):
                     self.say(f"this machine was node {number} of the run before, and has what it had kept as that")
 
     def leave(self) -> None:
         """Take this node's memory of the run away, unless a later job may have to go on from there."""
         self.memory.touch()
-        self.memory.keeps = self._has_more()
+        self.memory.keeps = self.memory.state and self._has_more()
 
     def _has_more(self) -> bool:
         """Whether this node's memory has a newer step than the disk."""
         at_url = self.paths.url is not None  # what is saved there is not known here at once
         if self.code == ExitCode.DONE or (self.code == ExitCode.STOPPED and at_url):
             return False
-        held = state_file.held_in(self.shared, self.known or state_file.run_of(self.records.events))
+        held = kept_files.held_in(self.shared, self.known or state_file.run_of(self.records.events))
         newest = max((step for each in held for step in each.steps), default=0)
         if self.cut_off:  # who has had to leave the others may not reach the disk either, and would hang
             return newest > 0
@@ -410,10 +426,10 @@ class Member:
 
 def _await_the_dead(shared: Path, tend: Tend) -> None:
     """Wait for ranks whose agent was killed, which outlive it by moments."""
-    until = time.monotonic() + state_file.DEATH_S
-    while not state_file.are_dead(shared) and time.monotonic() < until:
+    until = time.monotonic() + kept_files.DEATH_S
+    while not kept_files.are_dead(shared) and time.monotonic() < until:
         tend()
-        time.sleep(state_file.LOOK_S)
+        time.sleep(kept_files.LOOK_S)
 
 
 def _ending(code: int, paths: RunPaths, leader: int) -> str:

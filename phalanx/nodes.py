@@ -130,11 +130,13 @@ def train(
         with stoppable():
             found, accelerators = warmed(on_cpu)
         devices = devices_of_ranks(found, accelerators, ranks)
-        for folder in shared_memory.sweep(but=shared_memory.folder_of(paths)):
+        for folder in shared_memory.sweep(but=paths):
             _say(meeting, f"removed {folder}, which a run had left behind more than a day ago")
         for file in shared_secret.removed(meeting.place.kept):
             _say(meeting, f"removed {file}, the secret of a rendezvous that nobody has used for a long time")
-        before = _epoch(paths) if meeting.node == 0 else 0  # others may begin one while it is looked whether they go on
+        before = (
+            epochs.number(paths) if meeting.node == 0 else 0
+        )  # others may begin one while it is looked whether they go on
         if meeting.node == 0 and not _goes_on(paths, meeting):
             try:
                 return _lead(wanted, paths, devices, meeting, planned, before)
@@ -188,7 +190,7 @@ def wait(others: FirstNode | OtherNode, until: Callable[[], bool]) -> None:
 def _goes_on(paths: RunPaths, meeting: Meeting) -> bool:
     """Whether the run goes on already, led by another node, which this one then comes back to."""
     if meeting.place.folder is None:
-        leader = _leader(paths)
+        leader = epochs.leader(paths)
         return leader is not None and other_node.goes_on((leader[0],), leader[1], meeting.place.secret)
     there = rendezvous.read_address(meeting.place.folder)
     return there is not None and other_node.goes_on(there.hosts, there.port, there.secret)
@@ -198,17 +200,11 @@ def _is_taken_over(paths: RunPaths, meeting: Meeting) -> bool:
     """Whether others go on with a run that node 0 was about to begin: started again at once, it may be there before
     they have agreed on who leads now."""
     until = time.monotonic() + TAKEOVER_S
-    while paths.url is None and epochs.newest(paths) is not None and time.monotonic() < until:
+    while epochs.newest(paths) is not None and time.monotonic() < until:
         if _goes_on(paths, meeting):
             return True
         time.sleep(other_node.PAUSE_S)
     return False
-
-
-def _epoch(paths: RunPaths) -> int:
-    """The newest of the run; 0 without any."""
-    told = None if paths.url is not None else epochs.newest(paths)
-    return 0 if told is None else int(told["epoch"])
 
 
 def _watching(paths: RunPaths, tend: Callable[[], None], before: int) -> Callable[[], None]:
@@ -220,21 +216,12 @@ def _watching(paths: RunPaths, tend: Callable[[], None], before: int) -> Callabl
         tend()
         if time.monotonic() > look_at:
             look_at = time.monotonic() + LOOK_S
-            if _epoch(paths) != before:
+            if epochs.number(paths) != before:
                 raise RunError(
                     f"another node leads the run in {paths.shown} now; start this one again, and it comes back"
                 )
 
     return look
-
-
-def _leader(paths: RunPaths) -> tuple[str, int] | None:
-    """Where the leader of the newest epoch listens, as its file says."""
-    told = None if paths.url is not None else epochs.newest(paths)
-    try:
-        return None if told is None else (str(told["address"][0]), int(told["address"][1]))
-    except (KeyError, TypeError, ValueError, IndexError):
-        return None
 
 
 def _lead(
@@ -249,7 +236,9 @@ def _lead(
             held.enter_context(folder.opened(paths))
             held.enter_context(mirrored(paths))
             # Before all have met: what nobody holds then belongs to no node.
-            shared = held.enter_context(shared_memory.held(shared_memory.folder_of(paths, meeting.node)))
+            shared = held.enter_context(
+                shared_memory.held(paths, meeting.node, wanted=wanted.resilience.memory is not False)
+            )
             where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
             run = member.Member(wanted, paths, devices, where, said, shared, functools.partial(_say, meeting), planned)
             held.callback(run.leave)
@@ -409,12 +398,12 @@ def _follow(
     wanted: Config, paths: RunPaths, devices: Sequence[Device], meeting: Meeting, planned: Sequence[Fault]
 ) -> int:
     said = hello(wanted, devices, meeting, planned=planned)
-    with shared_memory.held(shared_memory.folder_of(paths, meeting.node)) as shared:
+    with shared_memory.held(paths, meeting.node, wanted=wanted.resilience.memory is not False) as shared:
         where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
         run = member.Member(wanted, paths, devices, where, said, shared, functools.partial(_say, meeting), planned)
         works = Works(run.make, run.lead, run.claim, wanted.resilience.heartbeat_s)
         try:
-            peer = take_part(said, meeting, works, functools.partial(_leader, paths))
+            peer = take_part(said, meeting, works, functools.partial(epochs.leader, paths))
             return peer if isinstance(peer, int) else run.to_the_end(peer)
         finally:
             run.leave()

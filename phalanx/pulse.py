@@ -27,6 +27,8 @@ MAGIC = 0x5048_4C58_0001
 SIZE_BYTES = 4096
 REMEMBERED = 16  # steps, the longest of which counts
 _MAGIC, _ATTEMPT, _STEP, _PHASE, _MICRO_BATCH, _CHANGED_NS, _WAITS, _STEPS, _LONGEST_NS, _LARGEST, _DONE = range(11)
+_DEVICE_STEP, _DEVICE_PHASE, _DEVICE_MICRO_BATCH, _DEVICE_NS = range(11, 15)
+_LAST = _DEVICE_NS
 
 
 class Pulse:
@@ -38,7 +40,7 @@ class Pulse:
         self._durations: deque[int] = deque(maxlen=REMEMBERED)
         self._begun: int | None = None  # when the step under way was begun
         self._words[_MAGIC] = 0  # what a rank of an older attempt left means nothing while it is replaced
-        for index in range(_ATTEMPT, _DONE + 1):
+        for index in range(_ATTEMPT, _LAST + 1):
             self._words[index] = 0
         self._words[_ATTEMPT], self._words[_CHANGED_NS] = attempt, time.monotonic_ns()
         self._words[_MAGIC] = MAGIC
@@ -67,6 +69,16 @@ class Pulse:
     def beat(self) -> None:
         """It gets on with what it does."""
         self._words[_CHANGED_NS] = time.monotonic_ns()
+
+    def still_s(self) -> float:
+        """For how long it has told of no change."""
+        return (time.monotonic_ns() - self._words[_CHANGED_NS]) / 1e9
+
+    def device_at(self, phase: str, step: int, micro_batch: int) -> None:
+        """Its device is there, maybe behind the main thread. It counts until that one begins something else."""
+        words = self._words
+        words[_DEVICE_STEP], words[_DEVICE_PHASE] = step, PHASES.index(phase)
+        words[_DEVICE_MICRO_BATCH], words[_DEVICE_NS] = micro_batch, time.monotonic_ns()
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -104,6 +116,12 @@ class Beat:
     longest_s: float
     largest: int = 0
     done: bool = False
+    behind: tuple[int, str, int] | None = None  # (step, phase, micro-batch): where its device is, if not there yet
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits, for others or for its own device, which may wait for others."""
+        return bool(self.waits_for) or self.behind is not None
 
 
 def file_of(folder: str | Path, rank: int) -> Path:
@@ -133,12 +151,16 @@ def opened(folder: str | None, rank: int, attempt: int) -> Pulse:
 
 def read(content: bytes, rank: int, attempt: int, now_ns: int) -> Beat | None:
     """What a pulse says, from the file's first bytes; None where it is not of this attempt, or makes no sense."""
-    if len(content) < 8 * (_DONE + 1):
+    if len(content) < 8 * (_LAST + 1):
         return None
-    words = memoryview(content[: 8 * (_DONE + 1)]).cast("q")
+    words = memoryview(content[: 8 * (_LAST + 1)]).cast("q")
     known = words[_PHASE] in range(len(PHASES)) and words[_WAITS] in range(len(WAITS))
     if words[_MAGIC] != MAGIC or words[_ATTEMPT] != attempt or not known:
         return None
+    behind = None
+    if words[_DEVICE_NS] > words[_CHANGED_NS] and words[_DEVICE_PHASE] in range(len(PHASES)):
+        behind = words[_DEVICE_STEP], PHASES[words[_DEVICE_PHASE]], words[_DEVICE_MICRO_BATCH]
+    here = words[_STEP], PHASES[words[_PHASE]], words[_MICRO_BATCH]
     return Beat(
         rank=rank,
         step=words[_STEP],
@@ -150,4 +172,5 @@ def read(content: bytes, rank: int, attempt: int, now_ns: int) -> Beat | None:
         longest_s=words[_LONGEST_NS] / 1e9,
         largest=words[_LARGEST],
         done=words[_DONE] == 1,
+        behind=None if behind == here else behind,
     )

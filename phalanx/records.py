@@ -101,8 +101,8 @@ class StoreAddress:
 class Placement:
     """Where one worker runs. `device` is "cpu" or an accelerator with its index; `attempt` counts from 1; `threads` of
     the host are the user's choice, 0: this rank's part of the cores; `shared` is the folder in this node's shared
-    memory where things outlive the rank, `kept` what of it the attempt begins with (None: with what is on the disk);
-    of several `nodes` with ranks the agent of the next one is at `partner`, and the order came in their `epoch`."""
+    memory where things outlive the rank, `keeps` whether state does, `kept` what the attempt begins with (None: with
+    what is on the disk); of several `nodes` the agent of the next one is at `partner`, the order came in `epoch`."""
 
     rank: int
     world: int
@@ -115,6 +115,7 @@ class Placement:
     threads: int = 0
     shared: str | None = None
     kept: Kept | None = None
+    keeps: bool = True
     nodes: int = 1
     partner: Address | None = None
     epoch: int | None = None
@@ -150,8 +151,7 @@ class StepRecord:
 
 def shown(url: str) -> str:
     """A URL without what may be secret in it: user, password, query."""
-    found = SCHEME.match(url)
-    if found is None:
+    if (found := SCHEME.match(url)) is None:
         return url
     rest = url[found.end() :].partition("?")[0]
     host, slash, path = rest.partition("/")

@@ -144,6 +144,13 @@ class Replicas:
                 raise self._lost(error) from None
         return found
 
+    def check(self, address: Address, name: str, step: int) -> str | None:
+        """Have another node compare what a state file of it holds of a step with its checksum: what is wrong with it,
+        in which case it is void from then on, or None."""
+        self.acknowledged()
+        problem = self._ask({"check": name, "of": list(address), "step": step})["problem"]
+        return None if problem is None else str(problem)
+
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()

@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from phalanx.errors import ConfigError
@@ -97,22 +97,28 @@ def found(file: Path) -> str:
     """
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with _opened(file.parent) as folder:
+            for _ in range(TRIES):
+                if (text := _read(file, folder)) is not None:
+                    return text
+                if _made(file.name, folder):
+                    continue
+                time.sleep(PAUSE_S)  # another node was faster, and this one may not be shown its file yet
     except OSError as error:
         raise _unmade(file, error) from None
-    try:
-        _check(file.parent, os.fstat(folder), 0o022, "written")
-        for _ in range(TRIES):
-            if (text := _read(file, folder)) is not None:
-                return text
-            if _made(file.name, folder):
-                continue
-            time.sleep(PAUSE_S)  # another node was faster, and this one may not be shown its file yet
-    except OSError as error:
-        raise _unmade(file, error) from None
-    finally:
-        os.close(folder)
     raise ConfigError(f"{file} is there and cannot be read; remove it, {_REMEDY}")
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """The folder, which is this user's alone to write, by its descriptor: what its path leads to may change, where
+    others can write further up. Raises ConfigError and OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _check(folder, os.fstat(descriptor), 0o022, "written")
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _read(file: Path, folder: int) -> str | None:
@@ -189,9 +195,12 @@ def removed(file: Path | None) -> list[Path]:
     gone: list[Path] = []
     if file is None:
         return gone
-    for other in sorted(file.parent.glob("[!.]*-*")):
-        with contextlib.suppress(OSError):
-            if other != file and time.time() - other.lstat().st_mtime > UNUSED_DAYS * 86400:
-                other.unlink()
-                gone.append(other)
+    with contextlib.suppress(OSError, ConfigError), _opened(file.parent) as folder:
+        for name in sorted(os.listdir(folder)):
+            with contextlib.suppress(OSError):
+                seen = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                old = time.time() - seen.st_mtime > UNUSED_DAYS * 86400
+                if old and stat.S_ISREG(seen.st_mode) and name != file.name and not name.startswith(PASSING):
+                    os.unlink(name, dir_fd=folder)
+                    gone.append(file.parent / name)
     return gone

@@ -4,43 +4,42 @@ A step is committed by one aligned store of eight bytes, behind the state and it
 a slot its word is made void. So whoever is killed, at whatever instruction, leaves slots that are whole and slots that
 say that they are not. Nobody but the rank writes to its file, and nobody maps it before the rank is dead and reaped.
 
+Whoever reads a slot that he has not written checks it first (`StateFile.damage`): its header has the checksum of its
+data. Words and the first page carry checks of their own, so agents, who read nothing else, pass damage over as well.
+
 A step counts when all ranks have committed it. No rank writes over a slot before all have committed the step after it,
 so at any moment all of them hold a step in common. No torch here: an agent decides by the words alone.
 """
 
-import fcntl
 import hashlib
 import json
 import mmap
 import os
-import re
 import stat
 import struct
-import time
-from collections.abc import Collection, Iterable
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import CheckpointError, RunError
-from phalanx.kept import BARE, Held, Kept, KeptFile, choose
+from phalanx.errors import CheckpointError
+from phalanx.integrity import VOID_WORD, checksum, frame_bytes, framed, from_word, to_word, unframed
 
-MAGIC, VERSION = b"phlxmem\0", 3
+MAGIC, VERSION = b"phlxmem\0", 4
 PAGE = 4096
 VOID = -1  # in place of a step: the slot holds nothing
 WORDS = (256, 320, 448)  # where the words are, each in a cache line of its own
 WAY = 384
-HEADER_BYTES = 1 << 16  # of a slot's header, with its length
+HEADER_BYTES = 1 << 16  # of a slot's header, with its length and check
+CHECKSUM = "checksum"  # of a slot's data, in its header
 HEADERS = tuple(PAGE + slot * HEADER_BYTES for slot in range(len(WORDS)))
 INDEX = PAGE + len(WORDS) * HEADER_BYTES
-RANKS = "ranks"  # a file that every rank has locked while it lives
-DEATH_S, LOOK_S = 10.0, 0.01  # what ranks of before get to die, and how often that is looked at
+UNFINISHED = "is not a whole state file yet"
 ALIGNED = 64  # bytes, of everything in a slot
-REPLICAS = "replicas"  # a folder beside the files of this node's ranks, for those of another node's
 # Magic, version, generation, rank, world, index bytes, data at, slot bytes, layout, run, part, parts, slots.
 _FIXED = struct.Struct("<8sIIIIQQQ32s32sIII")
+_CHECK = 248  # where the CRC-32 of these is
 NOTHING: dict[str, Any] = {"tensors": [], "pieces": [], "bare": True}  # the index of a file without state
-_NAME = re.compile(r"state-(\d{6,})-(\d{5,})")
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,7 @@ class Facts:
     part: int
     parts: int
     way: int  # how often what the file held was made void, since training went back and takes another way
+    torn: tuple[int, ...] = ()  # slots whose word has been damaged, so that nobody knows what they hold
 
     @property
     def steps(self) -> dict[int, int]:
@@ -124,9 +124,9 @@ class StateFile:
 
     def __init__(self, path: Path, writable: bool = False, at_once: bool = True) -> None:
         """Raises CheckpointError where it is none, or not this user's alone."""
-        descriptor = _open(path, os.O_RDWR if writable else os.O_RDONLY)
+        descriptor = opened(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
-            self.facts = _facts(path, descriptor)
+            self.facts = facts_at(path, descriptor)
             # Its memory was taken when it was made. To have all of it mapped at once costs a fraction of what it costs
             # page by page, at a moment when a rank that was killed is waited for.
             writes = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
@@ -137,7 +137,7 @@ class StateFile:
         facts = self.facts
         if len(self.map) < facts.end or facts.data_at < INDEX + facts.index_bytes:
             raise _refused(path, "is shorter than it says")
-        self._words = memoryview(self.map).cast("q")
+        self._words = memoryview(self.map).cast("Q")
 
     def index(self) -> dict[str, Any]:
         """What lies where in a slot."""
@@ -153,7 +153,7 @@ class StateFile:
 
     def word(self, slot: int) -> int:
         """The step that a slot holds, or VOID."""
-        return self._words[WORDS[slot] // 8]
+        return _step(self._words[WORDS[slot] // 8], slot)
 
     def look(self) -> None:
         """See which steps it holds now that another process has written to it."""
@@ -161,26 +161,53 @@ class StateFile:
 
     def void(self, slot: int) -> None:
         """From here on the slot may be written to."""
-        self._words[WORDS[slot] // 8] = VOID
+        self._words[WORDS[slot] // 8] = VOID_WORD
 
     def forget(self, way: int | None = None) -> None:
         """Make all slots void: steps that come now are of another `way` (None: the next)."""
         for slot in range(self.facts.slots):
             self.void(slot)
-        self._words[WAY // 8] = self._words[WAY // 8] + 1 if way is None else way
-        self.facts = replace(self.facts, words=(VOID,) * self.facts.slots, way=self._words[WAY // 8])
+        way = self.facts.way + 1 if way is None else way
+        self._words[WAY // 8] = to_word(way, WAY)
+        self.facts = replace(self.facts, words=(VOID,) * self.facts.slots, way=way, torn=())
+
+    def header_of(self, slot: int, header: dict[str, Any]) -> bytes:
+        """A header, with the checksum of the slot's data as they are now."""
+        return json.dumps(header | {CHECKSUM: checksum(self.data(slot))}).encode()
+
+    def data(self, slot: int) -> memoryview:
+        """A slot's data."""
+        return self.read(self.at(slot), self.facts.slot_bytes)
 
     def commit(self, slot: int, step: int, header: bytes) -> None:
-        """Declare a void slot's data that of a step; `header` is JSON."""
+        """Declare a void slot's data that of a step; `header` is JSON, made by `header_of` by whoever wrote the data
+        first: a copy keeps it, and so what is damaged stays known as that."""
         assert self.word(slot) == VOID, (slot, self.word(slot))
-        if len(header) > HEADER_BYTES - 4:
+        if frame_bytes(header) > HEADER_BYTES:
             raise CheckpointError(
                 f"the header of step {step} has {len(header)} bytes, more than a state file has room for; set "
                 "resilience.memory=false"
             )
         begin = HEADERS[slot]
-        self.map[begin : begin + 4 + len(header)] = len(header).to_bytes(4, "little") + header
-        self._words[WORDS[slot] // 8] = step  # the commit
+        self.map[begin : begin + frame_bytes(header)] = framed(header)
+        self._words[WORDS[slot] // 8] = to_word(step, slot)  # the commit
+
+    def damage(self, step: int) -> str | None:
+        """What is wrong with what the file holds of a step, and None where all is as it was written: for whoever has
+        not written it, before it is used. All of the slot is read."""
+        slot = self.facts.steps.get(step)
+        if slot is None:
+            return f"does not hold step {step} any more"
+        try:
+            self.index()
+            header = self.header(slot)
+        except CheckpointError:
+            return "has an index or a header that does not match its checksum"
+        if header.get("step") != step:
+            return f"has the header of step {header.get('step')} with step {step}"
+        if self.facts.slot_bytes and header.get(CHECKSUM) != checksum(self.data(slot)):
+            return f"does not have the checksum of step {step} any more"
+        return None
 
     def header(self, slot: int) -> dict[str, Any]:
         """The header of a slot that holds a step."""
@@ -191,17 +218,36 @@ class StateFile:
         return raw_header(self.read(HEADERS[slot], HEADER_BYTES))
 
 
+def void_if_damaged(path: Path, step: int) -> str | None:
+    """What is wrong with what a file holds of a step, which is void from then on; None where nothing is. One that
+    cannot be mapped any more is removed."""
+    try:
+        file = StateFile(path, writable=True)
+    except CheckpointError as error:
+        path.unlink(missing_ok=True)
+        return str(error).partition(f"{path} ")[2].partition(";")[0]
+    problem = file.damage(step)
+    if problem is not None and (slot := file.facts.steps.get(step)) is not None:
+        file.void(slot)
+    return problem
+
+
 def raw_header(page: bytes | memoryview) -> bytes:
-    """A header, out of what is kept for one in a file."""
-    length = int.from_bytes(page[:4], "little")
-    return bytes(page[4 : 4 + min(length, HEADER_BYTES - 4)])
+    """A header, out of what is kept for one in a file; empty where it has been damaged."""
+    return unframed(page) or b""
+
+
+def _step(word: int, slot: int) -> int:
+    """What a slot's word says; one that has been damaged says that the slot holds nothing."""
+    step = None if word == VOID_WORD else from_word(word, slot)
+    return VOID if step is None else step
 
 
 def header_from(path: Path, raw: bytes) -> dict[str, Any]:
     """Read a header. Raises CheckpointError where it is none."""
     header = _object(raw)
     if header is None:
-        raise _refused(path, "has a header that is not whole")
+        raise _refused(path, "has a header that does not match its checksum")
     return header
 
 
@@ -235,10 +281,13 @@ def create(
     try:
         os.posix_fallocate(descriptor, 0, data_at + slots * slot_bytes)
         for at in WORDS:
-            os.pwrite(descriptor, VOID.to_bytes(8, "little", signed=True), at)
+            os.pwrite(descriptor, VOID_WORD.to_bytes(8, "little"), at)
+        os.pwrite(descriptor, to_word(0, WAY).to_bytes(8, "little"), WAY)
         os.pwrite(descriptor, raw, INDEX)
-        fixed = (VERSION, who.generation, who.rank, who.world, len(raw), data_at, slot_bytes, digest(index), who.run)
-        os.pwrite(descriptor, _FIXED.pack(bytes(8), *fixed, who.part, who.parts, slots), 0)
+        numbers = (VERSION, who.generation, who.rank, who.world, len(raw), data_at, slot_bytes, digest(index), who.run)
+        fixed = _FIXED.pack(bytes(8), *numbers, who.part, who.parts, slots)
+        os.pwrite(descriptor, fixed, 0)
+        os.pwrite(descriptor, zlib.crc32(fixed[8:]).to_bytes(4, "little"), _CHECK)
         os.pwrite(descriptor, MAGIC, 0)  # last of all: before, it is no state file
     except OSError:
         path.unlink()
@@ -253,158 +302,21 @@ def file_bytes(index: dict[str, Any], slot_bytes: int, slots: int = 2) -> int:
     return up(INDEX + len(json.dumps(index).encode()), PAGE) + slots * up(slot_bytes, PAGE)
 
 
-# ------------------------------------------------------------------------------------------------------- what is there
-
-
 def facts_of(path: Path) -> Facts | None:
     """What a state file says; None where it is none, or not whole."""
     try:
-        descriptor = _open(path, os.O_RDONLY)
+        descriptor = opened(path, os.O_RDONLY)
     except CheckpointError:
         return None
     try:
-        return _facts(path, descriptor)
+        return facts_at(path, descriptor)
     except CheckpointError:
         return None
     finally:
         os.close(descriptor)
 
 
-def files_in(folder: Path) -> list[Path]:
-    """Everything in a folder that has the name of a state file."""
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else []
-
-
-def there(folder: Path, run: bytes) -> list[Facts]:
-    """The whole state files of a run in a folder."""
-    found = (facts_of(path) for path in files_in(folder))
-    return [facts for facts in found if facts is not None and facts.run == run]
-
-
-def newest(found: Iterable[Facts]) -> Kept | None:
-    """The newest step that is whole in state files of this node (`phalanx.kept.choose`)."""
-    facts = list(found)
-    choice = choose({0: [held(each) for each in facts]})
-    if choice is None:
-        return None
-    paths = {each.rank: each for each in facts if (each.generation, each.way) == (choice.generation, choice.way)}
-    return Kept(
-        choice.step, tuple(KeptFile(rank, str(paths[rank].path), paths[rank].layout.hex()) for rank in choice.files)
-    )
-
-
-def held(facts: Facts, replica: bool = False) -> Held:
-    """What other nodes are told of a file."""
-    steps = tuple(sorted(facts.steps))
-    layout = BARE if facts.layout == digest(NOTHING) else facts.layout.hex()
-    return Held(
-        facts.generation, facts.way, facts.rank, facts.world, facts.part, facts.parts, steps, layout,
-        replica,
-    )  # fmt: skip
-
-
-def held_in(folder: Path, run: bytes) -> list[Held]:
-    """All that a run has in a folder, replicas for other nodes too; nothing while ranks of before still live."""
-    if not are_dead(folder):
-        return []
-    own = [held(facts) for facts in there(folder, run)]
-    return own + [held(facts, replica=True) for facts in there(folder / REPLICAS, run)]
-
-
-def file_of(held: Held) -> str:
-    """The path of a file in its node's folder."""
-    name = name_of(held.generation, held.rank)
-    return f"{REPLICAS}/{name}" if held.replica else name
-
-
-def live_in(folder: Path) -> int:
-    """Say that this process may write to state files of a folder, until it has ended and its memory is gone; returns
-    a descriptor that must stay open. Children do not inherit it."""
-    descriptor = os.open(folder / RANKS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    fcntl.lockf(descriptor, fcntl.LOCK_SH)
-    return descriptor
-
-
-def await_the_dead(folder: Path, timeout_s: float = DEATH_S) -> None:
-    """Wait until no process may write to state files of a folder any more: ranks outlive an agent that was killed by
-    moments. Raises RunError where that takes too long."""
-    descriptor = os.open(folder / RANKS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    until = time.monotonic() + timeout_s
-    try:
-        while True:
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise RunError(
-                        f"after {timeout_s:g} s ranks of an earlier start still live and hold {folder}, so nothing new "
-                        "was started beside them; look for a stuck device or file system (ps shows state D)"
-                    ) from None
-            time.sleep(LOOK_S)
-    finally:
-        os.close(descriptor)
-
-
-def are_dead(folder: Path) -> bool:
-    """Whether no process may write to state files of a folder any more."""
-    try:
-        await_the_dead(folder, timeout_s=0.0)
-    except RunError:
-        return False
-    return True
-
-
-def committed(folder: Path, run: bytes) -> int:
-    """The newest step that all ranks of a run hold there; 0: none."""
-    kept = newest(there(folder, run))
-    return max(0, kept.step) if kept is not None else 0
-
-
-def to_go_on_from(folder: Path, run: bytes, on_disk: float) -> Kept | None:
-    """What a run goes on from, if that is in shared memory: the newest common step, unless the disk has a newer one.
-    Whatever else lies there is removed. Raises RunError where ranks of before still live."""
-    await_the_dead(folder)
-    kept = newest(there(folder, run))
-    if kept is not None and (kept.step <= 0 or kept.step < on_disk):
-        kept = None
-    remove_others(folder, {file.path for file in kept.files} if kept is not None else set())
-    return kept
-
-
-def remove_passed(folder: Path, run: bytes, rolled_back: Iterable[int]) -> list[Path]:
-    """Remove the state files of a run in a folder, replicas too, that were not there when training went back:
-    `rolled_back` has the attempt of each time. What they hold belongs to a way that was given up; returns them."""
-    attempts, passed = list(rolled_back), []
-    for facts in (*there(folder, run), *there(folder / REPLICAS, run)):
-        # Who was there has made void what it held, and says how often.
-        if facts.way < sum(attempt >= facts.generation for attempt in attempts):
-            facts.path.unlink(missing_ok=True)
-            passed.append(facts.path)
-    return passed
-
-
-def take_over(source: Path, target: Path) -> int:
-    """Move the state files of a folder, replicas too, to another one in shared memory; returns how many. What is there
-    already stays."""
-    count = 0
-    for path in [*files_in(source), *files_in(source / REPLICAS)]:
-        there = target / path.relative_to(source)
-        if not there.exists():
-            there.parent.mkdir(mode=0o700, exist_ok=True)
-            path.rename(there)
-            count += 1
-    return count
-
-
-def remove_others(folder: Path, used: Collection[str]) -> None:
-    """Remove what lies in a folder, replicas too, but for some paths."""
-    for path in [*files_in(folder), *files_in(folder / REPLICAS)]:
-        if str(path) not in used:
-            path.unlink(missing_ok=True)
-
-
-def _open(path: Path, how: int) -> int:
+def opened(path: Path, how: int) -> int:
     try:
         descriptor = os.open(path, how | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -416,23 +328,29 @@ def _open(path: Path, how: int) -> int:
     return descriptor
 
 
-def _facts(path: Path, descriptor: int) -> Facts:
+def facts_at(path: Path, descriptor: int) -> Facts:
     return facts_from(path, os.pread(descriptor, PAGE, 0))
 
 
 def facts_from(path: Path, raw: bytes) -> Facts:
     """What the first page of a state file says. Raises CheckpointError where it is none."""
     if len(raw) < PAGE or raw[:8] != MAGIC:
-        raise _refused(path, "is not a whole state file")
+        raise _refused(path, UNFINISHED if raw[:8] == bytes(8) else "is not a whole state file")
     _, version, generation, rank, world, index_bytes, data_at, slot_bytes, layout, run, *rest = _FIXED.unpack_from(raw)
     part, parts, slots = rest
     if version != VERSION:
         raise _refused(path, f"is of version {version}, not {VERSION}")
     if not 1 <= slots <= len(WORDS):
         raise _refused(path, f"says that it has {slots} slots")
-    words = tuple(int.from_bytes(raw[at : at + 8], "little", signed=True) for at in WORDS[:slots])
+    raw_words = [int.from_bytes(raw[at : at + 8], "little") for at in WORDS[:slots]]
+    words = tuple(_step(word, slot) for slot, word in enumerate(raw_words))
+    torn = tuple(slot for slot, word in enumerate(raw_words) if word != VOID_WORD and words[slot] == VOID)
+    way = from_word(int.from_bytes(raw[WAY : WAY + 8], "little"), WAY)
+    whole = zlib.crc32(raw[8 : _FIXED.size]).to_bytes(4, "little") == raw[_CHECK : _CHECK + 4]
+    if not whole or way is None:
+        raise _refused(path, "has a first page that does not match its checksum")
     shape = generation, rank, world, index_bytes, data_at, slot_bytes, layout, run
-    return Facts(path, *shape, words, part, parts, int.from_bytes(raw[WAY : WAY + 8], "little"))
+    return Facts(path, *shape, words, part, parts, way, torn)
 
 
 def _refused(path: Path, problem: str) -> CheckpointError:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx import balance, hardware, launch, member, nodes, recipe
-from phalanx.cluster import agent, offers
+from phalanx import balance, hardware, launch, member, nodes, offers, recipe
+from phalanx.cluster import agent
 from phalanx.cluster.affairs import Policy
 from phalanx.cluster.job import Job
 from phalanx.cluster.leader import Leader, Plan, take_lead

@@ -19,6 +19,8 @@ from typing import Any
 from phalanx.records import Placement
 
 ROOT = Path(__file__).resolve().parent.parent
+# `make test-all` sets it: curves at their full length, and all of what `make test` samples.
+ALL = "PHALANX_TEST_ALL" in os.environ
 START_S = 120  # what the zygote gets to import torch on a busy machine
 
 

@@ -23,9 +23,10 @@ PLAIN = {
     "phalanx", "errors", "axes", "records", "balance", "resharing", "hardware", "rules", "values", "model_config",
     "config", "combinations", "recipe", "explain", "models.spec", "optim.overlap", "optim.timeline",
     "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
-    "shared_memory", "state_file", "kept", "pairing", "pulse", "faults", "slurm_config", "resilience_config",
+    "shared_memory", "state_file", "kept_files", "integrity", "kept", "pairing", "pulse", "faults", "slurm_config",
+    "resilience_config",
     "fencing", "replicas", "host_memory", "links", "locks", "incidents", "kept_bytes", "processors", "control_groups",
-    "shared_secret",
+    "shared_secret", "privacy",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -41,7 +42,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pulse": {"errors"},
     "faults": {"errors"},
     "kept": set(),
-    "state_file": {"errors", "kept", "records"},
+    "integrity": set(),
+    "state_file": {"errors", "integrity"},
+    "kept_files": {"errors", "kept", "state_file"},
     "replicas": {"errors", "kept", "state_file"},
     "control_groups": set(),
     "host_memory": {"control_groups"},
@@ -54,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "incidents": {"records"},
     "balance": {"errors"},
     "pairing": set(),
+    "privacy": {"errors"},
     "axes": {"config", "errors"},
     "resharing": {"balance"},
     "hardware": {"balance", "errors", "records"},
@@ -102,6 +106,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deep_health": PLAIN | {"cluster", "devices", "report", "train"},
     "health_nodes": PLAIN | {"cluster", "deep_health", "nodes", "report"},
     "node_commands": PLAIN | {"cluster", "report"},
+    "doctor": PLAIN
+    | {"accelerator", "cluster", "comm", "deep_health", "devices", "launch", "models", "parallel", "report", "train"},
+    "doctor_commands": PLAIN | {"cluster", "doctor", "report"},
     "health_commands": PLAIN | {"cluster", "deep_health", "health_nodes", "nodes", "report"},
     "ending": PLAIN | {"checkpoint", "report"},
     "layouts": PLAIN | {"cluster", "devices", "plan", "train"},
@@ -115,10 +122,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharding": PLAIN | {"accelerator", "models", "comm", "optim", "cluster", "sharded_model", "parallel"},
     "scripts": PLAIN | {"accelerator", "cluster", "comm", "parallel"},
     "compat": PLAIN | {"accelerator", "cluster", "comm", "models", "parallel", "scripts"},
-    "survey": PLAIN | {"cluster", "devices", "launch", "member", "nodes", "report", "train"},
+    "survey": PLAIN | {"cluster", "devices", "launch", "member", "nodes", "offers", "report", "train"},
+    "offers": PLAIN | {"cluster", "plan"},
     "recorder": PLAIN | {"cluster", "ending", "report"},
     "member": PLAIN
-    | {"cluster", "devices", "fitness", "launch", "recorder", "remote_run", "ending", "report", "train"},
+    | {"cluster", "devices", "fitness", "launch", "offers", "recorder", "remote_run", "ending", "report", "train"},
     "nodes": PLAIN
     | {"cluster", "devices", "fitness", "launch", "member", "remote_run", "ending", "report", "train", "checkpoint"},
     "data_commands": PLAIN | {"data", "report", "train"},
@@ -128,7 +136,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan_commands": PLAIN | {"data_commands", "models", "plan", "report"},
     "cli": PLAIN
     | {"compat", "data_commands", "plan_commands", "health_commands", "node_commands", "job_commands"}
-    | {"nodes", "survey", "launch", "generation", "generation_over_ranks", "report", "train"},
+    | {"doctor_commands", "nodes", "survey", "launch", "generation", "generation_over_ranks", "report", "train"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -142,6 +150,7 @@ MAY_USE: dict[str, set[str]] = {
     "recipe": {"pydantic", "yaml"},
     "explain": {"pydantic"},
     "storage": {"fsspec"},
+    "integrity": {"numpy"},
     "cluster": {"pydantic", "pynvml"},
     "report": {"plotly", "rich", "yaml"},
     "accelerator": {"torch"},
@@ -164,6 +173,8 @@ MAY_USE: dict[str, set[str]] = {
     "scripts": {"torch"},
     "compat": {"torch"},
     "data_commands": {"typer"},
+    "doctor": {"torch"},
+    "doctor_commands": {"typer"},
     "health_commands": {"typer"},
     "node_commands": {"typer"},
     "plan": {"rich"},
@@ -177,6 +188,10 @@ TORCH_FREE = (*PLAIN, "cluster", "plan", "report")
 ALSO_TORCH_FREE = (
     "phalanx.cli",
     "phalanx.data_commands",
+    "phalanx.doctor_commands",
+    "phalanx.doctor.examination",
+    "phalanx.doctor.reporting",
+    "phalanx.doctor.training",
     "phalanx.health_commands",
     "phalanx.node_commands",
     "phalanx.deep_health",
@@ -400,6 +415,7 @@ def test_the_process_environment_is_read_in_few_places() -> None:
     readers = {name for name in MODULES if any("os.environ" in ast.unparse(node) for node in _attributes(name))}
     commands = {
         "phalanx.cli",
+        "phalanx.doctor_commands",
         "phalanx.health_commands",
         "phalanx.job_commands",
         "phalanx.launch",

@@ -21,8 +21,9 @@ from phalanx.cluster.agent import Job, preload, run
 from phalanx.cluster.fork import die_with
 from phalanx.cluster.worker import STACKS_SIGNAL
 from phalanx.kept import Kept
+from phalanx.kept_files import to_go_on_from
 from phalanx.records import Kind, Placement, RunPaths, write_atomic
-from phalanx.state_file import run_of, to_go_on_from
+from phalanx.state_file import run_of
 
 WARM = (
     "torch",

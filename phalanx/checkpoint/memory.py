@@ -6,8 +6,6 @@ Otherwise it is copied into them; from an accelerator beside the computation, by
 
 import dataclasses
 import functools
-import json
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,10 +14,13 @@ from typing import Any, Literal
 
 import torch
 
-from phalanx import accelerator, host_memory, state_file
+from phalanx import accelerator, host_memory, kept_files, state_file
 from phalanx.checkpoint.index import index_of, views
+from phalanx.checkpoint.kept_check import check_copy, check_kept
 from phalanx.checkpoint.kept_state import open_kept
 from phalanx.checkpoint.replay import Gradients, gradient_bytes, kernels
+from phalanx.checkpoint.room import taken
+from phalanx.checkpoint.thinning import Thinning
 from phalanx.checkpoint.working import Working, forget_from
 from phalanx.comm.mesh import Mesh
 from phalanx.errors import ConfigError
@@ -29,7 +30,7 @@ from phalanx.optim.lane import Lane
 from phalanx.optim.update import Change
 from phalanx.records import Kind
 from phalanx.replicas import Replicas
-from phalanx.shared_memory import OF_HOST, size, too_large
+from phalanx.shared_memory import OF_HOST, size
 from phalanx.state_file import StateFile, Who
 
 KEY, REPLICATE = "resilience.memory", "resilience.replicate"
@@ -91,7 +92,10 @@ class Memory:
         self._wards: set[int] = set()  # ranks whose replicas this node holds
         self._first_here = mesh.rank == 0 if first_here is None else first_here
         self._lane = Lane(mesh.device) if background else None
-        self._alive = state_file.live_in(folder)
+        self._thinning = Thinning(
+            mesh.device, background and wanted is not True and replicate != "every_step", self._every
+        )
+        self._alive = kept_files.live_in(folder)
         self._working = Working(folder, mesh.rank)
         self._file: StateFile | None = None
         self._short = ""  # why no file could be made
@@ -115,7 +119,10 @@ class Memory:
 
     def open(self, like: Slot, pieces: Callable[[Slot], Iterable[Piece]]) -> bool:
         """As the engine's interface has it; the slots are those of a file that was kept if on every rank it looks just
-        as it would be made. Raises ConfigError where there is no room for what was asked for."""
+        as it would be made. Raises ConfigError where there is no room for what was asked for, and DamagedState where
+        what was kept is not what was written."""
+        if self._kept is not None:
+            check_kept(self._kept, self._mesh, self.replicas)
         index, slot_bytes, part = index_of(like, self.whole(pieces(like)), self._mesh)
         parts = [int(each) for each in self._mesh.gather(float(part))]
         who = self._who(parts)
@@ -133,6 +140,8 @@ class Memory:
                     f"{REPLICATE}=auto or off"
                 )
             return False
+        if self._lane is not None:
+            accelerator.page_lock(torch.frombuffer(self.file.map, dtype=torch.uint8), self._mesh.device)
         self._begin_replicas()
         if self.attached:
             self.current = 0 if self._coming else self.file.facts.steps[self._at]
@@ -153,6 +162,8 @@ class Memory:
             self.replicas.fetched()
             self.file.look()
             self._coming = False
+            if self._kept is not None:
+                check_copy(self.file, self._kept.step)
 
     def _who(self, parts: list[int]) -> Who:
         """Whose file it is, from what each rank's pieces are known by."""
@@ -205,7 +216,9 @@ class Memory:
             count = min(COPIED_BYTES, facts.slot_bytes - at)
             made.map[made.at(0) + at : made.at(0) + at + count] = source.read(facts.at(slot) + at, count)
         made.commit(0, self._kept.step, source.raw_header(slot))
-        return StateFile(made.facts.path, writable=True)
+        made = StateFile(made.facts.path, writable=True)
+        check_copy(made, self._kept.step)
+        return made
 
     def _fitting(self, file: StateFile) -> StateFile | None:
         """A file, if it has as many slots as are needed; else what it holds is read by coordinates."""
@@ -313,9 +326,12 @@ class Memory:
 
     def _make(self, index: dict[str, Any], slot_bytes: int, who: Who) -> bool:
         """Make this rank's file. False, on all ranks, where it would not fit on one of them."""
-        short, takes = self._take(index, slot_bytes, who)
+        take = functools.partial(
+            taken, self._folder, self._mesh, who, index, slot_bytes, self._count, self._wanted is True
+        )
+        self._file, short, takes = take()
         if short is not None and self._make_room():
-            short, takes = self._take(index, slot_bytes, who)
+            self._file, short, takes = take()
         self._short = short or ""
         if short is not None and self._wanted is True:
             raise ConfigError(
@@ -327,39 +343,11 @@ class Memory:
             self._say(Kind.RESOLVED, {"key": KEY, "value": short is None, "reason": reason})
         return short is None
 
-    def _take(self, index: dict[str, Any], slot_bytes: int, who: Who) -> tuple[str | None, str]:
-        """Take the memory of this rank's file. Why there is too little, on all ranks where it is so on one; and what
-        this node's take."""
-        mesh, found = self._mesh, os.statvfs(self._folder)
-        # Asked before any rank of this node takes some of it.
-        shared, host = found.f_bavail * found.f_frsize, host_memory.free()
-        needs = mesh.gather(float(state_file.file_bytes(index, slot_bytes, self._count)))
-        node = mesh.topology.node_of
-        need = sum(each for rank, each in enumerate(needs) if node[rank] == node[mesh.rank])
-        short = too_large("the state of this node's ranks", need, shared, host, self._wanted is True)
-        if short is None:
-            try:
-                self._file = state_file.create(self._folder, who, index, slot_bytes, self._count)
-            except OSError as error:
-                short = (
-                    f"{self._folder} does not take {size(need)} ({error.strerror}), of which {size(shared)} are free"
-                )
-        third = "" if self._every is None else " and the last that is on a second node"
-        steps = f"the two newest steps of this node's ranks{third}"
-        takes = f"{steps} take {size(need)} of {size(shared)} in shared memory"
-        (made,) = mesh.min([float(self._file is not None)])
-        if made:
-            return None, takes
-        if self._file is not None:
-            self._file.facts.path.unlink(missing_ok=True)
-            self._file = None
-        return short or "another node has no room for it", takes
-
     def _make_room(self) -> bool:
         """Remove replicas of what ranks begin with, which were to be gone on with and will not be: it is read where
         else it lies. Collective; whether there were any."""
         read = {file.path for file in self._kept.files} if self._kept is not None else set()
-        replicas = [path for path in state_file.files_in(self._folder / state_file.REPLICAS) if str(path) not in read]
+        replicas = [path for path in kept_files.files_in(self._folder / kept_files.REPLICAS) if str(path) not in read]
         for path in replicas if self._first_here else ():
             path.unlink(missing_ok=True)
         return self._is_anywhere(replicas)
@@ -396,6 +384,8 @@ class Memory:
 
     def commit(self, step: int, outcome: Outcome, state: Slot) -> None:
         self.tokens += outcome.weight
+        if not self._thinning.keeps(step):
+            return
         before, moves = self.current, self._moves
         self.current = self.next
         self._pinned = before if moves else self._pinned
@@ -417,13 +407,19 @@ class Memory:
                 torch._foreach_copy_([into for into, _ in pairs], [each for _, each in pairs], non_blocking=True)
             accelerator.wait_here(self._mesh.device)
         record = self._record(header["step"], outcome) if outcome is not None else None
-        self.file.commit(slot, header["step"], json.dumps(header | {"record": record}).encode())
+        self.file.commit(slot, header["step"], self.file.header_of(slot, header | {"record": record}))
         if self.replicas is not None and self._is_sent(header["step"], begins=outcome is None):
             # What came from elsewhere was made by no update.
             told = None if self._gradients is None or outcome is None else self._gradients.told()
             self.replicas.committed(header["step"], told)
 
+    def decide(self, step: int) -> None:
+        """A step has ended: when enough have, settle how often one is kept. Collective."""
+        if self._file is not None and (reason := self._thinning.decide(step, self._mesh)) is not None:
+            self._say(Kind.RESOLVED, {"key": KEY, "value": f"every {self._thinning.every} steps", "reason": reason})
+
     def settle(self) -> None:
+        asked = self._thinning.stamp() if self._settled != self._last else None
         if self._lane is not None:
             self._lane.drain()
         if self._settled != self._last:
@@ -434,6 +430,7 @@ class Memory:
                     self.replicas.acknowledged()
                 if threading.current_thread() is threading.main_thread():  # nor is it slow; a lane holds nobody up
                     waits.waited(time.perf_counter() - began)
+        self._thinning.waited(asked)
 
     def loaded(self, step: int, state: Slot) -> None:
         """The state is that of `step`; of the starting weights nothing is kept, since they can be made again."""
@@ -466,7 +463,7 @@ class Memory:
             return
         if self._first_here:
             forget_from(self._folder, self._mesh.world)
-            there = state_file.there(self._folder / state_file.REPLICAS, self._run)
+            there = kept_files.there(self._folder / kept_files.REPLICAS, self._run)
             passed = [facts.path for facts in there if facts.rank not in self._wards]
             for path in (*self._of_before(), *passed):
                 path.unlink(missing_ok=True)
@@ -479,7 +476,7 @@ class Memory:
 
     def _of_before(self) -> list[Path]:
         """State files in the folder that attempts before have made, and that are not gone on with."""
-        paths = [*state_file.files_in(self._folder), *state_file.files_in(self._folder / state_file.REPLICAS)]
+        paths = [*kept_files.files_in(self._folder), *kept_files.files_in(self._folder / kept_files.REPLICAS)]
         facts = ((path, state_file.facts_of(path)) for path in paths)
         return [path for path, each in facts if each is None or each.generation != self.file.facts.generation]
 

@@ -62,6 +62,7 @@ class Cause:
     code: int
     what: str
     lowered: bool = False  # after want of memory: whether the next attempt asks for less
+    damaged: bool = False  # what was kept in memory, and is void now: the next attempt begins with something else
 
 
 @dataclass(frozen=True)

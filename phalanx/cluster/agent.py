@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 
 from phalanx.cluster.attempt import IDLE_S, Attempt
-from phalanx.cluster.causes import is_deterministic, place_of
+from phalanx.cluster.causes import FROM_ELSE, is_damage, is_deterministic, place_of
 from phalanx.cluster.early import Early
 from phalanx.cluster.job import Job
 from phalanx.cluster.stopping import Signals
@@ -64,7 +64,8 @@ def run(job: Job) -> int:
 
     DONE when all ranks are done; STOPPED when they stopped for a signal; otherwise the code of the first real cause
     (FAILED for a death by signal). A configuration error is never retried, nor an exhausted memory unless
-    `after_out_of_memory` says that it is worth it, nor is anything once a stop was asked for. SIGTERM and SIGUSR1 are
+    `after_out_of_memory` says that it is worth it, nor is anything once a stop was asked for; kept state that was
+    damaged is passed over by another attempt, which is not counted. SIGTERM and SIGUSR1 are
     passed on to the workers, a first SIGINT and a SIGHUP that is not ignored as SIGTERM; a second SIGINT, or `grace_s`
     gone by, kills them. Must be called from the main thread; signal handlers are as before when it returns. However it
     ends, by an exception of a callback too, no worker is left.
@@ -88,6 +89,9 @@ def run(job: Job) -> int:
             asked = signals.asked
             if code == ExitCode.OUT_OF_MEMORY and not asked and job.after_out_of_memory():
                 job.on_event(Kind.RESTARTED, {"attempt": number + 1, "reason": "with smaller micro-batches"})
+                continue
+            if is_damage(attempt.cause) and not asked:
+                job.on_event(Kind.RESTARTED, {"attempt": number + 1, "reason": FROM_ELSE})
                 continue
             if code == ExitCode.DONE or code in NEVER_RETRIED or asked:
                 return code

@@ -100,6 +100,7 @@ class Attempt:
                 attempt=self.number,
                 shared=None if self.job.shared is None else str(self.job.shared),
                 kept=kept,
+                keeps=self.job.keeps,
                 nodes=self.part.nodes,
                 partner=self.part.partner,
                 epoch=self.part.epoch,
@@ -189,7 +190,7 @@ class Attempt:
     def _give_up(self, blamed: Sequence[Blame]) -> None:
         """Take ranks that hang for failed; all get their stacks into their logs before they are killed."""
         self._dump_stacks(self._living())
-        pids = {process.rank: process.pid for process in self._living()}
+        pids = {process.rank: process.pid for process in self.processes}
         for blame in blamed:
             if blame.rank in pids:
                 cause = {"exit_code": int(ExitCode.FAILED), "type": blame.kind, "message": blame.reason}
@@ -281,8 +282,9 @@ class Attempt:
             if left <= 0:
                 break
             self._wait(left, heed_signals=False)
-        if self._living() and all(end.signal == signal.SIGABRT for end in self.ends if end.abnormal):
-            # So an accelerator's collectives end a rank that has waited for too long.
+        abnormal = [end for end in self.ends if end.abnormal]
+        if abnormal and all(end.signal == signal.SIGABRT for end in abnormal):
+            # So an accelerator's collectives end a rank that has waited for too long, and soon all that have.
             self._give_up(watchdog.waited_for(self.part.world))
         self.kill()
         # Ranks that had not got as far as to handle a signal which was passed on to them, nor to do a step.

@@ -25,8 +25,10 @@ _LOST_PEER = re.compile(
 )
 # What a rank says whose replica, or what it begins with, is on a node that has gone.
 _LOST_COPY = re.compile(r"state could not be (read|replicated|copied) (to|from) another node")
+FROM_ELSE = "from what else is kept"  # why there is another attempt after damage
 HANG, DEADLOCK = "Hang", "Deadlock"  # types of causes that an agent finds for a rank
-_OF_OTHERS = ("CollectiveError", "StorageError")  # exceptions that speak of something outside the program
+# Exceptions that speak of something outside the program.
+_OF_OTHERS = ("CollectiveError", "StorageError", "DamagedState")
 _LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "CutOff")
 
 
@@ -114,6 +116,12 @@ def suspicion(end: End) -> int:
         return 2
     lost = end.cause["type"] in _LOST_PEER_TYPES or _LOST_PEER.search(end.cause["message"])
     return 3 if lost else 1
+
+
+def is_damage(end: End | None) -> bool:
+    """Whether a rank found what it was to go on from damaged, and has made that void: the next attempt goes on from
+    something else."""
+    return end is not None and end.cause is not None and end.cause["type"] == "DamagedState"
 
 
 def place_of(end: End | None) -> tuple[int | None, str, str] | None:

@@ -49,6 +49,10 @@ class Link:
     def up(self) -> bool:
         return self.channel is not None and self.proof is None
 
+    def flush(self) -> None:
+        while self.channel is not None and self.waiting:
+            self.channel.say(self.waiting.pop(0))
+
 
 class Circle:
     """One agent's view; `voice` says that it lives. `claim` creates an epoch's file (None: a run folder at a URL has
@@ -274,7 +278,7 @@ class Circle:
                     if link.channel is not None:
                         link.channel.close("it has called itself")
                     link.channel, link.proof = channel, None
-                    self._flush(link)
+                    link.flush()
 
     def _call(self, now: float) -> None:
         """Call those that this node has to talk to and that are not to call it: the higher number calls."""
@@ -297,8 +301,7 @@ class Circle:
             return
         for message in link.channel.heard():
             if link.proof is None and (wrong := problem(message)) is not None:
-                self._lose(node, NONSENSE.format(wrong))
-                return
+                return self._lose(node, NONSENSE.format(wrong))
             if link.proof is None:
                 self._take(node, message)
             elif link.proof.failed is None:
@@ -306,7 +309,7 @@ class Circle:
                 if link.proof.done:
                     link.proof = None
                     link.channel.say({"role": "peer", "node": self.me.node, "token": self.me.token})
-                    self._flush(link)
+                    link.flush()
         if self._links.get(node) is not link:
             return
         if link.proof is not None and (link.channel.lost or link.proof.failed or now > link.proof.until):
@@ -315,12 +318,6 @@ class Circle:
             link.again_at = now + AGAIN_S
         elif link.channel is not None and link.channel.lost is not None:
             self._lose(node, link.channel.lost)
-
-    def _flush(self, link: Link) -> None:
-        waiting, link.waiting = link.waiting, []
-        for message in waiting:
-            assert link.channel is not None
-            link.channel.say(message)
 
     def _take(self, node: int, message: Message) -> None:
         if "gone" in message:

@@ -39,14 +39,30 @@ def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> dict[str, Any] |
 
 
 def newest(paths: RunPaths) -> dict[str, Any] | None:
-    """What the file of the newest epoch says now; as `fencing.newest`."""
+    """What the file of the newest epoch says now, as `fencing.newest`; None for a run folder at a URL."""
+    if paths.url is not None:
+        return None
     look_again(paths.epoch(1).parent)
     return fencing.newest(paths)
+
+
+def number(paths: RunPaths) -> int:
+    """That of the newest epoch; 0 without any."""
+    return int((newest(paths) or {"epoch": 0})["epoch"])
+
+
+def leader(paths: RunPaths) -> tuple[str, int] | None:
+    """Where the leader of the newest epoch listens, as its file says."""
+    told = newest(paths)
+    try:
+        return None if told is None else (str(told["address"][0]), int(told["address"][1]))
+    except (KeyError, TypeError, ValueError, IndexError):
+        return None
 
 
 def claim_next(paths: RunPaths, text: dict[str, Any]) -> int:
     """Claim the epoch after the newest, for a job that begins; returns its number. Raises as `claim`."""
     while True:
-        epoch = 1 + int((newest(paths) or {"epoch": 0})["epoch"])
+        epoch = 1 + number(paths)
         if claim(paths, epoch, {"since": epoch, **text}) is None:
             return epoch

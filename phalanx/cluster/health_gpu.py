@@ -72,6 +72,7 @@ class Reading:
     gpus: tuple[Gpu, ...] = ()
     problem: str | None = None
     severity: Severity = Severity.UNKNOWN
+    driver: str = ""  # its version
 
 
 def judge(
@@ -88,7 +89,8 @@ def judge(
         found += _compared(gpus, expected)
     if not found:
         count = f"{len(gpus)} GPU{'' if len(gpus) == 1 else 's'}"
-        sentence = f"nothing is wrong with {count}" if gpus else "the driver knows of no GPU"
+        driver = f" (driver {reading.driver})" if reading.driver else ""
+        sentence = f"nothing is wrong with {count}{driver}" if gpus else "the driver knows of no GPU"
         found.append(Finding("gpus", Severity.OK, sentence, len(gpus), len(gpus)))
     return found
 

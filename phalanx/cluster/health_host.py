@@ -24,6 +24,7 @@ FILES, FILES_LEAST = 1024, 256  # descriptors: each rank holds sockets to its pe
 PROCESSES = 512  # threads and processes that may still be started
 LOCKED_BYTES = 64 * MIB  # memory that may be locked, for network cards that write into it (RDMA)
 SKEW_S, SKEW_MOST_S = 2.0, 300.0  # Slurm's munge refuses what is 300 s off
+_UNLIMITED = 1 << 62
 PROBE = b"phalanx writes, syncs, reads\n" * 2048  # some pages
 
 
@@ -112,12 +113,14 @@ def limits(network_cards: Path = Path("/sys/class/infiniband")) -> list[Finding]
             "card; set it to unlimited"
         )
         found.append(Finding("locked memory", Severity.WATCH, text, locked, LOCKED_BYTES))
-    return found or [Finding("limits", Severity.OK, f"this process may open {files} files", files, FILES)]
+    may_lock = "any amount" if locked == _UNLIMITED else _size(locked)
+    text = f"this process may open {files} files and lock {may_lock} of memory"
+    return found or [Finding("limits", Severity.OK, text, files, FILES)]
 
 
 def _soft(which: int) -> int:
     value = resource.getrlimit(which)[0]
-    return 1 << 62 if value == resource.RLIM_INFINITY else value
+    return _UNLIMITED if value == resource.RLIM_INFINITY else value
 
 
 def _tasks_of_user() -> int:

@@ -118,7 +118,8 @@ class Job:
     standard error, and no causes). `on_event(kind, details)` gets the events; details always hold `attempt`. `on_idle`
     is called about every 0.1 s. `grace_s`: seconds that workers get, after a stop signal, to finish their step and
     save, before they are killed. `part` and `others` belong to a job on several nodes. `shared`: a
-    folder in this node's shared memory, which outlives the ranks; there their pulses are, by which ranks are ended for
+    folder in this node's shared memory, which outlives the ranks, where they may keep their state if it `keeps` that;
+    there their pulses are, by which ranks are ended for
     which nothing has changed for longer than `patience` (None: for ever); `known` is what attempts of this job before
     have shown of their steps.
     """
@@ -138,6 +139,7 @@ class Job:
     part: Part | None = None
     others: Others | None = None
     shared: Path | None = None
+    keeps: bool = True
     patience: Patience | None = None
     known: Known = field(default_factory=Known)
     kept: Callable[[], Kept | None] = _nothing_kept

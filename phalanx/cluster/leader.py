@@ -37,7 +37,7 @@ from phalanx.cluster.affairs import (
     Unfit,
 )
 from phalanx.cluster.causes import End as RankEnd
-from phalanx.cluster.causes import first_cause, is_aftermath, sameness, suspicion
+from phalanx.cluster.causes import first_cause, is_aftermath, is_damage, sameness, suspicion
 from phalanx.cluster.circle import MEET_S
 from phalanx.cluster.errand import Errand
 from phalanx.cluster.greeting import crowd, objection, taken
@@ -210,7 +210,7 @@ class Leader:
             code = 1 if first.exit_code is None else first.exit_code
             if told["code"] == ExitCode.STOPPED:  # it was asked to stop, and could not heed that yet
                 code = int(ExitCode.STOPPED)
-            cause = Cause(suspicion(first), code, sameness(first), bool(told.get("lowered")))
+            cause = Cause(suspicion(first), code, sameness(first), bool(told.get("lowered")), is_damage(first))
             self._begin_incident()
         self.event(Ended(now, node, int(told["attempt"]), int(told["code"]), cause))
 

@@ -28,11 +28,19 @@ def read() -> Reading:
         return _unreachable(nvml, error)
     try:
         count = nvml.nvmlDeviceGetCount()
-        return Reading(tuple(_gpu(nvml, index) for index in range(count)))
+        gpus = tuple(_gpu(nvml, index) for index in range(count))
+        return Reading(gpus, driver=_driver(nvml))
     except nvml.NVMLError as error:
         return _unreachable(nvml, error)
     finally:
         nvml.nvmlShutdown()
+
+
+def _driver(nvml: Any) -> str:
+    try:
+        return _text(nvml.nvmlSystemGetDriverVersion())
+    except nvml.NVMLError:  # it speaks of its GPUs, which is what matters
+        return ""
 
 
 def _unreachable(nvml: Any, error: Any) -> Reading:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx import state_file
+from phalanx import kept_files, state_file
 from phalanx.cluster.wire import Message
 from phalanx.kept import BARE, Address, Kept, KeptFile, choice_of
 
@@ -31,7 +31,7 @@ def kept_of(start: Message, node: int, shared: Path, address_of: Callable[[int],
     """What is gone on from, as a node sees it whose folder in shared memory is `shared`; None: nothing in memory."""
     told, files = start["kept"], []
     for rank, (holder, held) in sorted(choice_of(told).files.items() if told is not None else ()):
-        name = state_file.file_of(held)
+        name = kept_files.file_of(held)
         if holder == node:
             files.append(KeptFile(rank, str(shared / name), held.layout))
         else:
@@ -66,6 +66,6 @@ def replicas_of_before(start: Message, node: int) -> list[str]:
         return []
     first = sum(ranks[:before])
     return [
-        f"{state_file.REPLICAS}/{state_file.name_of(choice.generation, rank)}"
+        f"{kept_files.REPLICAS}/{state_file.name_of(choice.generation, rank)}"
         for rank in range(first, first + ranks[before])
     ]

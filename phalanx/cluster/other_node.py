@@ -111,7 +111,9 @@ def seek(
                 channel = proved(address, secret, min(CONNECT_S, patience_s), min(PROOF_S, patience_s))
             except OSError as error:
                 problem = f"{address[0]}:{address[1]}: {error.strerror or error}"
-                if isinstance(error, ConnectionRefusedError) and error.errno is None and place.folder is None:
+                unproved = isinstance(error, ConnectionRefusedError) and error.errno is None
+                # Where a leader was that is gone anybody may listen by now, and in a folder the next file may be right.
+                if unproved and address == (place.host, place.port):
                     where = "" if place.kept is None else (
                         f"it is kept in {place.kept} here, which all nodes have to share; else meet in a folder that "
                         "they share (file:///FOLDER), or "

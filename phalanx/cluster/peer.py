@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx import state_file
+from phalanx import kept_files, state_file
 from phalanx.cluster import hangs, rendezvous, succession
 from phalanx.cluster.attempt import IDLE_S, Attempt
 from phalanx.cluster.beats import Beats
@@ -284,7 +284,7 @@ class Peer:
         job = self._job
         if self._keeper is not None and not self._keeper.alive:
             self._end_keeper()
-        if job is None or job.shared is None or job.paths is None:
+        if job is None or job.shared is None or not job.keeps or job.paths is None:
             return self._keeper
         run = self._run_of(job.paths)
         if self._keeper is not None and self._keeper.run != run:  # the run had no records yet when it was forked
@@ -316,17 +316,19 @@ class Peer:
         job = self._job
         if job is None or job.shared is None or job.paths is None:
             return []
-        return held_to_message(state_file.held_in(job.shared, self._run_of(job.paths)))
+        return held_to_message(kept_files.held_in(job.shared, self._run_of(job.paths)))
 
     def _kept(self, shared: Path) -> Kept | None:
         """What an attempt begins with, as the order to start says; whatever else lies here is removed, but for replicas
         of use. What another node has of it, and ranks here will take as it is, is on its way from now on."""
-        assert self.start is not None
         me = self.circle.me.node
+        assert self.start is not None and self._job is not None
+        for message in kept_files.damage_in(shared):
+            self._job.on_event(Kind.WARNING, {"attempt": int(self.start["attempt"]), "message": message})
         kept = kept_of(self.start, me, shared, self._address_of)
         used = {str(shared / name) for name in replicas_of_before(self.start, me)}
         used |= {file.path for file in (kept.files if kept else ()) if file.address is None}
-        state_file.remove_others(shared, used)
+        kept_files.remove_others(shared, used)
         for file in taken_from_others(self.start, me, kept):
             if kept is not None and file.address is not None and self._keeper is not None:
                 self._keeper.fetch(file.path, file.address, kept.step, int(self.start["slots"]))

@@ -17,16 +17,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx import host_memory, state_file
+from phalanx import host_memory, kept_files, state_file
 from phalanx.cluster.fetches import Copy, Fetches
 from phalanx.cluster.fork import fork, kill_group
 from phalanx.cluster.relay import CALL_S
 from phalanx.cluster.wire import call, watch
 from phalanx.errors import CheckpointError
 from phalanx.kept import Address
+from phalanx.kept_files import REPLICAS
 from phalanx.replicas import SOCKET, Message, receive, receive_into, send
 from phalanx.shared_memory import too_large
-from phalanx.state_file import REPLICAS, Facts, StateFile, Who
+from phalanx.state_file import Facts, StateFile, Who
 
 ROLE = "replicas"  # of a caller at an agent's door
 CHUNK_BYTES = 4 << 20
@@ -158,13 +159,17 @@ class _Rank:
                 try:
                     self._do(message)
                 except Exception as error:  # what a partner answers may be anything
-                    what = "read from" if "read" in message else "replicated to"
+                    what = "read from" if {"read", "check"} & message.keys() else "replicated to"
                     text = f"state could not be {what} another node ({error}); it or its process for that was lost"
                     send(self._connection, {"error": text})
 
     def _do(self, message: Message) -> None:
         if "read" in message:
             self._pass_on(message)
+        elif "check" in message:
+            there = self._reader(message)
+            send(there, {name: message[name] for name in ("check", "step")})
+            send(self._connection, receive(there))
         elif "fetch" in message:
             self._copy = _copy(self._fetches, message)
             self._copy.made.wait()
@@ -184,12 +189,16 @@ class _Rank:
             self._newest = None
             send(self._connection, self._ask_partner(message))
 
-    def _pass_on(self, message: Message) -> None:
+    def _reader(self, message: Message) -> socket.socket:
+        """The connection with the node that a message speaks of."""
         host, port = message["of"]
         address = (str(host), int(port))
         if address not in self._readers:
             self._readers[address] = call(address, self._secret, {"role": ROLE}, CALL_S)
-        there = self._readers[address]
+        return self._readers[address]
+
+    def _pass_on(self, message: Message) -> None:
+        there = self._reader(message)
         send(there, {name: message[name] for name in ("read", "at", "bytes")})
         answer = receive(there)
         send(self._connection, answer)
@@ -331,18 +340,28 @@ class _Node:
                 try:
                     if "read" in message:
                         self._read(str(message["read"]), int(message["at"]), int(message["bytes"]))
+                    elif "check" in message:
+                        path = self._there(str(message["check"])).path
+                        send(self._connection, {"problem": state_file.void_if_damaged(path, int(message["step"]))})
                     elif self._writes:
                         self._keep(message)
                 except Exception as error:  # what comes may be anything, and ends no more than this connection
                     send(self._connection, {"error": str(error)})
                     return
 
-    def _read(self, name: str, at: int, count: int) -> None:
-        paths = [*state_file.files_in(self._folder), *state_file.files_in(self._folder / REPLICAS)]
+    def _there(self, name: str) -> Facts:
+        """A state file of the run. Raises CheckpointError where there is none of that name."""
+        paths = [*kept_files.files_in(self._folder), *kept_files.files_in(self._folder / REPLICAS)]
         found = [path for path in paths if str(path.relative_to(self._folder)) == name]
         facts = state_file.facts_of(found[0]) if found else None
-        if facts is None or facts.run != self._run or not 0 <= at <= at + count <= facts.end:
+        if facts is None or facts.run != self._run:
             raise CheckpointError(f"there is no state file {name} any more")
+        return facts
+
+    def _read(self, name: str, at: int, count: int) -> None:
+        facts = self._there(name)
+        if not 0 <= at <= at + count <= facts.end:
+            raise CheckpointError(f"the state file {name} is shorter than was asked for")
         descriptor = os.open(facts.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             send(self._connection, {"bytes": count})

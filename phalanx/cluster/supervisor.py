@@ -36,6 +36,7 @@ from phalanx.cluster.affairs import (
     Time,
     Unfit,
 )
+from phalanx.cluster.causes import FROM_ELSE
 from phalanx.kept import Choice, choose, missing
 from phalanx.records import ExitCode, Kind
 
@@ -255,6 +256,8 @@ def _if_over(state: State, now: float) -> Decision:
         if not first.lowered:
             return _finish(state, first.code, "out of memory, and nothing that could be made smaller")
         return _regroup(replace(state, start_at=now, again="with smaller micro-batches"), now)
+    if first is not None and first.damaged and not lost:
+        return _regroup(replace(state, start_at=now, again=FROM_ELSE), now)
     return _failed(state, first, now)
 
 

@@ -111,15 +111,17 @@ class Hang:
         """What is said of each rank that is taken to have failed; of ranks that wait for one another, of one."""
         kind = HANG if self.late else DEADLOCK
         blamed = self.late or self.waiting[:1]
-        return [Blame(beat.rank, kind, self.reason(beat), beat.step or None) for beat in blamed]
+        return [Blame(beat.rank, kind, self.reason(beat), position(beat)[0] or None) for beat in blamed]
 
     def reason(self, beat: Beat) -> str:
         """A sentence on why `beat`'s rank is taken to hang."""
         where = place(beat)
         if not self.late:
+            on_device = beat.waits_for == "device" or beat.behind is not None
+            kernel = "a kernel of one of their devices does not end, " if on_device else ""
             return (
                 f"it has waited for {beat.still_s:.0f} s in {where}, as all ranks have, and none is behind: the "
-                "network between them broke, or they wait in different collectives; the stacks are in the logs"
+                f"network between them broke, {kernel}or they wait in different collectives; the stacks are in the logs"
             )
         how = ", stopped by a signal" if beat.rank in self.stopped else ""
         others = ""
@@ -140,7 +142,11 @@ class Blame:
 
 
 def place(beat: Beat) -> str:
-    """Where a rank is, in words."""
+    """Where a rank is, in words; where its device is, if that is behind and it waits for it."""
+    if beat.behind is not None:
+        step, phase, micro_batch = beat.behind
+        there = replace(beat, step=step, phase=phase, micro_batch=micro_batch, waits_for="", behind=None)
+        return f"{place(there)} on its device"
     of_step = f" of step {beat.step}" if beat.step else ""
     many = f", micro-batch {beat.micro_batch + 1}," if beat.micro_batch else ""
     waits = f" ({beat.waits_for})" if beat.waits_for else ""
@@ -157,19 +163,21 @@ def numbers(ranks: Sequence[int]) -> str:
 
 
 def position(beat: Beat) -> tuple[int, int, int]:
-    """How far a rank has come: (step, micro-batch, phase), in the order in which ranks go through them."""
-    if beat.phase in ("forward", "backward"):
-        return beat.step, beat.micro_batch, PHASES.index(beat.phase)
-    ahead = PHASES.index(beat.phase) >= PHASES.index("exchange")
-    return beat.step, 1 << 40 if ahead else -1, PHASES.index(beat.phase)
+    """How far a rank has come: (step, micro-batch, phase), in the order in which ranks go through them. It has come no
+    further than its device."""
+    step, phase, micro_batch = beat.behind or (beat.step, beat.phase, beat.micro_batch)
+    if phase in ("forward", "backward"):
+        return step, micro_batch, PHASES.index(phase)
+    ahead = PHASES.index(phase) >= PHASES.index("exchange")
+    return step, 1 << 40 if ahead else -1, PHASES.index(phase)
 
 
 def judge(beats: Sequence[Beat], signs: Mapping[int, Signs], world: int, patience: Patience) -> Hang | None:
     """Whether ranks hang, and which. `beats` are those of all `world` ranks, or of some, where no others are known.
 
     A rank that does not wait hangs when nothing has changed with it for longer than `patience`; of several, those that
-    are behind the others are at fault. Ranks that wait are only judged when all do. Where somebody debugs a rank nobody
-    is judged.
+    are behind the others are at fault. Ranks that wait are only judged when all do: one that is alone waits for its
+    device. Where somebody debugs a rank nobody is judged.
     """
     if any(sign.traced for sign in signs.values()):
         return None
@@ -177,7 +185,7 @@ def judge(beats: Sequence[Beat], signs: Mapping[int, Signs], world: int, patienc
         beat for beat in beats if beat.still_s > patience.of(beat, signs.get(beat.rank)) and not _on_disk(beat, signs)
     ]
     stopped = frozenset(beat.rank for beat in still if signs.get(beat.rank, NO_SIGNS).stopped)
-    stuck = [beat for beat in still if not beat.waits_for or beat.rank in stopped]
+    stuck = [beat for beat in still if not beat.waits or beat.rank in stopped]
     if stopped:  # whatever others do, they do not go on by themselves
         stuck = [beat for beat in stuck if beat.rank in stopped]
     if stuck:
@@ -188,7 +196,7 @@ def judge(beats: Sequence[Beat], signs: Mapping[int, Signs], world: int, patienc
         return None  # who waits, waits for somebody that works, or that is not known here
     behind = min(position(beat) for beat in still)
     late = [beat for beat in still if position(beat) == behind]
-    return _hang(late if len(late) < len(still) else [], beats, stopped)
+    return _hang(late if len(late) < len(still) or world == 1 else [], beats, stopped)
 
 
 def _on_disk(beat: Beat, signs: Mapping[int, Signs]) -> bool:

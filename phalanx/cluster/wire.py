@@ -1,8 +1,9 @@
 """Messages between the agents of a job's nodes: JSON lines over TCP, behind a proof that both sides know the secret.
 
 Nothing here waits: a channel sends and takes what the kernel has room for or holds, whenever its owner tends it. The
-proof is HMAC-SHA256 over a nonce of each side (challenge and response, both ways), so that the secret never travels and
-an old conversation is worth nothing. What follows the proof is neither encrypted nor signed.
+proof is HMAC-SHA256 over a nonce of each side (challenge and response, both ways) and the port that is called, so that
+the secret never travels, an old conversation is worth nothing, and nobody who listens at another port can pass on the
+proofs of two others and come between them. What follows the proof is neither encrypted nor signed.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import socket
 import time
 from typing import Any, TypeGuard
 
-PROTOCOL = 1
+PROTOCOL = 2
 STRANGER_BYTES = 1 << 10  # the longest line of a side that has not proved itself
 FRIEND_BYTES = 16 << 20
 PROOF_S = 10.0  # what a side gets to prove itself
@@ -168,6 +169,7 @@ class Proof:
         self.done = False
         self.failed: str | None = None
         self._mine, self._theirs = secrets.token_hex(16), ""
+        self._port = 0 if calling else _port(channel.socket.getsockname())
         self.until = time.monotonic() + PROOF_S
         if not calling:
             channel.say({"phalanx": PROTOCOL, "nonce": self._mine})
@@ -196,12 +198,14 @@ class Proof:
         if message.get("phalanx") != PROTOCOL or not _is_ascii(nonce):
             self.failed = "what listens there is no node 0 of this version of Phalanx"
             return
+        with contextlib.suppress(OSError):  # it has gone again, as the channel will find
+            self._port = _port(self.channel.socket.getpeername())
         self._theirs = nonce
         self.channel.say({"nonce": self._mine, "proof": self._proof(b"calling")})
 
     def _proof(self, side: bytes) -> str:
         calling, called = (self._mine, self._theirs) if self._calling else (self._theirs, self._mine)
-        text = b"|".join([b"phalanx", side, calling.encode(), called.encode()])
+        text = b"|".join([b"phalanx", side, str(self._port).encode(), calling.encode(), called.encode()])
         return hmac.new(self._secret, text, hashlib.sha256).hexdigest()
 
     def _is_proved(self, proof: Any, side: bytes) -> bool:
@@ -294,6 +298,11 @@ def call(address: tuple[str, int], secret: str, hello: Message, timeout_s: float
             return channel.socket
     channel.close("it did not answer in time")
     raise ConnectionError(channel.lost)
+
+
+def _port(name: Any) -> int:
+    """The port of a socket's name; 0 for one of another kind."""
+    return int(name[1]) if isinstance(name, tuple) else 0
 
 
 def _is_ascii(text: Any) -> TypeGuard[str]:

@@ -357,7 +357,7 @@ class Group(dist.ProcessGroup):
             for device in devices:
                 accelerator.mark(device).synchronize()  # and until it has the result
 
-        return self._line.call(program, result)
+        return self._line.call(program, result, sorted(devices, key=str))
 
     def _operation(self, opts: Any, tensors: Tensors) -> tuple[Combine, Finish, Any]:
         """How to combine two parts, what to do with the whole, and what each part is multiplied by first."""

@@ -6,6 +6,7 @@ gloo returns wrong values, without an error, for non-contiguous tensors in some 
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -31,11 +32,18 @@ class Traffic:
     wait_s: float = 0.0  # time the host was held up
     waited_s: float = 0.0  # the same since the beginning: `take` leaves it
     pulse: Pulse | None = field(default=None, repr=False, compare=False)  # is told what the main thread waits for
+    # Called before the main thread starts a collective of the device, where another one starts some, too.
+    turn: Callable[[], None] | None = field(default=None, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Surrounds a wait for something of pulse.WAITS."""
         return contextlib.nullcontext() if self.pulse is None else self.pulse.waiting(what)
+
+    def await_turn(self, tensor: torch.Tensor) -> None:
+        """To be called before a collective of this tensor is started."""
+        if self.turn is not None and tensor.device.type != "cpu":
+            self.turn()
 
     def count(self, payload_bytes: int) -> None:
         """Take note of one call."""
@@ -136,6 +144,7 @@ def carried_from(group: dist.ProcessGroup, device: torch.device) -> torch.device
 def _begin(traffic: Traffic, *tensors: torch.Tensor) -> float:
     for tensor in tensors:
         assert tensor.is_contiguous(), f"a collective was given a non-contiguous tensor of shape {tuple(tensor.shape)}"
+    traffic.await_turn(tensors[0])
     traffic.count(max(tensor.numel() * tensor.element_size() for tensor in tensors))
     return time.perf_counter()
 

@@ -1,10 +1,11 @@
 """What a group of the backend is made of: its connections, and the thread that does its collectives in their order."""
 
+import contextlib
 import datetime
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from phalanx import accelerator
 from phalanx.comm.guarded import Guarded
 from phalanx.comm.hierarchical import Moving, PeerError, Program, TwoLevel
-from phalanx.comm.topology import Topology
+from phalanx.comm.topology import Topology, this_host
 
 AT_ONCE = 4  # collectives of a group under way: the next begins while the end of the last is awaited
 
@@ -21,9 +22,13 @@ AT_ONCE = 4  # collectives of a group under way: the next begins while the end o
 class Call(dist.Work):
     """A collective that is queued, under way or done."""
 
-    def __init__(self, make: Callable[[], Program], result: Any, group: Guarded) -> None:
+    def __init__(
+        self, make: Callable[[], Program], result: Any, group: Guarded, devices: Sequence[torch.device] = ()
+    ) -> None:
+        """`devices`: those other than the host that have a part in `result`."""
         super().__init__()
         self.make, self._result, self._group = make, result, group
+        self._devices: list[Any] = list(devices)
         self.moving: Moving | None = None
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -61,17 +66,19 @@ class Call(dist.Work):
     def get_future(self) -> "torch.futures.Future[Any]":
         with self._asking:
             if self._future is None:
-                self._future = torch.futures.Future()
+                # With its devices: what hangs on it runs there, in streams of its own that whoever waits comes after.
+                self._future = torch.futures.Future(devices=self._devices)
                 # What hangs on a future runs where that is set, and may wait for another collective of the group.
                 threading.Thread(target=self._resolve, args=(self._future,), name="phalanx-future", daemon=True).start()
             return self._future
 
     def _resolve(self, future: "torch.futures.Future[Any]") -> None:
         self._over.wait()
-        if self._error is None:
-            future.set_result(self._result)
-        else:
-            future.set_exception(self._error)
+        with torch.accelerator.device_index(self._devices[0].index) if self._devices else contextlib.nullcontext():
+            if self._error is None:
+                future.set_result(self._result)
+            else:
+                future.set_exception(self._error)
 
 
 class Letter(dist.Work):
@@ -120,13 +127,13 @@ class Line:
         self._worker = threading.Thread(target=self._work, name="phalanx-collectives", daemon=True)
         self._worker.start()
 
-    def call(self, make: Callable[[], Program], result: Any) -> Call:
-        """Queue a collective."""
+    def call(self, make: Callable[[], Program], result: Any, devices: Sequence[torch.device] = ()) -> Call:
+        """Queue a collective; `devices` as `Call` has them."""
         if self.guarded.failed is not None:
             raise self.guarded.failed
         if self._closed:
             raise RuntimeError("this process group was destroyed; make another one")
-        call = Call(make, result, self.guarded)
+        call = Call(make, result, self.guarded, devices)
         self._calls.put(call)
         return call
 
@@ -142,7 +149,7 @@ class Line:
             raise self.guarded.failed
         ranks = frozenset(peers) | {self.rank}
         if ranks not in self._own:
-            self._store.set(str(self.rank), f"{device.type} {accelerator.identity(device)}")
+            self._store.set(str(self.rank), f"{device.type} {accelerator.hardware(device, this_host())}")
             found = [self._store.get(str(rank)).decode() for rank in sorted(ranks)]
             self._own[ranks] = len({each.split()[0] for each in found}) == 1 and len(set(found)) == len(found)
             if self._own[ranks] and self._native is None:

@@ -41,12 +41,30 @@ class Axis:
         return len(self.ranks)
 
 
+@contextlib.contextmanager
+def _unbound() -> Iterator[None]:
+    """The default group without the device that a script has bound it to: torch looks that up in every group that is
+    made meanwhile, which fails in those of gloo alone, and has ranks outside a new group take part in making it."""
+    default = dist.group.WORLD
+    assert default is not None
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def _new_group(ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
+    with _unbound():
+        return dist.new_group(ranks, **options)
+
+
 def neighbours(axis: Axis, size: int, timeout_s: float) -> Axis:
     """The part of an axis that consists of this rank and those beside it, `size` of them, as long as the axis lives.
     To be called by all ranks of the part."""
     first = axis.rank // size * size
     ranks = axis.ranks[first : first + size]
-    group = dist.new_group(
+    group = _new_group(
         list(ranks),
         backend=dist.get_backend(axis.group),
         timeout=datetime.timedelta(seconds=timeout_s),
@@ -144,7 +162,7 @@ class Mesh:
             neighbours = [everyone[first : first + degree] for first in range(0, self.world, degree)]
             copies = [everyone[place::degree] for place in range(degree)] if degree < self.world else []
             for ranks in (*neighbours, *copies):
-                group = dist.new_group(list(ranks), backend=backend, timeout=wait)
+                group = _new_group(list(ranks), backend=backend, timeout=wait)
                 if me in ranks:
                     mine[ranks in copies] = group
                     self.made.append(group)
@@ -212,9 +230,7 @@ def join(placement: Placement, timeout_s: float, storage_s: float = 0.0, axes: A
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.PrefixStore(f"attempt-{placement.attempt}", _store(placement, timeout))
     offers = _meet(store, placement, timeout_s, _offer(device))
-    # The group is not bound to a device (`device_id`): of a bound one torch looks the device up in every further group,
-    # which fails in those of gloo alone, and has ranks outside a new group take part in making it.
-    dist.init_process_group(
+    dist.init_process_group(  # not bound to a device (`device_id`), for the reasons that `_unbound` has
         _backend(offers),
         store=dist.PrefixStore("group", store),
         rank=placement.rank,
@@ -238,10 +254,11 @@ def beside(device: torch.device, timeout_s: float, axes: Axes = ALONE) -> Iterat
     axes.data(dist.get_world_size())
     # torch keeps this store to itself, but it is where every rank is known to look.
     store = dist.PrefixStore("beside", dist.distributed_c10d._get_default_store())
-    meeting = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    meeting = _new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
     offers = JsonGroup(meeting).all_objects(_offer(device))
     dist.destroy_process_group(meeting)
-    mesh = _mesh(device, offers, store, timeout_s, 0.0, axes)
+    with _unbound():
+        mesh = _mesh(device, offers, store, timeout_s, 0.0, axes)
     try:
         yield mesh
     finally:
@@ -269,10 +286,10 @@ def _mesh(
         world=dist.get_world_size(),
         device=device,
         shard=DeviceMesh(device.type, torch.arange(dist.get_world_size()), mesh_dim_names=("shard",)),
-        control=dist.new_group(backend="gloo", timeout=timeout),
-        checkpoint=dist.new_group(backend="gloo", timeout=timeout + datetime.timedelta(seconds=storage_s)),
-        transfers=dist.new_group(backend=_backend(offers), timeout=timeout),
-        agreement=dist.new_group(backend="gloo", timeout=timeout),
+        control=_new_group(backend="gloo", timeout=timeout),
+        checkpoint=_new_group(backend="gloo", timeout=timeout + datetime.timedelta(seconds=storage_s)),
+        transfers=_new_group(backend=_backend(offers), timeout=timeout),
+        agreement=_new_group(backend="gloo", timeout=timeout),
         traffic=Traffic(),
         store=store,
         timeout_s=timeout_s,
@@ -300,7 +317,7 @@ def _along_axes(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wait_sa
         mine: Axis | None = None
         for ranks in axes.groups(axis, world):
             used = _backend([offers[each] for each in ranks]) if backend is None else backend
-            group = dist.new_group(list(ranks), backend=used, timeout=timeout)
+            group = _new_group(list(ranks), backend=used, timeout=timeout)
             if rank in ranks:
                 mine = Axis(group, ranks, ranks.index(rank))
         assert mine is not None
@@ -333,7 +350,7 @@ def _along_axes(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wait_sa
 def alone(mesh: Mesh) -> Iterator[Mesh]:
     """This rank as if there were no other, for what each rank tries for itself; there is nothing to shard over."""
     timeout = datetime.timedelta(seconds=mesh.timeout_s)
-    group = dist.new_group([dist.get_rank()], backend="gloo", timeout=timeout, use_local_synchronization=True)
+    group = _new_group([dist.get_rank()], backend="gloo", timeout=timeout, use_local_synchronization=True)
     try:
         yield replace(
             mesh, rank=0, world=1, control=group, checkpoint=group, transfers=group, agreement=group, traffic=Traffic(),
@@ -387,7 +404,7 @@ def _listen(address: StoreAddress) -> int:
 
 def _offer(device: torch.device) -> str:
     """What a rank tells the others: the groups that its device can have, which device it is, and on which machine."""
-    return "\t".join([accelerator.backend(device), accelerator.identity(device), this_host()])
+    return "\t".join([accelerator.backend(device), accelerator.hardware(device, this_host()), this_host()])
 
 
 def _backend(offers: list[str]) -> str:
@@ -445,7 +462,7 @@ def own_group(lists: list[list[int]]) -> dist.ProcessGroup:
     them. Collective."""
     mine = None
     for ranks in lists:  # every rank makes every group, in the same order
-        group = dist.new_group(ranks)
+        group = _new_group(ranks)
         if dist.get_rank() in ranks:
             mine = group
     assert mine is not None, (dist.get_rank(), lists)

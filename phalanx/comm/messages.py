@@ -46,6 +46,7 @@ class Messages:
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a tensor, which must not change before it has left, to rank `to` of the group."""
         leaving = tensor.to(self._via).contiguous()
+        self._traffic.await_turn(leaving)
         self._traffic.count(leaving.nbytes)
         self._sent.append((dist.isend(leaving, group=self._group, group_dst=to), leaving))
         while len(self._sent) > self._most:
@@ -54,6 +55,7 @@ class Messages:
     def receive(self, shape: Sequence[int], dtype: torch.dtype, of: int) -> Arriving:
         """Be ready for the next tensor from rank `of` of the group."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self._via)
+        self._traffic.await_turn(buffer)
         work = dist.irecv(buffer, group=self._group, group_src=of)
         return Arriving(buffer, work, self._device, self._traffic)
 

@@ -1,6 +1,6 @@
 """Causal attention: whole rows, a sliding window, several documents in one row, and both; one function for all.
 
-What is meant is said by `_masked`, with a mask of every pair of positions. Where there is no kernel that skips what the
+What is meant is said by `masked`, with a mask of every pair of positions. Where there is no kernel that skips what the
 mask hides, the others walk through documents and bands of the window, so that no work is done for pairs far apart.
 """
 
@@ -17,6 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 from phalanx.errors import is_out_of_memory
 
 _WITHOUT_KERNEL = ("cpu", "meta")  # kinds of device on which nothing need be tried
+_TRIED = (0, 1, 300, 300, 1024)  # offsets of documents in what a kernel is tried with: tiles of several sizes
 _CHUNK_MIN = 128  # queries of one band: fewer make products too thin where the window is narrow
 
 
@@ -38,7 +39,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, seg
         assert window is not None
         return _banded(q, k, v, window)
     if torch.compiler.is_compiling() or segments.is_meta:  # no walk along offsets that are not known yet
-        return _masked(q, k, v, window, segments)
+        return masked(q, k, v, window, segments)
     return _by_document(q, k, v, window, segments)
 
 
@@ -65,7 +66,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, repeat: bool, mask: Tensor | None =
 
 @torch.compiler.assume_constant_result
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether torch's variable-length kernel runs there, forward and backward: it is asked once, with four tokens."""
+    """Whether torch's variable-length kernel runs there, forward and backward: it is asked once, with a few documents
+    of real lengths and grouped heads."""
     return _tried(device, dtype, head_dim)
 
 
@@ -82,9 +84,11 @@ def _tried(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def _try(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     try:
         with torch.enable_grad():
-            x = torch.zeros(4, 1, head_dim, device=device, dtype=dtype, requires_grad=True)
-            offsets = torch.tensor([0, 1, 4, 4], device=device, dtype=torch.int32)
-            out = varlen_attn(x, x, x, offsets, offsets, 4, 4, window_size=(1, 0), enable_gqa=True)
+            length = _TRIED[-1]
+            q = torch.zeros(length, 4, head_dim, device=device, dtype=dtype, requires_grad=True)
+            kv = torch.zeros(length, 2, head_dim, device=device, dtype=dtype, requires_grad=True)
+            at = torch.tensor(_TRIED, device=device, dtype=torch.int32)
+            out = varlen_attn(q, kv, kv, at, at, length, length, window_size=(length // 4, 0), enable_gqa=True)
             assert isinstance(out, Tensor)
             out.sum().backward()
     except (RuntimeError, ValueError, TypeError) as error:  # too old a device or a torch, or too wide a head
@@ -151,7 +155,7 @@ def _runs(offsets: list[int]) -> Iterator[tuple[int, int]]:
         yield len(list(group)), size
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, window: int | None, segments: Tensor | None) -> Tensor:
+def masked(q: Tensor, k: Tensor, v: Tensor, window: int | None, segments: Tensor | None) -> Tensor:
     """What `attention` means, with a mask of all pairs: bool (B, 1, S, S)."""
     batch, _, length, _ = q.shape
     positions = torch.arange(length, device=q.device)

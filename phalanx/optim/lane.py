@@ -8,7 +8,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,10 +30,13 @@ class Lane:
         """`traffic` is the main thread's."""
         self.device = device
         self._traffic = traffic or Traffic()
+        if device.type != "cpu":
+            self._traffic.turn = self.rest
         self._stream = accelerator.side_stream(device)
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._awaits: Callable[[], bool] | None = None  # says whether what the lane waits for is there; None: it works
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -90,8 +93,42 @@ class Lane:
             done.wait()
         self.check()
 
+    def rest(self) -> None:
+        """Wait until the lane has queued on the device all that it can before this thread reaches another mark.
+
+        Where the lane and this thread both start collectives of the device, in groups of their own, all ranks must
+        start them in one order: a device that has one queue for all streams would else wait for ever for another one.
+        """
+        if self._thread is None or self._thread is threading.current_thread():
+            return
+        with self.waiting(), self._changed:
+            while not self._changed.wait_for(self._rests, POLL_S):
+                pass
+        self.check()
+
+    def _rests(self) -> bool:
+        if self.error is not None or not (self._thread and self._thread.is_alive()):
+            return True
+        return self._awaits is not None and not self._awaits()
+
+    @contextlib.contextmanager
+    def awaiting(self, there: Callable[[], bool]) -> Iterator[None]:
+        """Surrounds a wait of the lane's own thread for something of which `there` tells whether it has come."""
+        if threading.current_thread() is not self._thread:
+            yield
+            return
+        with self._changed:
+            self._awaits = there
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._awaits = None
+
     def close(self) -> None:
         """Let the thread end after what it was given; it takes no more. Not waited for long: a peer may be gone."""
+        self._traffic.turn = None
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -115,7 +152,7 @@ class Lane:
                 self._changed.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
-        with self._changed:
+        with self._changed, self.awaiting(lambda: bool(self._tasks) or self._closed):
             self._changed.wait_for(lambda: self._tasks or self._closed)
             return self._tasks.popleft() if self._tasks else None
 
@@ -147,7 +184,7 @@ class Mark:
         """
         if not self._reached.is_set():
             start = time.perf_counter()
-            with self._lane.waiting():
+            with self._lane.waiting(), self._lane.awaiting(self._reached.is_set):
                 while not self._reached.wait(POLL_S):
                     self._lane.check()
             if traffic is not None:

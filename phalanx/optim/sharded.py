@@ -81,14 +81,13 @@ class Sharded:
         parts, least = sharding.parts if degree > 1 and mesh.on_host else 1, PART_BYTES // precision.shared.itemsize
         self.buckets = layout.lay_out(parameters, weights, parts, least, sharding.apart)
         self._parts = max((len(bucket.parts) for bucket in self.buckets), default=1)
-        self._modules = dict(units)
-        self._released = sharding.zero == 3
+        self._modules, self._released = dict(units), sharding.zero == 3
         self.traffic = Traffic()  # the lane's: nobody but the lane is held up by it
         self._lane = Lane(mesh.device, mesh.traffic)
         self._rank, self._copies = mesh.rank % degree, mesh.world // degree
         owned = (each for bucket in self.buckets if bucket.trained for each in bucket.fragments(self._rank))
         self._shards = Shards(tuple(owned), rule, precision.master, mesh.device)
-        self._no_decay = self._shards.no_decay
+        self._zero = torch.zeros((), dtype=precision.master, device=mesh.device)
         self._ways = ways(mesh, degree, self.traffic, sharding.compress)
         self._whole: deque[tuple[Unit, Mark, Mark]] = deque()  # units, when they may be released, when they are there
         self._root: tuple[Unit, Mark, Mark] | None = None  # the model's own parameters, likewise, for a whole pass
@@ -172,6 +171,8 @@ class Sharded:
         self._now = Step(step, lr, clip, weights, Mark(self._lane))
         for held in self._trained_held:
             held.begin_step()
+        if self.mesh.pipe is not None:  # other stages must not wait for this one's passes to hear it
+            self._put(self._confirm)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool, several: bool = False) -> Iterator[None]:
@@ -286,33 +287,30 @@ class Sharded:
         """What the ranks will agree on unless this step is clipped or skipped."""
         if now.change is None:
             self._await_others()
-            divisor = gradients.unclipped(self._zero(), self.nominal_weight, now.weight.get(), self.loss_scale)
-            now.change = Change(now.number, now.lr, self._no_decay, divisor, torch.zeros_like(divisor).float())
+            divisor = gradients.unclipped(self._zero, self.nominal_weight, now.weight.get(), self.loss_scale)
+            now.change = Change(now.number, now.lr, self._shards.no_decay, divisor, torch.zeros_like(divisor).float())
         return now.change
-
-    def _zero(self) -> torch.Tensor:
-        return torch.zeros((), dtype=self._precision.master, device=self.mesh.device)
 
     def _await_others(self) -> None:
         """No update begins before all ranks are through with the step before, and have committed it."""
-        if self._unconfirmed:
-            self._confirm()
+        self._confirm()
         if self._complete is not None:
             self._complete.wait()
             self._complete = None
 
     def _confirm(self) -> None:
         """Begin to tell all ranks, those of other parts of the model, too, that this one is through with its step."""
-        self._state.settle()
-        group = self.mesh.everyone or self.mesh.agreement
-        self._complete = collectives.all_reduce(torch.ones((), dtype=torch.int32), group, self.traffic)
-        self._unconfirmed = False
+        if self._unconfirmed:
+            self._state.settle()
+            group = self.mesh.everyone or self.mesh.agreement
+            self._complete = collectives.all_reduce(torch.ones((), dtype=torch.int32), group, self.traffic)
+            self._unconfirmed = False
 
     def _ask(self, now: Step) -> None:
         """Begin to agree on the norm of the whole gradient, and on which parameters have one."""
         self._carrier.settle_sums()
         self._await_others()
-        ours, zero = reduced(self._trained_held, self._held_alike), self._zero()
+        ours, zero = reduced(self._trained_held, self._held_alike), self._zero
         squares = gradients.squares_once(ours, zero.dtype, zero.device)
         names = [name for held in self._trained_held for name in held.names]
         mine, rates, here = squares.item() / self._copies, self._timetable.rates(), set().union(*now.used_here)
@@ -324,9 +322,10 @@ class Sharded:
         squares, rates, used = now.agreement.hear()
         now.makes_order = self._timetable.told(rates)
         now.loss_scale = self.loss_scale.factor.item() if self.loss_scale is not None else None
-        squares = gradients.over_model(squares, self.mesh.model, self.traffic)
+        with self._lane.awaiting(lambda: False):  # other stages, to whom the main thread may still have to send
+            squares = gradients.over_model(squares, self.mesh.model, self.traffic)
         norm, divisor, skip = gradients.fold(
-            squares.to(self._zero()), nominal_weight=self.nominal_weight, total_weight=now.weight.get(), clip=now.clip,
+            squares.to(self._zero), nominal_weight=self.nominal_weight, total_weight=now.weight.get(), clip=now.clip,
             scale=self.loss_scale,
         )  # fmt: skip
         # The lane, and nobody else, waits for the device here.
@@ -334,7 +333,7 @@ class Sharded:
         likely = now.change is None or (
             not now.skipped and torch.equal(divisor, now.change.divisor) and used == self._used
         )
-        now.change = Change(now.number, now.lr, self._no_decay, divisor, skip)
+        now.change = Change(now.number, now.lr, self._shards.no_decay, divisor, skip)
         self._used, self._last_norm = used, None if now.skipped else now.norm
         if not likely:
             self._do_again(now)

@@ -149,8 +149,7 @@ def forward_of(small: Trial) -> tuple[float, int, int]:
     hooks = [block.register_forward_pre_hook(note) for block in blocks]
     fastest = float("inf")
     with torch.no_grad():
-        for _ in range(PASSES + 1):
-            accelerator.wait(device)
+        for _ in range(PASSES + 1):  # the first of them may come behind what was queued before
             begun = time.perf_counter()
             small.task.loss_sum(small.model, batch, Draws(0, 1, batch.samples))
             accelerator.wait(device)

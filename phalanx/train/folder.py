@@ -20,6 +20,7 @@ from phalanx.errors import RunError
 from phalanx.records import BASE_WEIGHTS, TOKENIZER_FILES, Kind, RunPaths, read_lines, write_atomic
 
 LOCK_TRIES = 100
+SETTLE_S = 0.2  # after a lock was taken back from another user
 REMOVE_TRIES = 20
 
 
@@ -56,21 +57,24 @@ def open_folder(paths: RunPaths, holder: int | None = None) -> tuple[int, bool]:
     use, cannot be written, or has links that lead out of it.
     """
     links.check(paths)
-    created = False
+    created = taken_back = False
     for _ in range(LOCK_TRIES):
         made = False
         try:
             created = _make(paths.root) or created
             made = True
-            lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             if made and isinstance(error, FileNotFoundError) and not paths.root.exists():
                 continue  # a start that was refused took its folder away in between
             raise RunError(
                 f"the run folder {paths.root} cannot be written ({error.strerror}); choose another with --run-dir"
             ) from None
-        _take(lock, paths)
-        if _is_at(lock, paths.lock):
+        strangers = _take(lock, paths)
+        if taken_back and not strangers:  # another start may have taken it back in the same moment, and this file away
+            time.sleep(SETTLE_S)
+        taken_back = taken_back or strangers
+        if not strangers and _is_at(lock, paths.lock):
             break
         os.close(lock)  # whoever held it before took the file away: another process may lock a new one
     else:
@@ -80,6 +84,7 @@ def open_folder(paths: RunPaths, holder: int | None = None) -> tuple[int, bool]:
         )
     try:
         with writing(paths):
+            os.fchmod(lock, 0o600)  # earlier versions let everybody open it, and who can may lock it
             os.truncate(lock, 0)
             os.write(lock, f"{holder or os.getpid()} on {platform.node()}\n".encode())
     except RunError:
@@ -100,14 +105,25 @@ def _make(folder: Path) -> bool:
     return True
 
 
-def _take(lock: int, paths: RunPaths) -> None:
-    if not locks.take(lock):
-        holder = os.read(lock, 64).decode(errors="replace").strip() or "unknown"
-        os.close(lock)
-        raise RunError(
-            f"the run folder {paths.shown} is in use by process {holder}; wait for it, stop it, "
-            "or choose another --run-dir"
-        )
+def _take(lock: int, paths: RunPaths) -> bool:
+    """Raises RunError where a process of this user holds a lock, which is closed then. What only another user's holds,
+    who has opened it when that was allowed, is no lock of a run: the file is taken away, and True returned."""
+    if locks.take(lock):
+        return False
+    if locks.is_held_by_strangers(lock):
+        if _is_at(lock, paths.lock):
+            paths.lock.unlink()
+        return True
+    holder = os.read(lock, 64).decode(errors="replace").strip() or "unknown"
+    os.close(lock)
+    pid, _, host = holder.partition(" on ")
+    gone = host == platform.node() and pid.isdecimal() and not Path("/proc", pid).exists()
+    by = f"another process than the one that it names ({holder}), which has ended" if gone else f"process {holder}"
+    raise RunError(
+        f"the run folder {paths.shown} is in use by {by}; wait for it, stop it"
+        + (f" (`fuser -v {paths.lock}` says which it is)" if gone else "")
+        + ", or choose another --run-dir"
+    )
 
 
 def _is_at(lock: int, path: Path) -> bool:

@@ -10,6 +10,7 @@ import torch
 from phalanx.comm.mesh import Mesh
 from phalanx.optim.engine import Engine
 from phalanx.pulse import Pulse
+from phalanx.train.device_marks import DeviceMarks
 from phalanx.train.injection import Injector
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -18,8 +19,10 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 class Moments:
     """What the training loop tells of itself. Without arguments nobody listens."""
 
-    def __init__(self, pulse: Pulse | None = None, injector: Injector | None = None) -> None:
-        self.pulse, self._injector = pulse or Pulse(), injector
+    def __init__(
+        self, pulse: Pulse | None = None, injector: Injector | None = None, marks: DeviceMarks | None = None
+    ) -> None:
+        self.pulse, self._injector, self._marks = pulse or Pulse(), injector, marks
 
     def watching(self, mesh: Mesh) -> "Moments":
         """The same, told also of the waits of a mesh's collectives."""
@@ -40,8 +43,15 @@ class Moments:
     def at(self, phase: str, step: int | None = None, micro_batch: int = 0) -> None:
         """This rank begins `phase`, one of pulse.PHASES."""
         self.pulse.at(phase, step, micro_batch)
+        if self._marks is not None and step is not None:
+            self._marks.at(phase, step, micro_batch)
         if self._injector is not None and step is not None:
             self._injector.at(phase, step)
+
+    def close(self) -> None:
+        """The device is asked nothing any more."""
+        if self._marks is not None:
+            self._marks.close()
 
     def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
         return self.pulse.waiting(what)

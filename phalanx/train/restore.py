@@ -54,6 +54,11 @@ def memory_of(config: "Config", placement: Placement, mesh: Mesh, paths: RunPath
     why = None
     if placement.shared is None:
         why = "something else than Phalanx started the ranks and starts them again"
+    elif not placement.keeps:
+        why = "shared memory cannot be used on every node"
+        if wanted == "auto":
+            reason = f"after a failure the run goes back to a checkpoint, since {why}"
+            records.event(Kind.RESOLVED, {"key": KEY, "value": False, "reason": reason})
     if placement.shared is None or why is not None:
         if wanted is True:
             raise ConfigError(f"{KEY} is true, but {why}; set {KEY}=auto or false")

@@ -46,7 +46,7 @@ class Keeping:
 
 def keeping_of(config: "Config", placement: Placement, mesh: Mesh) -> Keeping:
     """What ranks that were started so keep; all of them say the same options."""
-    if placement.shared is None:
+    if placement.shared is None or not placement.keeps:
         return Keeping()
     degree = sharding_of(config).degree or mesh.world
     parts = [rank % degree for rank in range(mesh.world)]

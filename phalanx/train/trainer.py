@@ -30,6 +30,7 @@ from phalanx.train.anomalies import Anomalies, Wrong
 from phalanx.train.build import Parts, build
 from phalanx.train.checksums import Checks
 from phalanx.train.clock import clock_of
+from phalanx.train.device_marks import STILL_S, DeviceMarks
 from phalanx.train.engines import agreed
 from phalanx.train.evaluation import evaluate_all
 from phalanx.train.injection import injector_of
@@ -47,6 +48,7 @@ from phalanx.train.step import run_micro_batches
 from phalanx.train.stopping import StopRequest, asked_to_stop
 from phalanx.train.stragglers import Stragglers
 from phalanx.train.subject import subject_of
+from phalanx.train.unlike_devices import sharing_a_device, unlike_kernels
 
 if TYPE_CHECKING:
     from phalanx.config import Config
@@ -86,21 +88,23 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
     storage_s = 0.0 if job.paths.url is None else STORE_OPERATIONS * config.resilience.storage_timeout_s
     beats = pulse.opened(placement.shared, placement.rank, placement.attempt)
     with asked_to_stop() as stop, join(placement, config.comm.timeout_s, storage_s, axes) as mesh:
+        placement = dataclasses.replace(placement, keeps=bool(mesh.min([float(placement.keeps)])[0]))
         if attempt is not None:
             placement = dataclasses.replace(placement, attempt=int(mesh.max([attempt])[0]))
         job = dataclasses.replace(job, config=agreed(job.config, mesh))
         config = job.config
         records = Records(job.paths, placement.attempt, sinks, active=mesh.rank == 0)
         injector = injector_of(job.faults, job.paths, placement, records)
-        moments = Moments(beats, injector).watching(mesh)
+        moments = Moments(beats, injector, _marks_of(device, beats, placement, config)).watching(mesh)
         group, keep = JsonGroup(mesh.checkpoint), config.checkpoint.keep
         may_commit = functools.partial(mirror.before_commit, job.paths, {})
         if job.paths.url is None:
             may_commit = functools.partial(fencing.before_commit, job.paths, placement.attempt, placement.epoch)
         tell = injector.noting(records.event)
         saver = Saver(job.paths.checkpoints, mesh.rank, group, keep, tell, may_commit, injector.writing)
-        _tell_who_shares(mesh, records)
         subject = subject_of(config, job.spec, job.paths)
+        for message in (*sharing_a_device(mesh), *unlike_kernels(mesh, config.train.dtype, subject.spec)):
+            records.event(Kind.WARNING, {"message": message})
         same = placement.kept is not None and placement.nodes == 1  # where it has been all the time
         keeping, made = keeping_of(config, placement, mesh), functools.cache(subject.model)
         weights = settled_weights(config, subject, mesh, placement.local_world, job.paths, records, same, keeping, made)
@@ -130,6 +134,7 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
             raise named from error
         finally:
             moments.at("ending")
+            moments.close()
             parts.close()
             if memory is not None:
                 memory.close()
@@ -272,6 +277,8 @@ class Loop:
         with phase("update"):
             outcome = parts.engine.finish_step()
         parts.engine.commit(step)
+        if self.memory is not None:
+            self.memory.decide(step)
         self.recorder.measured(step, loss_sum, outcome, lr, data_s, parts.updates.lap())
         for kind, details in parts.engine.notices():
             self.records.event(kind, details)
@@ -379,13 +386,11 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _tell_who_shares(mesh: Mesh, records: Records) -> None:
-    devices = JsonGroup(mesh.control).all_objects(accelerator.identity(mesh.device))
-    for device in sorted(set(devices) - {""}):
-        ranks = [str(rank) for rank, each in enumerate(devices) if each == device]
-        if len(ranks) > 1:
-            message = (
-                f"ranks {', '.join(ranks)} are on one accelerator, or on parts of one, whose own collectives refuse "
-                "that: what ranks exchange goes through host memory, slowly; start one rank per accelerator"
-            )
-            records.event(Kind.WARNING, {"message": message})
+def _marks_of(device: torch.device, beats: pulse.Pulse, placement: Placement, config: "Config") -> DeviceMarks | None:
+    if device.type == "cpu" or config.resilience.hang_s == "off":
+        return None
+    # An agent looks at what is told, and by its own patience.
+    limit_s = config.comm.timeout_s if placement.shared is None else None
+    wanted = config.resilience.hang_s
+    still_s = STILL_S if isinstance(wanted, str) else min(STILL_S, wanted / 4)
+    return DeviceMarks(beats, device, limit_s, still_s)

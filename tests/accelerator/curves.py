@@ -1,15 +1,18 @@
 """Tiny runs on the simulated device, and the same on the CPU."""
 
 import functools
+import hashlib
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from phalanx.records import Placement
+from phalanx.records import Kind, Placement, RunPaths, write_event
 from tests.accelerator.device import run_on_device
+from tests.dist.incidents import train_with_signal
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import Outcome
@@ -19,6 +22,7 @@ from tests.numerics.runs import Outcome
 EVERYTHING = "PHALANX_TEST_ACCELERATOR" in os.environ
 ORDERS = ("lazy", "main_last", "side_last", "random", "threads") if EVERYTHING else ("lazy", "main_last")
 STEPS = 20
+DONE = "reference"  # a file in the folder of a run that others may take for theirs
 RECIPE = {
     "train.steps": STEPS, "optim.decay_steps": STEPS, "train.dtype": "fp32", "train.micro_batch": 4,
     "train.eval_sequences": 4, "train.compile": False,
@@ -42,6 +46,17 @@ def on_device(ranks: int, run: Path, data: Path, how: dict[str, Any], **changes:
     return _outcome(run_on_device(runs.train, ranks, **{"timeout_s": 240} | how, **_arguments(run, data, changes)), run)
 
 
+def killed(ranks: int, run: Path, data: Path, how: dict[str, Any], step: int, **changes: Any) -> Outcome:
+    """A run whose rank 0 is killed when it writes the record of a step; all ranks are started again."""
+    run.mkdir(exist_ok=True)
+    write_event(RunPaths(run).events, Kind.RUN_STARTED, 1)
+    cue = {"step": step, "number": signal.SIGKILL, "ranks": [0]}
+    if "shared" in how:
+        changes |= {"resilience__memory": True}  # every step, whatever that costs here
+    arguments = _arguments(run, data, changes) | cue
+    return _outcome(run_on_device(train_with_signal, ranks, restarts=1, **{"timeout_s": 240} | how, **arguments), run)
+
+
 def _arguments(run: Path, data: Path, changes: dict[str, Any]) -> dict[str, Any]:
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     return {"run": str(run), "data": str(data), "changes": RECIPE | dotted}
@@ -60,7 +75,12 @@ class References:
 
     @functools.cache  # noqa: B019  # lives as long as the session
     def of(self, ranks: int, *changes: tuple[str, Any]) -> Outcome:
-        return on_cpu(ranks, self.folder / f"{ranks}-{abs(hash(changes)):x}", self.data, **dict(changes))
+        run = self.folder / hashlib.sha256(repr((ranks, changes)).encode()).hexdigest()[:16]
+        if (run / DONE).exists():
+            return runs.outcome(run)
+        made = on_cpu(ranks, run, self.data, **dict(changes))
+        (run / DONE).touch()
+        return made
 
 
 def assert_same_bits(found: Outcome, wanted: Outcome) -> None:

@@ -52,7 +52,7 @@ def run_on_device(
     delay_ms: float = 0,
     seed: int = 0,
     devices: int | None = None,
-    memory_mb: int = 4096,
+    memory_mb: int | Sequence[int] = 4096,
     timeout_s: float = 120,
     restarts: int = 0,
     shared: Path | None = None,
@@ -60,13 +60,17 @@ def run_on_device(
     fail: str = "",
     collectives: bool = True,
     watchdog: bool = True,
+    connections: int = 8,
+    link_mb_s: int = 0,
+    slices: int = 1,
     **kwargs: Any,
 ) -> list[Any]:
     """`run_ranks` with the simulated accelerator in each rank: results by rank of `function(placement, **kwargs)`.
 
     `on`: the device of each rank, such as ["sim:0", "cpu"]; by default each has one of its own. `devices`: how many
-    there are; by default as many as ranks. `collectives`: whether they have some of their own. `delay_ms` and `seed`
-    are for the order `threads`, `seed` for `random`, too. `fail` and `watchdog`: SIM_FAIL and SIM_WATCHDOG.
+    there are; by default as many as ranks. `memory_mb`: of each device, or of those of each rank. `collectives`:
+    whether they have some of their own. `delay_ms` and `seed` are for the order `threads`, `seed` for `random`, too.
+    `fail`, `watchdog`, `connections`, `link_mb_s`, `slices`: SIM_FAIL and so on.
 
     Raises:
         AssertionError: a rank failed or the time was up; the text has the first cause's traceback and the logs' ends.
@@ -76,8 +80,17 @@ def run_on_device(
     places = [f"sim:{rank}" for rank in range(world)] if on is None else list(on)
     assert len(places) == world, (places, world)
     devices = world if devices is None else devices
-    others = {"fail": fail, "watchdog": int(watchdog), "collectives": int(collectives)}
-    chosen = settings(order, delay_ms, seed, devices, memory_mb, **others)
+    others = {
+        "connections": connections,
+        "slices": slices,
+        "link_mb_s": link_mb_s,
+        "fail": fail,
+        "watchdog": int(watchdog),
+        "collectives": int(collectives),
+    }
+    memory = [memory_mb] * world if isinstance(memory_mb, int) else list(memory_mb)
+    assert len(memory) == world, (memory, world)
+    chosen = [settings(order, delay_ms, seed, devices, each, **others) for each in memory]
     return run_ranks(
         on_device,
         world,
@@ -92,10 +105,10 @@ def run_on_device(
 
 
 def on_device(
-    placement: Placement, sim_function: str, sim_settings: dict[str, str], sim_places: list[str], **kwargs: Any
+    placement: Placement, sim_function: str, sim_settings: list[dict[str, str]], sim_places: list[str], **kwargs: Any
 ) -> Any:
     """One rank: load the device, and call the function with the rank's place on it."""
-    load(sim_settings)
+    load(sim_settings[placement.rank])
     module, name = sim_function.split(":")
     placed = dataclasses.replace(placement, device=sim_places[placement.rank])
     return getattr(importlib.import_module(module), name)(placed, **kwargs)

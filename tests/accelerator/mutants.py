@@ -1,138 +1,128 @@
 """Take out each wait on a device in turn, and see that a test notices: `python -m tests.accelerator.mutants`.
 
-A mutant is a copy of the package without one statement that waits, or without one `non_blocking`. The tests that belong
-to its file run on it until one fails: then it is killed. Survivors are printed, and the exit code is 1; what no test
-can notice stands in EQUIVALENT, with the reason.
+A mutant is the package without one wait: of `work().wait()` only `work()` is left, a mark counts as reached, and a copy
+that does not hold the host (`non_blocking`) holds it. The tests that belong to its file run on it until one fails: then
+it is killed (tests/mutation.py). Survivors are printed, and the exit code is 1; what no test can notice stands in
+EQUIVALENT, with the reason.
 """
 
-import argparse
 import ast
-import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers import ROOT
-
-LIMIT_S = 240  # of one mutant's tests; a mutant that hangs is noticed, too
+from tests.mutation import Mutant, judge, nodes, options, replaced
 
 # Calls that hold the host or a stream until a device is somewhere, by their last name. `wait` is also that of many
 # things of the host alone: it counts in these files.
-WAITS = {"wait_event", "wait_stream", "synchronize", "record_stream", "used_here", "wait_here", "follow", "drain"}
+WAITS = {
+    "wait_event",
+    "wait_stream",
+    "synchronize",
+    "record_stream",
+    "used_here",
+    "wait_here",
+    "follow",
+    "drain",
+    "wait",
+}
 WAITING = (
     "accelerator.py", "optim/*.py", "parallel/*.py", "comm/collectives.py", "comm/messages.py", "comm/transfers.py",
-    "comm/ways.py", "comm/backend.py", "checkpoint/memory.py", "checkpoint/snapshot.py", "train/*.py", "tasks/task.py",
-    "models/layers.py",
+    "comm/ways.py", "comm/backend.py", "checkpoint/memory.py", "checkpoint/snapshot.py", "train/*.py", "tasks/*.py",
+    "models/*.py", "scripts/*.py", "sharded_model.py", "sharding.py", "doctor/*.py",
 )  # fmt: skip
-ONE, MANY = "tests/accelerator/test_one_rank.py", "tests/accelerator/test_many_ranks.py"
-KINDS = "tests/accelerator/test_kinds.py"
-WAITS_TESTS = "tests/accelerator/test_waits.py"
-TESTS = {"comm/": [WAITS_TESTS, KINDS, MANY, ONE], "": [WAITS_TESTS, ONE, KINDS, MANY]}  # by how a file begins
+# What waits for other hosts' numbers, and for files: no device is in it.
+HOSTS = {"train/sharing.py", "train/checksums.py", "train/rollback.py", "sharded_model.py"}
+# Conditions that ask whether a device, or another thread, is somewhere: without them it is.
+ASKS = {"reached": ast.Attribute, "query": ast.Call}
 
-# "file: line of code" -> why no test can notice it. A line that stands there without need is an error.
-EQUIVALENT: dict[str, str] = {}
+HERE = "tests/accelerator/test_"
+ONE, MANY, KINDS, UNITS = f"{HERE}one_rank.py", f"{HERE}many_ranks.py", f"{HERE}kinds.py", f"{HERE}waits.py"
+CLOCKS, FREE = f"{HERE}clocks.py", f"{HERE}not_held.py"
+ENGINE, LAYOUT = (
+    f"{ONE}::test_every_engine_computes_what_the_cpu_does",
+    f"{MANY}::test_layouts_compute_what_one_cpu_rank_does",
+)
+UNIT, BACKGROUND = "tests/unit/test_", "tests/dist/test_memory.py::test_copied_in_the_background"
+EARLY = "tests/dist/test_sharded.py::test_what_was_updated_early_is_put_back_when_it_is_clipped_or_skipped"
+LATE = "tests/dist/test_late_rank.py"
+SHARDED = [f"{ENGINE}[{engine}-lazy]" for engine in ("zero 3", "zero 1, two slots", "zero 1", "zero 2")]
+# The tests that belong to a file, by how its name begins, the most telling first.
+TESTS = {
+    "accelerator.py": [UNITS, FREE, CLOCKS, ENGINE],
+    "comm/": [LATE, UNITS, LAYOUT, MANY, KINDS],
+    "checkpoint/memory.py": [FREE, f"{ONE}::test_killed_and_resumed_from_memory", BACKGROUND],
+    "checkpoint/snapshot.py": [FREE, f"{ONE}::test_killed_and_resumed_from_a_checkpoint"],
+    "doctor/": [f"{HERE}doctor.py"],
+    "models/layers.py": [ENGINE],
+    "optim/carrier.py": [f"{UNIT}lane.py", *SHARDED, ENGINE, MANY, KINDS],
+    "optim/held.py": [f"{UNIT}pool.py", UNITS, *SHARDED],
+    "optim/fsdp2.py": [LATE, f"{ENGINE}[fsdp2-lazy]", f"{ENGINE}[fsdp2-main_last]", KINDS, MANY],
+    "optim/agreement.py": [LATE],
+    "optim/gradients.py": [LATE],
+    "parallel/exchange.py": [LATE, f"{LAYOUT}[tensor x data-0]"],
+    "parallel/offload.py": [FREE, f"{ONE}::test_inputs_that_wait_on_the_host"],
+    "parallel/transform.py": [LATE],
+    "tasks/task.py": [FREE, ENGINE],
+    "train/device_marks.py": [f"{HERE}hangs.py"],
+    "train/": [CLOCKS],
+    "optim/sharded.py": [UNITS, LATE, *SHARDED, EARLY, f"{LAYOUT}[zero 3-2]", ONE, KINDS, MANY],
+    "": [UNITS, LATE, *SHARDED, ENGINE, ONE, KINDS, MANY],
+}
 
-
-@dataclass(frozen=True)
-class Mutant:
-    """A place in the package, and what the lines become."""
-
-    file: str  # below phalanx/
-    line: int
-    code: str  # what is taken out, in one line
-    text: str  # of the whole file
-
-    @property
-    def name(self) -> str:
-        return f"{self.file}: {self.code}"
+# "file function: code" -> why no test can notice it. A line that stands there without need is an error.
+EQUIVALENT: dict[str, str] = {
+    "doctor/exchange.py _rate: all_reduce(tensor, group, Traffic()).wait()": "a time that is shown, and no value",
+    "doctor/exchange.py _rate: accelerator.wait(mesh.device)": "a time that is shown, and no value",
+    "doctor/on_devices.py _round_trips: sent.to(device, non_blocking=True)": "the copy that is proved: one that "
+    "holds the host carries the same",
+    "doctor/on_devices.py _round_trips: back.copy_(there, non_blocking=True)": "the copy that is proved: one that "
+    "holds the host carries the same",
+    "models/layers.py rope_table: frequencies.to(positions.device, non_blocking=True)": "memory that is "
+    "not page-locked is read before the call returns, either way; CUDA holds the host besides, and this device does "
+    "not",
+}
 
 
 def mutants(package: Path) -> Iterator[Mutant]:
     """All mutants of the package, by file and line."""
-    for file in sorted({path for pattern in WAITING for path in package.glob(pattern)}):
-        text = file.read_text()
-        lines = text.split("\n")
-        for node in ast.walk(ast.parse(text)):
-            name = str(file.relative_to(package))
-            if isinstance(node, ast.Expr) and _waits(node.value):
-                assert node.end_lineno is not None
-                indent = " " * node.col_offset
-                changed = [*lines[: node.lineno - 1], f"{indent}pass", *lines[node.end_lineno :]]
-                yield Mutant(name, node.lineno, ast.unparse(node), "\n".join(changed))
-            for keyword in node.keywords if isinstance(node, ast.Call) else ():
-                if keyword.arg == "non_blocking":
-                    at = keyword.value.lineno - 1
-                    line = re.sub(r"non_blocking=[\w.]+", "non_blocking=False", lines[at], count=1)
-                    yield Mutant(name, at + 1, lines[at].strip(), "\n".join([*lines[:at], line, *lines[at + 1 :]]))
+    files = {path for pattern in WAITING for path in package.glob(pattern)}
+    for file in sorted(files - {package / name for name in HOSTS}):
+        text, name = file.read_text(), str(file.relative_to(package))
+        for function, node in nodes(ast.parse(text)):
+            if isinstance(node, ast.expr) and (without := _without(node)) is not None:
+                yield Mutant(name, node.lineno, function, ast.unparse(node), replaced(text, node, without))
 
 
-def _waits(node: ast.expr) -> bool:
-    """Whether an expression is a call that waits for a device, or for what another thread does with one."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return False
-    return node.func.attr in WAITS or node.func.attr == "wait"
-
-
-def killed_by(mutant: Mutant | None, files: list[str]) -> str | None:
-    """The test that notices a mutant; None where none does, and for the package as it is."""
-    with tempfile.TemporaryDirectory(prefix="phalanx-mutant-") as folder:
-        copy = Path(folder)
-        for each in ("phalanx", "tests"):  # where a file of the tests lies is where ranks look for the package
-            shutil.copytree(ROOT / each, copy / each, ignore=shutil.ignore_patterns("__pycache__"))
-        for each in ("recipes", "pyproject.toml", "docs"):
-            (copy / each).symlink_to(ROOT / each)
-        if mutant is not None:
-            (copy / "phalanx" / mutant.file).write_text(mutant.text)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
-        try:
-            run = subprocess.run(
-                command, cwd=copy, env=os.environ | {"PYTHONPATH": folder}, timeout=LIMIT_S, capture_output=True,
-                text=True, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return f"more than {LIMIT_S} s"
-    if run.returncode == 0:
+def _without(node: ast.expr) -> str | None:
+    """What stays of a wait without it; None for what is none."""
+    asked = node.func if isinstance(node, ast.Call) else node
+    if isinstance(asked, ast.Attribute) and ASKS.get(asked.attr) is type(node) and isinstance(asked.ctx, ast.Load):
+        return "True"
+    if not isinstance(node, ast.Call):
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (.*)$", run.stdout, re.MULTILINE)
-    return failed.group(1).split(" - ")[0] if failed else run.stdout[-300:]
+    if isinstance(node.func, ast.Attribute) and node.func.attr in WAITS:
+        return ast.unparse(node.func.value)
+    if any(keyword.arg == "non_blocking" for keyword in node.keywords):
+        return re.sub(r"non_blocking=[\w.]+", "non_blocking=False", ast.unparse(node))
+    return None
+
+
+def tests_of(mutant: Mutant) -> list[str]:
+    """Pytest's arguments for a mutant."""
+    return next(tests for prefix, tests in TESTS.items() if mutant.file.startswith(prefix))
 
 
 def main() -> int:
     """Run all mutants, or those of files that are named."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", help="files below phalanx/, such as optim/lane.py; by default all")
-    parser.add_argument("--list", action="store_true", help="only list the places")
-    asked = parser.parse_args()
-    package = ROOT / "phalanx"
-    found = [each for each in mutants(package) if not asked.files or each.file in asked.files]
-    survivors, begun = 0, time.monotonic()
-    if not asked.list and (test := killed_by(None, [WAITS_TESTS, ONE, KINDS])) is not None:
-        print(f"the package itself does not pass ({test}), so nothing would be seen")
-        return 2
-    for mutant in found:
-        if mutant.name in EQUIVALENT:
-            print(f"equivalent  {mutant.name}  ({EQUIVALENT[mutant.name]})")
-            continue
-        if asked.list:
-            print(f"{mutant.file}:{mutant.line}: {mutant.code}")
-            continue
-        start = time.monotonic()
-        files = next(tests for prefix, tests in TESTS.items() if mutant.file.startswith(prefix))
-        test = killed_by(mutant, files)
-        survivors += test is None
-        print(
-            f"{'SURVIVED' if test is None else 'killed  '}  {mutant.file}:{mutant.line}: {mutant.code}  "
-            f"[{time.monotonic() - start:.0f} s, {test}]",
-            flush=True,
-        )
-    print(f"{len(found)} places, {survivors} survivors, {(time.monotonic() - begun) / 60:.0f} min")
-    return int(survivors > 0)
+    asked = options(__doc__).parse_args()
+    found = [each for each in mutants(ROOT / "phalanx") if not asked.files or each.file in asked.files]
+    unknown = set(EQUIVALENT) - {each.name for each in mutants(ROOT / "phalanx")}
+    assert not unknown, f"no such places: {unknown}"
+    survivors = judge(found, tests_of, EQUIVALENT, asked)
+    return 2 if survivors is None else int(bool(survivors))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import pytest
 
 from phalanx.records import Kind
 from tests.accelerator.device import needs_device, phalanx
+from tests.dist import command
 from tests.dist.command import write_place
 from tests.numerics import runs
 
@@ -30,3 +31,20 @@ def test_a_death_changes_nothing(ranks: int, order: str, tmp_path: Path) -> None
     died = runs.events(tmp_path / "killed", Kind.WORKER_DIED)
     assert [(event["rank"], event["reason"]) for event in died] == [(0, "killed by SIGKILL")]
     assert runs.same_bits(runs.state(tmp_path / "killed"), runs.state(tmp_path / "undisturbed"))
+
+
+def test_what_was_trained_is_exported_and_writes(tmp_path: Path) -> None:
+    """The files and the text are those that a machine without an accelerator makes of the same run."""
+    write_place(tmp_path)
+    code, out, err = phalanx(tmp_path, "train", "recipe.yaml", *SHORT, "train.dtype=fp32", "--run-dir", "run")
+    assert code == 0, out + err
+    write = ["generate", "run", "--prompt", "hello", "--max-tokens", "8", "--temperature", "0"]
+    for machine in (phalanx, command.phalanx):
+        name = machine.__module__
+        assert machine(tmp_path, "export", "run", name)[0] == 0
+        code, out, err = machine(tmp_path, *write)
+        assert code == 0, err
+        (tmp_path / name / "written").write_text(out)
+    here, there = (command.contents(tmp_path / machine.__module__) for machine in (phalanx, command.phalanx))
+    assert "written" in here
+    assert here == there

@@ -54,6 +54,38 @@ def test_training_is_bitwise_that_of_the_cpu(order: str) -> None:
     assert run_on_device(same_as_on_cpu, order=order, delay_ms=1) == [[True, ["queued"], 0]]
 
 
+def left_waiting(placement: Placement) -> list[int]:
+    """Kernels of the main stream and of another one that have not run when 40 were queued in each, and nobody has
+    waited; in the order `threads`, once they have had time."""
+    import torch
+
+    from tests.accelerator import torch_sim
+
+    side = torch.Stream(placement.device)
+    ours, theirs = torch.zeros(SIZE, device=placement.device), torch.zeros(SIZE, device=placement.device)
+    torch.accelerator.synchronize()
+    for _ in range(40):
+        ours.add_(1)
+        with side:
+            theirs.add_(1)
+    until = time.monotonic() + (20 if os.environ["SIM_ORDER"] == "threads" else 0)
+    while sum(torch_sim.pending().values()) and time.monotonic() < until:
+        time.sleep(0.01)
+    left = torch_sim.pending()
+    return [left.pop("0/0"), sum(left.values())]
+
+
+def test_each_order_runs_what_it_says() -> None:
+    found = {order: run_on_device(left_waiting, order=order)[0] for order in ORDERS}
+    main, side = found.pop("random")
+    assert 0 < main + side < 80
+    none, all_of_them = 0, 40
+    assert found == {
+        "eager": [none, none], "lazy": [all_of_them, all_of_them], "threads": [none, none],
+        "side_last": [none, all_of_them], "main_last": [all_of_them, none],
+    }  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
@@ -72,6 +104,23 @@ def poisoned(placement: Placement) -> list[Any]:
 
 def test_memory_that_nobody_has_written_is_no_number() -> None:
     assert run_on_device(poisoned, order="lazy") == [[True, True, True, True]]
+
+
+def by_stream(placement: Placement) -> list[bool]:
+    """Whether memory that a second stream has let go of is used again by the first one, and by itself."""
+    import torch
+
+    side = torch.Stream(placement.device)
+    with side:
+        address = torch.ones(SIZE, device=placement.device).data_ptr()
+    other = torch.empty(SIZE, device=placement.device)
+    with side:
+        own = torch.empty(SIZE, device=placement.device)
+    return [other.data_ptr() == address, own.data_ptr() == address]
+
+
+def test_memory_is_cached_by_stream() -> None:
+    assert run_on_device(by_stream, order="lazy") == [[False, True]]
 
 
 def pinned_again(placement: Placement) -> list[Any]:

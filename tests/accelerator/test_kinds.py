@@ -10,14 +10,18 @@ import torch
 import torch.distributed as dist
 
 from phalanx import accelerator
+from phalanx.axes import Axes
 from phalanx.comm import backend
 from phalanx.comm.collectives import carried_from
 from phalanx.comm.mesh import join
+from phalanx.models import attention
+from phalanx.models.spec import ModelSpec
 from phalanx.records import Kind, Placement
 from phalanx.scripts.norm import _norm
 from phalanx.scripts.ranks import Ranks
 from phalanx.scripts.session import Session
 from phalanx.sharding import begin_alike
+from phalanx.train.unlike_devices import unlike_kernels
 from tests.accelerator.curves import References, assert_near, on_device
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs
@@ -56,6 +60,45 @@ def backends(placement: Placement) -> list[str]:
 def test_a_kind_of_device_without_collectives_uses_those_of_the_host() -> None:
     assert run_on_device(backends, collectives=False) == [["gloo", "none"]]
     assert run_on_device(backends) == [["cpu:gloo,sim:simccl", "simccl"]]
+
+
+def slices(placement: Placement) -> list[str]:
+    """The groups of four ranks on slices of GPUs: of all, of neighbours, and of every second one."""
+    device = torch.device(placement.device)
+    torch.accelerator.set_device_index(device.index)
+    with join(placement, 20, axes=Axes(tensor=2)) as mesh:
+        assert mesh.tensor is not None
+        groups = [mesh.transfers, mesh.tensor.group, mesh.data.transfers]
+        return [str(dist.get_backend(group)) for group in groups]
+
+
+def test_slices_of_one_gpu_have_the_groups_of_the_host() -> None:
+    """NCCL finds the GPU that slices are of twice, and refuses that, though each slice has a mark of its own."""
+    whole = "cpu:gloo,sim:simccl"
+    assert run_on_device(slices, 4, order="threads", slices=2) == [["gloo", "gloo", whole]] * 4
+    assert run_on_device(slices, 4, order="threads", slices=1) == [[whole, whole, whole]] * 4
+
+
+def kernels(placement: Placement, having: list[int]) -> list[str]:
+    """What is said of the kernels of ranks, of which those `having` one find it."""
+    attention._tried = lambda device, dtype, head_dim: (  # type: ignore[assignment]
+        placement.rank in having and (dtype, head_dim) == (torch.bfloat16, 64)
+    )
+    spec = ModelSpec(
+        vocab_size=8, hidden=128, layers=1, heads=2, kv_heads=2, head_dim=64, intermediate=8, max_seq_len=8
+    )
+    with join(placement, 20) as mesh:
+        return unlike_kernels(mesh, "bf16", spec)
+
+
+def test_ranks_that_find_other_kernels_on_the_same_device_are_named() -> None:
+    every = {"order": "lazy", "collectives": False}
+    assert run_on_device(kernels, 3, having=[0, 1, 2], **every) == run_on_device(kernels, 3, having=[], **every)
+    for said in run_on_device(kernels, 3, having=[1], **every):
+        (sentence,) = said
+        assert sentence.startswith("ranks 0, 2 found no kernel for attention")
+        assert "as rank 1 did on the same" in sentence
+    assert run_on_device(kernels, 2, having=[0], on=["sim:0", "cpu"], **every) == [[], []]  # unlike devices may differ
 
 
 def sent_from(placement: Placement) -> list[str]:
@@ -98,3 +141,17 @@ def test_ranks_whose_groups_are_those_of_the_host(
     assert_near(found, references.of(1, *ALONE.items()), 2e-7)
     said = [each["message"] for each in runs.events(tmp_path, Kind.WARNING) if "on one accelerator" in each["message"]]
     assert [message[:11] for message in said] == (["ranks 0, 1 "] if places == "one device" else [])
+
+
+WIDE = {"model__hidden": 256, "model__intermediate": 512, "train__micro_batch": 1, "train__steps": 3}
+
+
+def test_a_device_of_less_memory_holds_less_of_the_state(references: References, tokens: Path, tmp_path: Path) -> None:
+    """In equal parts it does not fit."""
+    how = {"order": "threads", "devices": 2, "memory_mb": [64, 19]}
+    found = on_device(2, tmp_path / "auto", tokens, how, **SHARDED | WIDE)
+    assert_near(found, references.of(1, *(ALONE | WIDE).items()), 2e-7)
+    (chosen,) = [each for each in runs.events(tmp_path / "auto", Kind.RESOLVED) if each["key"] == "balance.state"]
+    assert chosen["value"][0] > 2 * chosen["value"][1]
+    with pytest.raises(AssertionError, match="memory"):
+        on_device(2, tmp_path / "even", tokens, how, **SHARDED | WIDE, balance__state="even")

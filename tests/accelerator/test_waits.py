@@ -1,18 +1,25 @@
 """Waits that no whole run depends on with certainty: each test fails without one line of the package."""
 
-import re
 import threading
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
 
 from phalanx import accelerator
+from phalanx.comm.collectives import Traffic, all_reduce
+from phalanx.comm.mesh import join
 from phalanx.optim.held import Pool
 from phalanx.optim.lane import Lane, Mark
+from phalanx.optim.order import Sharding
+from phalanx.optim.passes import Marks, Passes
+from phalanx.optim.sharded import Sharded
+from phalanx.optim.stepping import Done, Step
+from phalanx.optim.units import Unit
 from phalanx.records import Placement
 from tests.accelerator.device import needs_device, run_on_device
-from tests.accelerator.mutants import mutants
-from tests.helpers import ROOT
+from tests.helpers import run_ranks
 
 pytestmark = needs_device
 ELEMENTS = 1000
@@ -101,17 +108,96 @@ def test_buffers_are_filled_again_only_when_the_lane_has_read_them() -> None:
             assert run_on_device(buffers_of_a_pool, order=order, keeps=keeps) == [[1.0, 2.0, 3.0]], (keeps, order)
 
 
-def test_the_documentation_lists_every_file_that_waits() -> None:
-    page = (ROOT / "docs" / "accelerators.md").read_text().split("## Every wait")[1]
-    rows = [row.split("|")[1:3] for row in page.split("\n") if row.startswith("| ")]
-    listed: dict[str, set[str]] = {}
-    files: list[str] = []
-    for place, functions in rows[1:]:
-        files = re.findall(r"`([\w/.]+)`", place) or files
-        for file in files:
-            listed.setdefault(file, set()).update(re.findall(r"`([\w.]+)`", functions))
-    assert {each.file for each in mutants(ROOT / "phalanx")} == set(listed)
-    for functions in {frozenset(names) for names in listed.values()}:
-        together = "\n".join((ROOT / "phalanx" / file).read_text() for file in listed if listed[file] == functions)
-        for name in functions:
-            assert re.search(rf"^ *(def|class) {name.split('.')[-1]}\b", together, re.MULTILINE), name
+def summed_from_a_stream(placement: Placement) -> list[float]:
+    """What a group of the host makes of a tensor that a stream beside the main one is still to compute."""
+    device = torch.device(placement.device)
+    with join(placement, 20) as mesh:
+        mine, group = filled(device, 0.0), mesh.shard.get_group()
+        accelerator.wait(device)
+        with torch.Stream(device):
+            mine.fill_(1.0 + mesh.rank)
+            all_reduce(mine, group, Traffic()).wait()
+            seen = mine.clone()
+            accelerator.wait_here(device)
+        return [seen.min().item(), seen.max().item()]
+
+
+def test_a_group_of_the_host_reads_what_any_stream_has_computed_and_that_reads_what_came() -> None:
+    for order in ("lazy", "side_last", "main_last"):
+        assert run_on_device(summed_from_a_stream, 2, order=order, collectives=False) == [[3.0, 3.0]] * 2, order
+
+
+def behind_the_lane(placement: Placement, what: str) -> list[float]:
+    """What the main stream reads of memory that the lane was to write, behind `what` a model's hooks do."""
+    device, lane = torch.device(placement.device), Lane(torch.device(placement.device))
+    target, passes, module = filled(device, 1.0), object.__new__(Passes), torch.nn.Module()
+    passes._lane, passes._traffic, passes.fresh = lane, Traffic(), [Mark(lane), Mark(lane)]
+    passes.whole, passes._released, passes._inside, passes._next = False, "released" in what, "back" in what, 1
+    passes._units, passes._entered = [Unit(number, "", module, []) for number in range(2)], set()
+    passes.marks = Marks(2, lane, True)
+    lane.follow()
+    for number in range(2):
+        lane.put(partial(target.add_, 1.0))
+        for mark in (passes.fresh[number], passes.marks.regathered[number], passes.marks.gathered[number]):
+            lane.put(mark.set)
+    match what:
+        case "a state_dict":
+            passes._is_read(module, "", False)
+        case "units that are not used":
+            passes.catch_up()
+        case "a unit" | "a released unit":
+            passes._before(passes._units[1], module, ())
+        case "a released unit's way back":
+            passes.marks.regathered = [passes.marks.regathered[1], passes.marks.regathered[0]]
+            passes._before_backward(passes._units[0], passes.marks)
+    seen = target.clone()
+    accelerator.wait_here(device)
+    lane.close()
+    return [seen.min().item(), seen.max().item()]
+
+
+NEEDS = ["a state_dict", "units that are not used", "a unit", "a released unit", "a released unit's way back"]
+
+
+@pytest.mark.parametrize("what", NEEDS)
+def test_whoever_needs_parameters_comes_behind_the_lane(what: str) -> None:
+    for order in ("lazy", "main_last"):
+        assert run_on_device(behind_the_lane, order=order, what=what) == [[3.0, 3.0]], order
+
+
+def norm_of_the_step_before(placement: Placement) -> list[Any]:
+    """Whether units may be updated early, asked while the lane is about to write the norm that says so; and what a
+    step came to, likewise."""
+    engine: Any = object.__new__(Sharded)
+    lane, may = Lane(torch.device("cpu")), threading.Event()
+    engine.sharding, engine._released, engine._last_norm = Sharding(slots=2), False, None
+    engine.mesh, engine._before = type("Mesh", (), {"traffic": Traffic()}), Mark(lane)
+    step = Step(1, 0.1, None, Weight(), Mark(lane))  # type: ignore[arg-type]
+
+    def agree() -> None:
+        may.wait(10)
+        engine._last_norm = step.norm = 0.25
+        engine._before.set()
+        step.agreed.set()
+
+    found: list[Any] = []
+    for asked in (lambda: engine._may_be_early(1.0), Done(step, Traffic()).get):
+        lane.put(agree)
+        threading.Timer(0.05, may.set).start()
+        found.append(asked())
+        lane.drain()
+        may.clear()
+        engine._before, step.agreed, step.norm = Mark(lane), Mark(lane), 0.0
+    lane.close()
+    return found
+
+
+class Weight:
+    """That of a step of seven labels."""
+
+    def get(self) -> int:
+        return 7
+
+
+def test_what_the_lane_agrees_on_is_waited_for_where_it_is_read() -> None:
+    assert run_ranks(norm_of_the_step_before, 1) == [[True, [0.25, 0.0]]]

@@ -57,9 +57,16 @@ def life(
 
 
 def train(
-    place: Path, run: str, lives: list[list[Life]], nodes: int, *overrides: str, ranks: tuple[int, ...] = ()
+    place: Path,
+    run: str,
+    lives: list[list[Life]],
+    nodes: int,
+    *overrides: str,
+    ranks: tuple[int, ...] = (),
+    start: Callable[..., Any] = run_ranks,
+    node: Callable[..., Any] | None = None,
 ) -> list[list[list[Any]]]:
-    """[exit code, output] of each life of each node."""
+    """[exit code, output] of each life of each node; `start` runs `node` as `run_ranks` runs `live`."""
     total = len(lives)
     commands = [
         ["train", "recipe.yaml", *overrides, "--run-dir", run, "--ranks", str(ranks[node] if ranks else 1), "--nodes",
@@ -68,14 +75,16 @@ def train(
         for node in range(total)
     ]  # fmt: skip
     try:
-        return run_ranks(_node, total, timeout_s=280, folder=str(place), run=run, commands=commands, lives=lives)
+        arguments = {"folder": str(place), "run": run, "commands": commands, "lives": lives}
+        found: list[list[list[Any]]] = start(node or live, total, timeout_s=280, **arguments)
+        return found
     finally:
-        any_node = shared_memory.folder_of(RunPaths(place / run))
-        for folder in any_node.parent.glob(f"{any_node.name.rpartition('-')[0]}-*"):  # what is killed leaves its memory
-            shutil.rmtree(folder, ignore_errors=True)
+        for node in range(total):  # what is killed leaves its memory
+            shutil.rmtree(shared_memory.folder_of(RunPaths(place / run), node) or place / "none", ignore_errors=True)
 
 
-def _node(placement: Placement, folder: str, run: str, commands: list[list[str]], lives: list[list[Life]]) -> Any:
+def live(placement: Placement, folder: str, run: str, commands: list[list[str]], lives: list[list[Life]]) -> Any:
+    """All lives of the node of this rank's number."""
     paths = RunPaths(Path(folder) / run)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # this process is a rank of the harness
         os.environ.pop(name, None)
@@ -97,9 +106,9 @@ def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPa
         return command_line(arguments, out)
 
     if told.get("emptied"):
-        shutil.rmtree(shared_memory.folder_of(paths, node))
+        shutil.rmtree(_memory(paths, node))
     if "had" in told:
-        shared_memory.folder_of(paths, node).rename(shared_memory.folder_of(paths, told["had"]))
+        (_memory(paths, node) / shared_memory.RUN).write_text(f"{shared_memory.key_of(paths)}-{told['had']}")
     pid, pidfd = fork(child)
     os.close(pidfd)
     process = out.with_suffix(".pid")
@@ -120,6 +129,13 @@ def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPa
     return [status, out.read_text() if out.exists() else ""]
 
 
+def _memory(paths: RunPaths, node: int) -> Path:
+    """A node's folder in shared memory."""
+    folder = shared_memory.folder_of(paths, node)
+    assert folder is not None, f"node {node} has kept nothing"
+    return folder
+
+
 def _stopped(enter: Callable[..., None]) -> Callable[..., None]:
     """A function that has this process asked to stop when it has done the same."""
 
@@ -132,7 +148,7 @@ def _stopped(enter: Callable[..., None]) -> Callable[..., None]:
 
 def _keeper(paths: RunPaths, node: int) -> int:
     """The process of a node that keeps replicas: who holds the socket by which ranks reach it."""
-    path = shared_memory.folder_of(paths, node) / SOCKET
+    path = _memory(paths, node) / SOCKET
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
     (inode,) = [row[6] for row in rows if row[7:] == [str(path)] and row[3] == "00010000"]  # it listens
     for link in Path("/proc").glob("[0-9]*/fd/*"):

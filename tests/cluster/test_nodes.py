@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster import rendezvous, wire
+from phalanx.cluster import other_node, rendezvous, wire
 from phalanx.cluster.door import EVERYWHERE, MOST_STRANGERS, Door
 from phalanx.cluster.first_node import FirstNode
 from phalanx.cluster.greeting import own_hello
+from phalanx.cluster.other_node import OtherNode
+from phalanx.errors import ConfigError
 from phalanx.records import ExitCode
 from tests.cluster.warm_nodes import Node, WarmNodes
 from tests.helpers import free_port, is_alive, wait_until
@@ -550,6 +552,36 @@ def listening_first_node() -> tuple[socket.socket, FirstNode]:
     listener.setblocking(False)
     hello = own_hello(0, 2, [["cpu", "any", True]], {}, {})
     return listener, FirstNode(2, listener, "secret", None, hello, 60, print)
+
+
+def test_who_listens_where_a_leader_was_keeps_no_node_from_coming_back() -> None:
+    """Its port is anybody's once it is gone; at the rendezvous itself a stranger ends the search, in a sentence."""
+    listener, first = listening_first_node()
+    stranger = Door(socket.create_server(("127.0.0.1", 0)), "a secret of somebody else", lambda host, why: None)
+    there, gone = listener.getsockname(), stranger.listener.getsockname()
+    found: list[OtherNode | Exception] = []
+
+    def look(place: tuple[str, int], leader: tuple[str, int]) -> None:
+        at = rendezvous.Place("tcp://there", host=place[0], port=place[1], secret="secret")
+        hello = own_hello(1, 2, [["cpu", "any", True]], {}, {})
+        try:
+            found.append(other_node.seek(at, hello, 60, print, lambda: leader))
+        except ConfigError as error:
+            found.append(error)
+
+    for place, leader in ((there, gone), (gone, gone)):
+        looking = threading.Thread(target=look, args=(place, leader))
+        looking.start()
+        while looking.is_alive():
+            first.tend()
+            stranger.tend()
+            looking.join(0.01)
+    node, error = found
+    assert isinstance(node, OtherNode) and node.channel.socket.getpeername() == there
+    assert "it does not accept this node's secret; set the same PHALANX_SECRET on all nodes" in str(error)
+    node.close()
+    stranger.close("over")
+    first.finish(0, "over")
 
 
 def test_ranks_that_call_all_at_once_do_not_push_each_other_out() -> None:

@@ -243,6 +243,30 @@ def test_a_conversation_that_was_overheard_cannot_be_repeated() -> None:
     assert questions[0] != questions[1]
 
 
+def test_who_listens_at_another_port_cannot_come_between_two_nodes() -> None:
+    """As another user of the machine could at one that a node has left: it knows no secret, and passes on what it
+    hears."""
+    heard: list[Any] = []
+
+    def relay(gate: socket.socket, address: Any) -> None:
+        with gate.accept()[0] as caller, socket.create_connection(address) as other:
+            for source, target in ((other, caller), (caller, other), (other, caller)):
+                target.sendall(source.recv(4096))
+
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as gate:
+        threads = [
+            threading.Thread(target=called, args=(server, SECRET, heard)),
+            threading.Thread(target=relay, args=(gate, server.getsockname())),
+        ]
+        for thread in threads:
+            thread.start()
+        with pytest.raises(ConnectionRefusedError, match="it does not accept this node's secret"):
+            proved(gate.getsockname(), SECRET, 30, 30)
+        for thread in threads:
+            thread.join()
+    assert heard == ["it does not know the secret"]
+
+
 def _unwatched(end: socket.socket) -> Channel:
     """A channel over a pair of sockets, which have no TCP options."""
     channel = Channel.__new__(Channel)

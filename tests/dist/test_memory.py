@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import cli, recipe, shared_memory, state_file
+from phalanx import cli, kept_files, recipe, shared_memory, state_file
 from phalanx.checkpoint.kept_state import KeptState
 from phalanx.checkpoint.memory import Memory
 from phalanx.cluster.fork import die_with
@@ -209,7 +209,7 @@ def test_other_ranks_go_on_from_what_was_left_in_memory(
         run_ranks(
             train_and_die, before, shared=shared, changes=SHORT, deaths=[("before the commit", 5, 0)], **arguments
         )
-    assert [path.name for path in state_file.files_in(shared)] == [
+    assert [path.name for path in kept_files.files_in(shared)] == [
         state_file.name_of(1, rank) for rank in range(before)
     ]
     codes = run_ranks(
@@ -217,7 +217,7 @@ def test_other_ranks_go_on_from_what_was_left_in_memory(
     )
     assert codes == [0] * after
     assert resumed(run) == [(4, True)]
-    assert [path.name for path in state_file.files_in(shared)] == [state_file.name_of(2, rank) for rank in range(after)]
+    assert [path.name for path in kept_files.files_in(shared)] == [state_file.name_of(2, rank) for rank in range(after)]
     found = runs.outcome(run)
     assert farthest(found.losses, undisturbed.losses) < 1e-9
     assert distance(found.state, undisturbed.state, "param") < 1e-9
@@ -238,7 +238,7 @@ def test_where_there_is_no_room_the_run_does_without(tokens: Path, tmp_path: Pat
     [decided] = [event for event in runs.events(tmp_path, Kind.RESOLVED) if event["key"] == "resilience.memory"]
     assert decided["value"] is False
     assert "has no room for it" in decided["reason"]
-    assert state_file.files_in(shared) == []
+    assert kept_files.files_in(shared) == []
     assert len(read_steps(RunPaths(tmp_path).metrics)) == 2
 
 
@@ -286,7 +286,7 @@ def in_the_background(placement: Placement, folder: str, kind: str) -> list[Any]
             step(engine, number, mesh)
         engine.keeper_settles()
         mesh.sum([0.0])
-        kept = state_file.newest(state_file.there(Path(folder), b"r" * 32))
+        kept = kept_files.newest(kept_files.there(Path(folder), b"r" * 32))
         assert kept is not None
         same = True
         source = KeptState(kept, {name: tuple(p.shape) for name, p in engine.inner.model.named_parameters()})
@@ -377,7 +377,12 @@ def kill_the_agent(placement: Placement, folder: str, step: int, arguments: list
     """Start the command line, SIGKILL the agent when so many steps are committed, and start it again."""
     os.chdir(folder)
     paths = RunPaths(Path("runs/killed"))
-    place = shared_memory.folder_of(paths)
+    place = Path(folder) / "none"
+
+    def committed() -> int:
+        nonlocal place
+        place = shared_memory.folder_of(paths) or place
+        return kept_files.committed(place, state_file.run_of(paths.events))
 
     def command() -> int:
         import sys
@@ -399,10 +404,10 @@ def kill_the_agent(placement: Placement, folder: str, step: int, arguments: list
         return pid
 
     pid = command()
-    wait_until(lambda: place.is_dir() and state_file.committed(place, state_file.run_of(paths.events)) >= step, 60)
+    wait_until(lambda: committed() >= step, 60)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    left = len(state_file.files_in(place))
+    left = len(kept_files.files_in(place))
     code = os.waitstatus_to_exitcode(os.waitpid(command(), 0)[1])
     return [left, code, place.is_dir()]
 

@@ -15,11 +15,11 @@ from phalanx.models.attention import attention, has_kernel
 from phalanx.records import Placement, RunPaths, read_steps
 from phalanx.train import trainer
 from phalanx.train.clock import Events, UnitClock
+from tests.gpu.device import SIMULATED, needs_accelerator, needs_compiler, needs_kernels
 from tests.helpers import run_ranks
 from tests.numerics import runs
 
-# Asking torch here would initialise the driver in the test process alone; the ranks are forked from another.
-pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine")
+pytestmark = needs_accelerator
 STEPS = 10
 
 
@@ -52,13 +52,14 @@ def laps(placement: Placement) -> list[float | None]:
     """What the clock of a unit says in four steps, each of the step before, of which the third is the longest."""
     device = torch.device(accelerator.found()[0])
     accelerator.use(device, 1)
-    unit = torch.nn.Linear(2048, 2048, device=device)
+    width = 128 if SIMULATED else 2048
+    unit = torch.nn.Linear(width, width, device=device)
     clock = UnitClock([unit], Events(device))
     found: list[float | None] = []
     for passes in (1, 3, 60, 1):
         clock.start()
         for _ in range(passes):
-            unit(torch.ones(512, 2048, device=device, requires_grad=True)).sum().backward()
+            unit(torch.ones(512, width, device=device, requires_grad=True)).sum().backward()
         seconds = clock.lap()
         found.append(None if math.isnan(seconds) else seconds)
         clock.stop()
@@ -144,6 +145,7 @@ def test_the_device_walks_the_curve_of_the_cpu(tmp_path: Path, data: Path) -> No
     assert on_device == pytest.approx(on_cpu, rel=1e-9)
 
 
+@needs_compiler
 @pytest.mark.parametrize("engine", ["single", "fsdp2"])
 def test_bf16_and_compilation_stay_near_the_exact_curve(tmp_path: Path, data: Path, engine: str) -> None:
     exact = walk(tmp_path / "exact", data, train__steps=STEPS)
@@ -175,10 +177,10 @@ def test_other_rules_walk_the_curve_of_the_cpu(rule: str, tmp_path: Path, data: 
 
 
 def test_float16_with_a_scaled_loss_stays_near_and_is_resumed_bitwise(tmp_path: Path, data: Path) -> None:
-    half = {"train__dtype": "fp16", "train__loss_scale": 2.0**24, "train__loss_scale_steps": 4}
+    half = {"train__dtype": "fp16", "train__loss_scale_steps": 4}
     exact = walk(tmp_path / "exact", data, train__steps=STEPS)
     whole = walk(tmp_path / "whole", data, **half, train__steps=STEPS)
-    assert whole == pytest.approx(exact, rel=5e-2)  # some of the first steps are skipped
+    assert whole == pytest.approx(exact, rel=5e-3)
     walk(tmp_path / "cut", data, **half, train__steps=STEPS // 2)
     assert walk(tmp_path / "cut", data, **half, train__steps=STEPS) == whole
 
@@ -193,12 +195,14 @@ def test_bfloat16_chunks_of_the_head_are_summed_wide() -> None:
     assert many < 1.1 * one
 
 
+@needs_kernels
 def test_grouped_attention_in_float32_never_holds_all_scores() -> None:
     ((taken, error),) = run_ranks(attention_in_float32, 1)
     assert taken < 4 * 8192 * 8192 * 4 / 4, "the scores of all heads would take 1 GiB"
     assert error < 1e-5
 
 
+@needs_kernels
 def test_documents_and_windows_go_through_the_kernel_that_skips() -> None:
     ((used, *errors),) = run_ranks(attention_with_documents, 1)
     assert used, "this device has no variable-length kernel: attention walks through the documents"

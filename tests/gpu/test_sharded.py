@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from phalanx import accelerator
 from phalanx.records import Placement, RunPaths, read_steps
 from phalanx.train import trainer
+from tests.gpu.device import needs_accelerator, needs_compiler
 from tests.helpers import run_ranks
 from tests.numerics import runs
 
-pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine")
+pytestmark = needs_accelerator
 STEPS = 10
 SHARDED: list[dict[str, Any]] = [
     {"parallel.zero": 1},
@@ -67,6 +67,7 @@ def test_a_device_and_the_host_are_two_unlike_ranks(data: Path, tmp_path: Path) 
         assert both == pytest.approx(plain, rel=1e-9)
 
 
+@needs_compiler
 @pytest.mark.parametrize("zero", [1, 3])
 def test_bf16_and_compilation_stay_near_the_exact_curve(zero: int, data: Path, tmp_path: Path) -> None:
     exact = walk(tmp_path / "exact", data, 1, {"parallel.data": "single"})

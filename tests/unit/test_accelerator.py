@@ -91,3 +91,10 @@ def test_the_user_may_say_how_many_threads_a_rank_has() -> None:
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="torch was built with NCCL")
 def test_collectives_that_torch_was_built_without_are_not_used() -> None:
     assert accelerator.backend(torch.device("cuda", 0)) == "gloo"
+
+
+def test_a_slice_of_a_gpu_is_spelt_as_its_driver_does() -> None:
+    assert accelerator.spelt("7c-1", "NVIDIA A100-SXM4-40GB MIG 1g.5gb") == "MIG-7c-1"
+    assert accelerator.spelt("MIG-7c-1", "NVIDIA A100-SXM4-40GB MIG 1g.5gb") == "MIG-7c-1"
+    assert accelerator.spelt("7c-1", "NVIDIA A100-SXM4-40GB") == "GPU-7c-1"
+    assert accelerator.spelt("", "NVIDIA A100-SXM4-40GB") == ""

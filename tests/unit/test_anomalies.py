@@ -1,13 +1,20 @@
 """The rules by which training is judged: bounds of losses, data passed over, checksums, ranks that stay slow."""
 
+import json
 import math
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.train.anomalies import LEAST, bound
+from phalanx.errors import Diverged
+from phalanx.records import RunPaths, StepRecord
+from phalanx.resilience_config import ResilienceSection
+from phalanx.train.anomalies import LEAST, NOT_FINITE_STEPS, WINDOW, Anomalies, Wrong, bound, recorded
 from phalanx.train.checksums import as_integers, checksum, verdict
 from phalanx.train.skips import Skips
 from phalanx.train.stragglers import STAYS_S, STEPS, Stragglers
@@ -33,6 +40,121 @@ def test_the_bound_is_what_the_page_says() -> None:
     assert math.isclose(bound(losses, 10.0), 2.2 + 10 * 1.4826 * 0.1, rel_tol=1e-9)
     assert math.isclose(bound([3.0] * LEAST, 10.0), 3.3)
     assert bound([3.0] * (LEAST - 1), 10.0) == math.inf
+
+
+# ----------------------------------------------------------------------------------------------- what becomes of a step
+
+
+def step(number: int, loss: float | None = 2.0, **others: Any) -> StepRecord:
+    """A step's record; `skipped` and `tokens` as given."""
+    fields = dict.fromkeys(("attempt", "total_tokens", "comm_bytes", "memory_bytes"), 0)
+    times = dict.fromkeys(("grad_norm", "lr", "step_s", "tokens_per_s", "wait_s", "data_s", "mfu", "mfu_causal"), 0.0)
+    return StepRecord(**{**fields, **times, "step": number, "loss": loss, "tokens": 8, **others})
+
+
+def judge(on_nan: str = "skip", on_spike: str = "off", losses: int = 0) -> Anomalies:
+    """Of a run whose losses were 2 so far."""
+    wanted = ResilienceSection(on_nan=on_nan, on_spike=on_spike, spike_factor=10.0)  # type: ignore[arg-type]
+    return Anomalies(wanted, [(number, 2.0) for number in range(1, losses + 1)])
+
+
+def test_a_gradient_that_is_not_finite_is_passed_over_twenty_times_in_a_row_at_most() -> None:
+    known = judge()
+    for number in range(1, NOT_FINITE_STEPS):
+        assert known.judge(step(number, skipped=True), None) is None
+    assert known.judge(step(NOT_FINITE_STEPS, None), None) is None  # a step that was taken
+    assert known.judge(step(NOT_FINITE_STEPS + 1, skipped=True, tokens=0), None) is None  # one without weight
+    for number in range(31, 30 + NOT_FINITE_STEPS):
+        assert known.judge(step(number, skipped=True), None) is None
+    with pytest.raises(Diverged, match=r"the gradient has not been finite since step 31; start a new run"):
+        known.judge(step(30 + NOT_FINITE_STEPS, skipped=True), None)
+
+
+def test_what_is_done_about_a_gradient_that_is_not_finite() -> None:
+    with pytest.raises(Diverged, match=r"in step 7 the gradient is not finite, .*on_nan is stop.*on_nan=rollback"):
+        judge(on_nan="stop").judge(step(7, skipped=True), None)
+    back = judge(on_nan="rollback")
+    assert back.judge(step(7, skipped=True), None) == Wrong(7, "the gradient is not finite")
+    assert back.judge(step(7, skipped=True, tokens=0), None) is None
+    # As long as a loss scale can be halved, it is to blame.
+    assert back.judge(step(7, skipped=True, loss_scale=2.0), 1.0) is None
+    assert back.judge(step(7, skipped=True, loss_scale=1.0), 1.0) == Wrong(7, "the gradient is not finite")
+    assert back.judge(step(7, skipped=True), 1.0) == Wrong(7, "the gradient is not finite")
+
+
+def test_a_loss_far_above_those_before_is_a_spike() -> None:
+    known = judge(on_spike="rollback", losses=LEAST)
+    assert known.limit(LEAST + 1) == pytest.approx(2.2)
+    assert known.judge(step(LEAST + 1, 2.19), None) is None
+    wrong = known.judge(step(LEAST + 2, 2.3), None)
+    assert wrong == Wrong(LEAST + 2, "the loss is 2.3, above 2.2, the bound of the steps before")
+    assert known.judge(step(LEAST + 2, None), None) is None
+    with pytest.raises(Diverged, match="on_spike is stop"):
+        judge(on_spike="stop", losses=LEAST).judge(step(LEAST + 1, 2.3), None)
+    assert judge(on_spike="off", losses=LEAST).judge(step(LEAST + 1, 9.0), None) is None
+    assert judge(on_spike="rollback", losses=LEAST - 1).judge(step(LEAST, 9.0), None) is None  # too few to know
+
+
+def test_a_bound_is_of_the_last_losses_before_a_step() -> None:
+    known = judge(on_spike="rollback")
+    for number in range(1, 66):  # one more than count
+        assert known.judge(step(number, 1000.0 if number == 1 else 2.0 + 0.001 * number), None) is None
+    losses = [2.0 + 0.001 * number for number in range(2, 66)]
+    assert known.limit(66) == bound(losses, 10.0)
+    assert known.limit(66, late=2) == bound([1000.0, *losses[:-1]], 10.0)
+    assert known.limit(21) == bound([1000.0, *losses[:19]], 10.0)  # no step after it counts
+
+
+class Two:
+    """A mesh of two ranks of which the other one has a loss sum of 30, of 10 labels."""
+
+    def sum(self, mine: list[float]) -> list[float]:
+        return [mine[0] + 30.0, mine[1] + 10.0]
+
+
+class Nobody:
+    def sum(self, mine: list[float]) -> list[float]:
+        return mine
+
+
+def test_a_spike_is_seen_over_all_ranks_before_a_step_is_taken() -> None:
+    known, two, nobody = judge(on_spike="skip", losses=LEAST + 1), Two(), Nobody()
+    assert judge(on_spike="rollback", losses=LEAST + 1).veto(30, 10, two, True) is None  # type: ignore[arg-type]
+    assert judge(on_spike="skip", losses=LEAST).veto(LEAST + 1, 10, two, True) is None  # type: ignore[arg-type]
+    asked = known.veto(LEAST + 2, 10, two, True)  # type: ignore[arg-type]
+    assert asked is not None
+    assert not asked(torch.tensor(13.0))  # 43 / 20
+    assert known.why(step(LEAST + 2)) is None
+    assert asked(torch.tensor(15.0))  # 45 / 20 is above 2.2
+    assert known.why(step(LEAST + 2)) == "its loss is a spike (resilience.on_spike)"
+    assert known.judge(step(LEAST + 2, 2.25, skipped=True), None) is None  # which on_nan does not ask about
+    silent = known.veto(LEAST + 3, 10, two, False)  # type: ignore[arg-type]
+    assert silent is not None
+    assert silent(torch.tensor(0.0))  # 30 / 10, whatever this rank has
+    nothing = known.veto(LEAST + 3, 0, nobody, True)  # type: ignore[arg-type]
+    assert nothing is not None
+    assert not nothing(torch.tensor(math.inf))  # a step without weight has no loss
+
+
+def test_spikes_one_after_the_other_end_a_run() -> None:
+    known = judge(on_spike="skip", on_nan="stop", losses=LEAST)
+    for number in range(LEAST + 2, LEAST + 1 + NOT_FINITE_STEPS):
+        known._vetoed.add(number)
+        assert known.judge(step(number, skipped=True), None) is None
+    known._vetoed.add(last := LEAST + 1 + NOT_FINITE_STEPS)
+    with pytest.raises(Diverged, match=f"the loss has been a spike since step {LEAST + 2}"):
+        known.judge(step(last, skipped=True), None)
+
+
+def test_losses_are_read_again_as_far_as_a_bound_needs_them(tmp_path: Path) -> None:
+    paths, many = RunPaths(tmp_path), WINDOW + 10
+    with open(paths.metrics, "w") as file:
+        for number in range(1, many + 3):
+            record = step(number, None if number == many - 1 else float(number), skipped=number == many)
+            file.write(json.dumps(asdict(record)) + "\n")
+    found = recorded(paths, many + 1)
+    assert found[-2:] == [(many - 2, many - 2.0), (many + 1, many + 1.0)]
+    assert len(found) == WINDOW + 1
 
 
 # ----------------------------------------------------------------------------------------------------- data passed over
@@ -62,6 +184,14 @@ def test_what_came_before_a_stretch_is_as_it_was() -> None:
     assert [skips.batch(step) for step in (11, 12, 13)] == [10, 14, 15]
     assert skips.recent(20, 1000) == 1
     assert skips.recent(2000, 1000) == 0
+
+
+def test_stretches_count_as_recent_by_where_they_end() -> None:
+    skips = Skips(((0, 4), (10, 12)))
+    assert [skips.recent(10, within) for within in (4, 5, 13, 14)] == [1, 1, 2, 2]  # step 10 has batch 15
+    assert skips.batch(10) == 15
+    assert skips._apart() == [(0, 4), (10, 12)]
+    assert Skips(((3, 6), (4, 6), (6, 6)))._apart() == [(3, 6)]
 
 
 def test_a_header_of_an_older_version_is_understood() -> None:

@@ -58,7 +58,7 @@ def test_every_way_is_what_is_meant(window: int | None, segments: list[int] | No
     offsets = None if segments is None else torch.tensor(segments, dtype=torch.int32)
     expected = with_gradients(meant, inputs(), window, segments)
     found = with_gradients(attention, inputs(), window=window, segments=offsets)
-    plain = with_gradients(module._masked, inputs(), window, offsets)
+    plain = with_gradients(module.masked, inputs(), window, offsets)
     for want, fast, slow in zip(expected, found, plain, strict=True):
         torch.testing.assert_close(fast, want, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(slow, want, rtol=1e-10, atol=1e-12)
@@ -131,6 +131,21 @@ def test_that_memory_ran_out_says_nothing_of_a_kernel(monkeypatch: pytest.Monkey
         has_kernel(torch.device("cpu"), torch.bfloat16, 8)
     for _ in range(2):
         assert not has_kernel(torch.device("cpu"), torch.bfloat16, 8)
+    module._tried.cache_clear()
+
+
+def test_a_kernel_is_tried_with_documents_and_heads_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that only runs for a few tokens, or for as many heads of keys as of queries, is none."""
+
+    def small(q: Tensor, k: Tensor, v: Tensor, *rest: object, **named: object) -> Tensor:
+        if len(q) > 64 or q.shape[1] != k.shape[1]:
+            raise RuntimeError("no kernel image is available for execution on the device")
+        return q + k + v
+
+    monkeypatch.setattr(module, "_WITHOUT_KERNEL", ())
+    monkeypatch.setattr(module, "varlen_attn", small)
+    module._tried.cache_clear()
+    assert not has_kernel(torch.device("cpu"), torch.bfloat16, 8)
     module._tried.cache_clear()
 
 

@@ -14,6 +14,7 @@ from phalanx.balance import (
     Division,
     Line,
     Speed,
+    _below,
     divide,
     division_of,
     in_lockstep,
@@ -202,6 +203,19 @@ def test_own_numbers_are_those_of_giving_one_sequence_after_the_other(total: int
         taken[costs.index(min(costs))] += 1
     worst = max(seconds(share, speed) for share, speed in zip(taken, speeds, strict=True))
     assert slowest_s(divide(total, speeds, lockstep=False), speeds) == pytest.approx(worst, rel=1e-9)
+
+
+def test_what_a_line_costs_by_hand() -> None:
+    line = Line(2.0, 3.0, most=9, least=2, few=3, again=10.0)  # at least two at once, three at most
+    assert [line.cost(pieces) for pieces in range(8)] == [8.0, 8.0, 8.0, 11.0, 24.0, 27.0, 30.0, 43.0]
+
+
+@given(total=st.integers(0, 3000), each=st.lists(st.floats(0.1, 10), min_size=1, max_size=30))
+def test_few_are_left_to_be_given_one_by_one(total: int, each: list[float]) -> None:
+    lines = [Line(0.0, seconds, total) for seconds in each]
+    at_once, all_of_them = _below(total, lines), split(total, lines)
+    assert all(0 <= few <= share for few, share in zip(at_once, all_of_them, strict=True))
+    assert total - sum(at_once) <= 2 * len(lines)  # equal ones get one more at the same cost
 
 
 def test_other_things_than_sequences_can_be_split() -> None:

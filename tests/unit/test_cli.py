@@ -24,6 +24,7 @@ from tests.helpers import ROOT, wait_until
 COMMANDS = [
     [],
     ["train"],
+    ["doctor"],
     ["export"],
     ["generate"],
     ["report"],

@@ -12,7 +12,7 @@ from phalanx.config import Config
 from phalanx.models.bert import Bert
 from phalanx.models.draws import Draws
 from phalanx.models.llama import Llama
-from phalanx.models.spec import ModelSpec
+from phalanx.models.spec import LoraSpec, ModelSpec
 from phalanx.parallel.apply import compile_units, why_not_compiled
 from phalanx.train.resolve import compiling
 
@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"architecture": "qwen2", "sliding_window": 4, "full_attention_layers": (1,)},
     "qwen3": {"architecture": "qwen3"},
     "bert": BERT,
+    "lora": {"lora": LoraSpec(rank=2, alpha=4.0, targets=("q", "v"), dropout=0.1)},
 }
 
 
@@ -41,13 +42,15 @@ def model(family: str) -> Llama | Bert:
 
 
 def loss(of: Llama | Bert, sequences: int, draws: bool = True, packed: bool = False) -> torch.Tensor:
-    tokens = torch.arange(sequences * 8).view(sequences, 8) % 31
-    more: dict[str, Any] = {"draws": Draws(0, 1, torch.arange(sequences)) if draws else None}
+    """Of a batch of so many sequences, on the model's device; with `draws` in training, and with a backward pass."""
+    device = next(of.parameters()).device
+    tokens = torch.arange(sequences * 8, device=device).view(sequences, 8) % 31
+    more: dict[str, Any] = {"draws": Draws(0, 1, torch.arange(sequences, device=device)) if draws else None}
     if isinstance(of, Bert):
-        more["lengths"] = torch.arange(sequences) % 5 + 4
+        more["lengths"] = torch.arange(sequences, device=device) % 5 + 4
     if packed:  # two documents in each row, as many offsets as there could be
-        offsets = torch.arange(0, sequences * 8 + 1, 4, dtype=torch.int32)
-        more |= {"segments": offsets, "positions": torch.arange(4).repeat(sequences, 2)}
+        offsets = torch.arange(0, sequences * 8 + 1, 4, dtype=torch.int32, device=device)
+        more |= {"segments": offsets, "positions": torch.arange(4, device=device).repeat(sequences, 2)}
     found = of(tokens, labels=tokens, **more)
     losses = [each for each in (found if isinstance(found, tuple) else [found]) if each is not None]
     total = torch.stack(losses).sum()

@@ -1,5 +1,6 @@
 """The run folder: who holds it, what a refused start leaves, and what a damaged note of the data says."""
 
+import fcntl
 import os
 import platform
 import threading
@@ -15,6 +16,10 @@ from phalanx.data.tokens import TokenFile, TokenWriter
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, write_event
 from phalanx.train import folder
+from tests.another_user import as_root, begin, open_path
+from tests.helpers import wait_until
+
+__all__ = ["open_path"]
 
 
 def refuse(paths: RunPaths) -> None:
@@ -193,3 +198,45 @@ def test_an_attempt_that_left_only_logs_counts(tmp_path: Path) -> None:
     paths.log(5, 0).parent.mkdir(parents=True)
     (paths.log(5, 0).parent.parent / "attempt-of-mine").mkdir()
     assert folder.next_attempt(paths) == 6
+
+
+def hold(lock: str, until: str, exclusive: bool) -> bool:
+    """Hold a lock as somebody who may only read it, until a file is there."""
+    with open(lock) as file:
+        fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        Path(until).with_name("held").touch()
+        wait_until(Path(until).exists)
+    return True
+
+
+@as_root
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_another_user_who_holds_the_lock_does_not_keep_the_run(open_path: Path, exclusive: bool) -> None:
+    paths = RunPaths(open_path / "run")
+    (open_path / "signs").mkdir()
+    (open_path / "signs").chmod(0o777)
+    paths.root.mkdir()
+    paths.lock.write_text("1 on somewhere")
+    paths.lock.chmod(0o644)  # as earlier versions have left it
+    held = begin(hold, str(paths.lock), str(open_path / "signs/until"), exclusive)
+    wait_until((open_path / "signs/held").exists)
+    with folder.opened(paths):
+        assert paths.lock.stat().st_mode & 0o777 == 0o600
+        assert paths.lock.read_text().startswith(f"{os.getpid()} on ")
+        with pytest.raises(RunError, match=f"in use by process {os.getpid()} on"):
+            folder.open_folder(paths)
+        assert "Permission" in begin(hold, str(paths.lock), str(open_path / "signs/until"), exclusive)()
+        (open_path / "signs/until").touch()
+        assert held() is True
+
+
+def test_a_lock_whose_owner_has_ended_is_said_to_be_held_by_another_process(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    gone = os.fork()
+    if gone == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    with folder.opened(paths):
+        paths.lock.write_text(f"{gone} on {platform.node()}\n")
+        with pytest.raises(RunError, match=rf"another process than .*{gone} on .*which has ended.*fuser -v"):
+            folder.open_folder(paths)

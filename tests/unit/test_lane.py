@@ -8,6 +8,7 @@ import torch
 
 from phalanx.comm.collectives import Traffic
 from phalanx.optim import lane as lane_module
+from phalanx.optim.carrier import Carrier
 from phalanx.optim.lane import Lane, Mark
 from tests.helpers import wait_until
 
@@ -156,6 +157,40 @@ def test_the_lane_waits_for_the_main_thread(lane: Lane) -> None:
     assert seen == [True]
 
 
+def test_the_main_thread_takes_its_turn_when_the_lane_waits_for_it(lane: Lane) -> None:
+    """Whatever the threads' luck, all that the first mark lets the lane do comes before what the main thread does."""
+    for _ in range(200):
+        first, second, order = Mark(lane), Mark(lane), []
+        lane.put(first.wait)
+        lane.put(lambda order=order: order.append("lane"))
+        lane.put(second.wait)
+        lane.put(lambda order=order: order.append("lane, later"))
+        lane.rest()  # at once: it waits for the first mark
+        first.set()
+        lane.rest()
+        order.append("main")
+        second.set()
+        lane.drain()
+        assert order == ["lane", "main", "lane, later"]
+
+
+def test_a_lane_rests_while_others_need_the_main_thread_and_when_it_has_ended(lane: Lane) -> None:
+    over = threading.Event()
+
+    def task() -> None:
+        with lane.awaiting(lambda: False):
+            over.wait(10)
+
+    lane.put(task)
+    lane.rest()
+    assert not over.is_set()
+    over.set()
+    lane.drain()
+    lane.put(fail)
+    with pytest.raises(ValueError, match="the task failed"):
+        lane.rest()
+
+
 def test_a_closed_lane_ends_its_thread_behind_what_it_was_given(lane: Lane) -> None:
     done = []
     lane.put(lambda: done.append(1))
@@ -166,3 +201,24 @@ def test_a_closed_lane_ends_its_thread_behind_what_it_was_given(lane: Lane) -> N
     assert done == [1]
     with pytest.raises(AssertionError, match="closed"):
         lane.put(lambda: None)
+
+
+class Sent:
+    """A transfer that is over."""
+
+    def wait(self) -> None:
+        pass
+
+
+def test_what_is_under_way_is_finished_before_the_lane_waits_for_the_main_thread(lane: Lane) -> None:
+    """Which may itself wait for that, before it reaches the mark."""
+    carrier, mark, arrived = Carrier(None, None, None), Mark(lane), threading.Event()  # type: ignore[arg-type]
+    carrier._under_way = (Sent(), arrived.set)
+    lane.put(lambda: carrier.wait(mark))
+    assert arrived.wait(10)
+    mark.set()
+    lane.drain()
+    carrier._under_way = (Sent(), arrived.clear)
+    lane.put(lambda: carrier.wait(mark))  # which is reached: the next transfer is begun before this one is finished
+    lane.drain()
+    assert arrived.is_set()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
-from phalanx.optim.layout import GRANULE, Bucket, Parameter, lay_out
+from phalanx.optim.layout import GRANULE, Bucket, Parameter, Part, lay_out
 
 SHAPES = st.one_of(
     st.just(()),
@@ -125,6 +125,13 @@ def test_no_range_cuts_a_row_that_must_stay_whole(
                 assert (edge - member.at) % member.parameter.shape[-1] == 0
         if len(set(weights)) > 1:
             assert not any(bucket.share(rank) for rank, weight in enumerate(weights) if not weight)
+
+
+def test_a_link_carries_all_but_the_smallest_range() -> None:
+    """By hand: 64 and 128 elements; 64, none, 64."""
+    two, three = Part(0, (0, 64, 192)), Part(192, (0, 64, 64, 128))
+    assert (two.carried, three.carried) == (128, 128)
+    assert Bucket("", "fp32", True, (), (two, three)).carried == 256
 
 
 @pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -0.5], [1.0, math.nan], [1.0, math.inf]])

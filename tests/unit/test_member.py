@@ -21,15 +21,15 @@ from phalanx.train import folder
 
 
 def test_what_a_run_of_days_keeps_is_not_taken_for_left_behind(tmp_path: Path) -> None:
-    paths, folder = RunPaths(tmp_path / "run"), tmp_path / f"phalanx-{os.getuid()}-run-1"
-    with held(folder) as memory:
+    paths = RunPaths(tmp_path / "run")
+    with held(paths, 1, tmp_path) as memory:
         member = Member(Config(), paths, [Device("cpu", "any", True)], Where(1, 2, None), {}, memory, lambda text: None)
         job = member.job(SimpleNamespace(paths=paths, config=Config()), 1, 2)
-        assert job.shared == folder
-        os.utime(folder / LOCK, (0, 0))  # days later
+        assert job.shared == memory.folder
+        os.utime(memory.folder / LOCK, (0, 0))  # days later
         memory.touched -= 2 * TOUCHED_S
         job.on_idle()
-    assert sweep(tmp_path) == []
+    assert sweep((tmp_path,)) == []
 
 
 def test_that_a_run_is_done_is_written_where_rank_0_was_lost_before_it_had(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_that_a_run_is_done_is_written_where_rank_0_was_lost_before_it_had(tmp_p
 
 def test_what_is_done_is_not_kept(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
-    with held(tmp_path / "shared") as memory:
+    with held(paths, 1, tmp_path) as memory:
         member = Member(Config(), paths, [], Where(1, 2, None), {}, memory, lambda text: None)
         member.code = ExitCode.DONE
         member.leave()
@@ -73,8 +73,8 @@ def test_nothing_that_a_leader_offers_beside_the_recipe_is_imported(
     code.write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\nclass Model: ...\n")
     offer = {"config": recipe.to_yaml(wanted), "faults": [], "policy": asdict(policy_of(wanted, 2))}
     change(offer, str(code))
-    with held(tmp_path / "shared") as memory:
-        paths = RunPaths(tmp_path / "run")
+    paths = RunPaths(tmp_path / "run")
+    with held(paths, 1, tmp_path) as memory:
         member = Member(wanted, paths, [Device("cpu", "any", True)], Where(1, 2, None), {}, memory, lambda text: None)
         with pytest.raises(ConfigError, match=expected):
             member.make(offer, lambda: None)

@@ -45,7 +45,7 @@ def test_an_epoch_that_others_begin_while_it_looks_whether_they_lead_is_seen(
 def test_no_other_epoch_is_no_reason_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "LOOK_S", -1.0)
     paths, tended = RunPaths(tmp_path), list[int]()
-    look = nodes._watching(paths, lambda: tended.append(1), nodes._epoch(paths))
+    look = nodes._watching(paths, lambda: tended.append(1), epochs.number(paths))
     look()
     assert epochs.claim(paths, 1, {"attempt": 1, "leader": 1}) is None
     with pytest.raises(RunError, match="another node leads the run"):

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from phalanx import faults, recipe, survey
-from phalanx.cluster import offers
-from phalanx.config import Config
+from phalanx import faults, offers, recipe, survey
+from phalanx.config import Config, leaves
 from phalanx.errors import ConfigError
-from phalanx.plan.recipe_keys import PLANNED
 from phalanx.records import RunPaths
 
 WANTED = {
@@ -28,8 +26,12 @@ def changed(before: Config, change: dict[str, Any]) -> Config:
     """As an attacker would: whether its keys fit together does not matter."""
     tree = before.model_dump(mode="json")
     for key, value in change.items():
-        section, leaf = key.split(".")
-        tree[section][leaf] = value
+        *sections, leaf = key.split(".")
+        place = tree
+        for section in sections:
+            place[section] = place[section] or {}
+            place = place[section]
+        place[leaf] = value
     return Config.model_validate(tree)
 
 
@@ -66,8 +68,21 @@ def test_what_a_leader_has_resolved_is_taken() -> None:
         offers.check(hf, changed(hf, {"data.tokenizer": "/tmp/hf"}))
 
 
+def test_no_auto_comes_to_a_file_that_the_leader_names() -> None:
+    """Of whatever key: wherever a recipe can say auto and a path as well."""
+    tried = []
+    for key, _ in leaves():
+        try:
+            wanted, offered = (changed(config(), {key: value}) for value in ("auto", "/tmp/theirs"))
+        except (ConfigError, ValueError):  # one of the two is none of its values
+            continue
+        tried.append(key)
+        with pytest.raises(ConfigError, match=f"{key} is .*/tmp/theirs'.* there"):
+            offers.check(wanted, offered)
+    assert {"data.tokenizer", "slurm.python", "model.code"} <= set(tried)
+
+
 def test_a_planned_layout_is_taken_where_the_recipe_leaves_it_open() -> None:
-    assert set(PLANNED) == offers.PLANNED
     wanted = config(parallel__layout="auto", train__micro_batch=2, balance__hardware="known.json")
     laid = {"parallel.layout": "given", "parallel.tensor": 2, "parallel.data": "sharded", "balance.hardware": None}
     offers.check(wanted, changed(wanted, laid))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.optim.overlap import Work, as_ddp, bound, late, plan, simulate
+from phalanx.optim.overlap import Work, _urgency, as_ddp, bound, late, plan, simulate
 from phalanx.optim.prefetch import plan_zero3, simulate_zero3
 from phalanx.optim.timeline import Op, Span, Timeline
 
@@ -72,6 +72,25 @@ def test_updates_and_the_agreement_by_hand() -> None:
     # Where gathering takes nothing, the agreement at 8 + 3 is what the first unit waits for.
     timeline = simulate(replace(TWO, gather_s=(0.0, 0.0), agree_s=3.0), (R1, R0, G0, G1))
     assert timeline.step_s == 13 and waits(timeline) == [("agree", 0, 7)]
+
+
+def test_the_bound_of_a_step_that_gathers_late_by_hand() -> None:
+    # R1 2-5, R0 5-8, agreed at 8.5, both updated at 10.5: G0 10.5-11.5, then both forward passes.
+    assert bound(replace(TWO, update_s=(2.0, 2.0), agree_s=0.5, early=False)) == 13.5
+    # A link that has nothing to do until R0 at 6: R1 2-3, R0 6-7, G0 7-8, forward 8-10.
+    assert bound(replace(TWO, backward_s=(4.0, 2.0), reduce_s=(1.0, 1.0), early=False)) == 10
+
+
+def test_what_is_left_of_a_step_by_hand() -> None:
+    """Tails: in a second each is reduced, so before the last micro-batch what is computed is what is left."""
+    work = replace(TWO, reduce_s=(1.0, 1.0), micro_batches=3, reduce="per_micro_batch")
+    assert _urgency(work) == {
+        ("gather", 1, 0): 1, ("gather", 0, 0): 2, ("reduce", 1, 2): 2, ("reduce", 0, 2): 1 + 2,
+        ("reduce", 0, 1): 2 + 1 + 3, ("reduce", 1, 1): 4 + 2,  # backward, reduce, gather and forward; all backward, ...
+        ("reduce", 0, 0): 2 + 6 + 2, ("reduce", 1, 0): 4 + 6 + 2,  # backward, a micro-batch, forward
+    }  # fmt: skip
+    assert _urgency(replace(work, agree_s=5.0))["reduce", 1, 2] == 5 + 2
+    assert _urgency(replace(work, update_s=(0.5, 5.0)))["reduce", 1, 2] == 5 + 1 + 1
 
 
 def test_micro_batches_by_hand() -> None:

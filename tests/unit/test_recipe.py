@@ -333,6 +333,7 @@ FREE = {
     "resilience.heartbeat_s": 3.0,
     "resilience.storage_timeout_s": 7.0,
     "resilience.health": "off",
+    "storage.private": True,
     "report.wandb": "a-project",
     "report.tensorboard": False,
     "slurm.partition": ["gpu"],

@@ -1,93 +1,184 @@
-"""The folder in shared memory: one holder, nobody else's, and nothing left behind for ever."""
+"""The folder in shared memory: one holder, nobody else's, found again, and nothing left behind for ever."""
 
+import contextlib
+import fcntl
 import os
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from phalanx import shared_memory
 from phalanx.errors import RunError
 from phalanx.records import RunPaths
-from phalanx.shared_memory import LOCK, folder_of, held, left_behind, sweep
+from phalanx.shared_memory import LOCK, RUN, folder_of, held, key_of, left_behind, sweep
+from tests.another_user import as_root, begin, open_path
+
+__all__ = ["open_path"]
 
 
-def test_one_at_a_time_and_gone_when_it_need_not_stay(tmp_path: Path) -> None:
-    folder = folder_of(RunPaths(tmp_path / "run"), place=tmp_path)
-    with held(folder) as memory:
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place for temporary files."""
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    return place
+
+
+def made(run: RunPaths, node: int, place: Path) -> Path:
+    with held(run, node, place) as memory:
+        return memory.folder
+
+
+def test_one_at_a_time_and_gone_when_it_need_not_stay(run: RunPaths, tmp_path: Path) -> None:
+    with held(run, place=tmp_path) as memory:
+        folder = memory.folder
+        assert folder.parent == tmp_path and memory.state
         assert folder.stat().st_mode & 0o777 == 0o700
-        with pytest.raises(RunError, match="already goes on on this machine"), held(folder):
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+        with pytest.raises(RunError, match="already goes on on this machine"), held(run, place=tmp_path):
             pass
         (folder / "state").touch()
-    assert (folder / "state").exists()
-    with held(folder) as memory:
+    with held(run, place=tmp_path) as memory:
+        assert memory.folder == folder and (folder / "state").exists()  # found again
         memory.keeps = False
     assert not folder.exists()
+    assert made(run, 0, tmp_path) != folder  # by a name that nobody could foresee
 
 
-def test_who_comes_while_a_folder_is_taken_away_makes_another(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-
+def test_who_comes_while_a_folder_is_taken_away_makes_another(run: RunPaths, tmp_path: Path) -> None:
     def come() -> bool:
-        with held(folder):
-            return (folder / LOCK).exists()
+        with held(run, place=tmp_path) as memory:
+            return (memory.folder / LOCK).exists()
 
     with ThreadPoolExecutor(1) as pool:
-        with held(folder) as memory:
+        with held(run, place=tmp_path) as memory:
             memory.keeps = False
             comes = pool.submit(come)
             time.sleep(0.1)
         assert comes.result()
 
 
+def test_of_many_who_begin_at_once_one_has_it(run: RunPaths, tmp_path: Path) -> None:
+    def come(number: int) -> int:
+        with contextlib.suppress(RunError), held(run, place=tmp_path):
+            time.sleep(2 * shared_memory.PASSING_S)
+            return 1
+        return 0
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(come, range(8))) == 1
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith("phalanx-")]) == 1
+
+
+def test_of_two_that_were_left_the_one_with_state_is_gone_on_from(run: RunPaths, tmp_path: Path) -> None:
+    first = made(run, 0, tmp_path)
+    (first / "state-000001-00000").touch()
+    for letter in "0z":  # of starts that were killed while they began
+        shutil.copytree(first, tmp_path / f"phalanx-{letter}", ignore=shutil.ignore_patterns("state*"))
+        (tmp_path / f"phalanx-{letter}").chmod(0o700)
+    assert folder_of(run, 0, tmp_path) == made(run, 0, tmp_path) == first
+
+
+def take_all(place: str, names: list[str]) -> None:
+    """What somebody does who knows the run: make what might be its folder, and hold it."""
+    for name in names:
+        folder = Path(place) / name
+        folder.mkdir(mode=0o777)
+        for file in (LOCK, RUN):
+            (folder / file).write_text(names[0])
+        fcntl.flock(os.open(folder / LOCK, os.O_RDWR), fcntl.LOCK_EX)
+    (Path(place) / "phalanx-link").symlink_to(place)
+
+
+@as_root
+def test_another_user_blocks_no_run(open_path: Path) -> None:
+    open_path.chmod(0o1777)
+    run = RunPaths(open_path / "run")
+    name = f"{key_of(run)}-0"
+    names = [name, f"phalanx-{os.getuid()}-{name}", "phalanx-open", f"phalanx-{name}"]
+    assert begin(take_all, str(open_path), names)() is None
+    with held(run, place=open_path) as memory:
+        assert memory.state and memory.folder.stat().st_uid == os.getuid()
+        assert folder_of(run, 0, open_path) == memory.folder
+    assert made(run, 0, open_path) == memory.folder
+    assert sweep((open_path,), old_s=-1.0) == [memory.folder]
+
+
+@pytest.mark.parametrize("place", ["not there", "a file", "full"])
+def test_where_shared_memory_cannot_be_used_a_run_has_a_folder_elsewhere(
+    run: RunPaths, tmp_path: Path, elsewhere: Path, place: str
+) -> None:
+    there = tmp_path / "place"
+    if place == "a file":
+        there.touch()
+    elif place == "full":
+        there = Path("/proc")  # which takes no folder, whoever asks
+    with held(run, place=there) as memory:
+        assert not memory.state and not memory.keeps
+        assert memory.why is not None and str(there) in memory.why
+        assert memory.folder.parent == elsewhere and memory.folder.stat().st_mode & 0o777 == 0o700
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_with_nothing_kept_in_memory_nothing_is_made_there(run: RunPaths, tmp_path: Path, elsewhere: Path) -> None:
+    other = made(run, 1, tmp_path)
+    made(run, 0, tmp_path)
+    with held(run, place=tmp_path, wanted=False) as memory:  # what had been kept is given up
+        assert [path for path in tmp_path.iterdir() if path.name.startswith("phalanx-")] == [other]
+        assert not memory.state and memory.why is None and memory.folder.parent == elsewhere
+    assert list(elsewhere.iterdir()) == []
+    with held(run, 1, tmp_path), held(run, 1, tmp_path, wanted=False):
+        assert other.exists()
+
+
 def test_only_old_folders_that_nobody_holds_are_swept(tmp_path: Path) -> None:
-    folders = {name: tmp_path / f"phalanx-{os.getuid()}-{name}" for name in ("held", "new", "old", "no lock")}
+    runs = {name: RunPaths(tmp_path / name) for name in ("held", "new", "old", "no lock")}
+    folders = {name: made(run, 0, tmp_path) for name, run in runs.items()}
     for name, folder in folders.items():
-        with held(folder):
-            (folder / "state").touch()
         if name != "new":
             os.utime(folder / LOCK, (time.time() - 90_000,) * 2)
     (folders["no lock"] / LOCK).unlink()
-    other = tmp_path / "phalanx-999999-0"
-    other.mkdir()
-    link = tmp_path / f"phalanx-{os.getuid()}-link"
+    link = tmp_path / "phalanx-link"
     link.symlink_to(folders["new"])
-    with held(folders["held"]):
+    with held(runs["held"], 0, tmp_path):
         os.utime(folders["held"] / LOCK, (time.time() - 90_000,) * 2)
-        assert sweep(tmp_path) == [folders["old"]]
+        assert sweep((tmp_path,)) == [folders["old"]]
     assert [name for name, folder in folders.items() if folder.exists()] == ["held", "new", "no lock"]
-    assert other.exists()
     assert link.is_symlink()
-    assert sweep(tmp_path, old_s=-1.0) == [folders["held"], folders["new"]]
+    assert sorted(sweep((tmp_path,), old_s=-1.0)) == sorted([folders["held"], folders["new"]])
 
 
-def test_what_a_run_is_about_to_go_on_from_is_not_swept_however_long_it_ran(tmp_path: Path) -> None:
-    run, other = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "other")
-    folders = [folder_of(run, 0, tmp_path), folder_of(run, 11, tmp_path), folder_of(other, 0, tmp_path)]
-    for folder in folders:
-        with held(folder):
-            pass
-    assert sweep(tmp_path, old_s=-1.0, but=folders[1]) == [folders[2]]
+def test_what_a_run_is_about_to_go_on_from_is_not_swept_however_long_it_ran(run: RunPaths, tmp_path: Path) -> None:
+    other = RunPaths(tmp_path / "other")
+    folders = [made(run, 0, tmp_path), made(run, 11, tmp_path), made(other, 0, tmp_path)]
+    assert sweep((tmp_path,), old_s=-1.0, but=run) == [folders[2]]
     assert folders[0].exists() and folders[1].exists()
 
 
-def test_what_this_machine_kept_as_another_node_is_found_unless_somebody_holds_it(tmp_path: Path) -> None:
-    run, other = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "other")
-    folders = [folder_of(run, node, tmp_path) for node in range(4)]
-    for folder in (*folders[:3], folder_of(other, 1, tmp_path)):
-        with held(folder):
-            pass
-    folders[3].symlink_to(folders[0])
-    with held(folders[0]), held(folders[2]):
-        assert list(left_behind(folders[0])) == [folders[1]]
-        for found in left_behind(folders[0]):  # nobody else has it while it is looked at
-            with pytest.raises(RunError, match="another process holds"), held(found):
+def test_what_this_machine_kept_as_another_node_is_found_unless_somebody_holds_it(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    folders = [made(run, node, tmp_path) for node in range(3)]
+    made(RunPaths(tmp_path / "other"), 1, tmp_path)
+    with held(run, 0, tmp_path), held(run, 2, tmp_path):
+        assert list(left_behind(run, 0, tmp_path)) == [(1, folders[1])]
+        for node, _ in left_behind(run, 0, tmp_path):  # nobody else has it while it is looked at
+            with pytest.raises(RunError, match="another process holds"), held(run, node, tmp_path):
                 pass
-    assert list(left_behind(folders[0])) == [folders[1], folders[2]]
+    assert sorted(left_behind(run, 0, tmp_path)) == [(1, folders[1]), (2, folders[2])]
 
 
-def test_who_holds_it_says_so_now_and_then(tmp_path: Path) -> None:
-    with held(tmp_path / "folder") as memory:
+def test_who_holds_it_says_so_now_and_then(run: RunPaths, tmp_path: Path) -> None:
+    with held(run, place=tmp_path) as memory:
         os.utime(memory.folder / LOCK, (0, 0))
         memory.touch()
         assert (memory.folder / LOCK).stat().st_mtime == 0  # it has just been said

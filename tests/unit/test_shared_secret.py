@@ -164,6 +164,19 @@ def test_what_nobody_has_used_for_long_is_removed(tmp_path: Path) -> None:
     assert not passing.exists()
 
 
+def test_nothing_is_removed_where_another_user_has_led_the_folder_elsewhere(tmp_path: Path) -> None:
+    """As who can write further up may, once the secret was read."""
+    file, papers = tmp_path / "of" / "n-1", tmp_path / "papers"
+    found(file)
+    papers.mkdir()
+    (papers / "of-old-times").touch()
+    os.utime(papers / "of-old-times", (0, 0))
+    file.parent.rename(tmp_path / "moved")
+    file.parent.symlink_to(papers)
+    assert shared_secret.removed(file) == []
+    assert os.listdir(papers) == ["of-old-times"]
+
+
 def test_the_secret_leaves_the_environment_of_a_process_and_of_its_children() -> None:
     """Of those that it forks, and that never execute anything else, too; other variables stay."""
     script = f"""

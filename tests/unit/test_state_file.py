@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import state_file
+from phalanx import kept_files, state_file
 from phalanx.errors import CheckpointError, RunError
 from phalanx.state_file import Facts, StateFile, Who
 from tests.helpers import ROOT, is_alive
@@ -27,7 +28,7 @@ def made(folder: Path, generation: int = 1, rank: int = 0, world: int = 1, run: 
 
 def commit(file: StateFile, slot: int, step: int) -> None:
     file.void(slot)
-    file.commit(slot, step, b'{"step": %d}' % step)
+    file.commit(slot, step, file.header_of(slot, {"step": step}))
 
 
 def test_a_new_file_holds_nothing_and_is_the_users_alone(tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_what_is_committed_is_found_by_others_with_its_header(tmp_path: Path) ->
     commit(file, 0, 8)
     other = StateFile(file.facts.path)
     assert other.facts.steps == {7: 1, 8: 0}
-    assert (other.header(1), other.header(0)) == ({"step": 7}, {"step": 8})
+    assert [other.header(slot)["step"] for slot in (1, 0)] == [7, 8]
     assert other.map[other.at(1) : other.at(1) + 4] == b"four"
     other.map[other.at(1)] = 0  # a reader changes nothing but its own copy
     assert file.map[file.at(1)] == ord("f")
@@ -101,7 +102,7 @@ def test_what_is_no_whole_state_file_is_refused(tmp_path: Path, what: str) -> No
     if what in ("shorter", "index"):  # seen by who maps it
         return
     assert state_file.facts_of(path) is None
-    assert state_file.there(tmp_path, RUN) == []
+    assert kept_files.there(tmp_path, RUN) == []
 
 
 @pytest.fixture
@@ -124,22 +125,22 @@ def facts(generation: int, rank: int, world: int, words: tuple[int, int]) -> Fac
 
 
 def test_the_newest_step_that_all_ranks_hold(tmp_path: Path) -> None:
-    kept = state_file.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, 5))])
+    kept = kept_files.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, 5))])
     assert kept is not None
     assert kept.step == 5
     assert [(file.rank, file.path) for file in kept.files] == [(0, "state-000001-00000"), (1, "state-000001-00001")]
-    assert state_file.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, -1))]) is None
-    assert state_file.newest([facts(1, 0, 2, (6, 5))]) is None  # a rank is missing
-    assert state_file.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 3, (6, 5))]) is None
-    assert state_file.newest([]) is None
+    assert kept_files.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, -1))]) is None
+    assert kept_files.newest([facts(1, 0, 2, (6, 5))]) is None  # a rank is missing
+    assert kept_files.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 3, (6, 5))]) is None
+    assert kept_files.newest([]) is None
 
 
 def test_of_two_generations_the_newer_step_counts_and_of_one_step_the_newer_generation() -> None:
     old = [facts(1, rank, 2, (8, 7)) for rank in (0, 1)]
     taken_over = [facts(2, 0, 1, (8, -1))]
-    assert [file.path for file in state_file.newest([*old, *taken_over]).files] == ["state-000002-00000"]  # type: ignore[union-attr]
+    assert [file.path for file in kept_files.newest([*old, *taken_over]).files] == ["state-000002-00000"]  # type: ignore[union-attr]
     unfinished = [facts(2, 0, 1, (-1, -1))]
-    assert len(state_file.newest([*old, *unfinished]).files) == 2  # type: ignore[union-attr]
+    assert len(kept_files.newest([*old, *unfinished]).files) == 2  # type: ignore[union-attr]
 
 
 def test_what_is_not_gone_on_from_is_removed(tmp_path: Path) -> None:
@@ -148,14 +149,14 @@ def test_what_is_not_gone_on_from_is_removed(tmp_path: Path) -> None:
     made(tmp_path, 2)  # that nobody came to fill
     made(tmp_path, 3, run=state_file.digest("another run in the same folder"))
     (tmp_path / "lock").touch()
-    assert state_file.committed(tmp_path, RUN) == 5
-    kept = state_file.to_go_on_from(tmp_path, RUN, on_disk=5)
+    assert kept_files.committed(tmp_path, RUN) == 5
+    kept = kept_files.to_go_on_from(tmp_path, RUN, on_disk=5)
     assert kept is not None
     assert kept.step == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "lock", "ranks", "state-000001-00000", "state-000001-00001"
     ]  # fmt: skip
-    assert state_file.to_go_on_from(tmp_path, RUN, on_disk=6) is None
+    assert kept_files.to_go_on_from(tmp_path, RUN, on_disk=6) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "ranks"]
 
 
@@ -174,7 +175,7 @@ def test_a_run_is_known_by_how_its_records_begin(tmp_path: Path) -> None:
 def test_nothing_is_read_while_ranks_of_before_live(tmp_path: Path) -> None:
     """Of a rank that is killed, even while a process that it has started lives on."""
     script = (
-        "import os, subprocess, sys; from pathlib import Path; from phalanx.state_file import live_in;"
+        "import os, subprocess, sys; from pathlib import Path; from phalanx.kept_files import live_in;"
         "live_in(Path(sys.argv[1])); child = subprocess.Popen(['sleep', '60'], close_fds=False);"
         "print(child.pid, flush=True); child.wait()"
     )
@@ -183,9 +184,9 @@ def test_nothing_is_read_while_ranks_of_before_live(tmp_path: Path) -> None:
     child = int(rank.stdout.readline())
     try:
         with pytest.raises(RunError, match="still live and hold"):
-            state_file.await_the_dead(tmp_path, timeout_s=0.05)
+            kept_files.await_the_dead(tmp_path, timeout_s=0.05)
         rank.kill()
-        state_file.await_the_dead(tmp_path)
+        kept_files.await_the_dead(tmp_path)
         assert is_alive(child)
     finally:
         rank.kill()
@@ -215,7 +216,7 @@ def test_whenever_all_are_killed_they_hold_a_step_in_common(world: int, turns: l
         elif phase[rank] == 3:
             done[rank] = step
         phase[rank] = (phase[rank] + 1) % 4
-        found = state_file.newest([facts(1, each, world, (words[each][0], words[each][1])) for each in range(world)])
+        found = kept_files.newest([facts(1, each, world, (words[each][0], words[each][1])) for each in range(world)])
         committed = [max(each) for each in words]
         assert found is not None
         assert found.step >= min(done)
@@ -233,7 +234,7 @@ def test_a_file_that_is_replaced_by_the_same_attempt_is_new(tmp_path: Path) -> N
 
 def test_what_was_not_there_when_training_went_back_is_removed(tmp_path: Path) -> None:
     """Who was there says how often it has made void what it held; attempts before and after have seen other times."""
-    replicas = tmp_path / state_file.REPLICAS
+    replicas = tmp_path / kept_files.REPLICAS
     away, there = made(tmp_path, generation=1, rank=0), made(tmp_path, generation=1, rank=1)
     after, replica = made(tmp_path, generation=4, rank=0), made(replicas, generation=2, rank=1)
     for file in (away, there, after, replica):
@@ -241,11 +242,63 @@ def test_what_was_not_there_when_training_went_back_is_removed(tmp_path: Path) -
     there.forget()
     commit(there, 0, 41)
     other = made(tmp_path, generation=1, rank=2, run=state_file.digest("another run"))
-    assert state_file.remove_passed(tmp_path, RUN, []) == []
+    assert kept_files.remove_passed(tmp_path, RUN, []) == []
     # Training went back in attempt 3, whose ranks had taken up the files of attempt 1.
-    passed = state_file.remove_passed(tmp_path, RUN, [3])
+    passed = kept_files.remove_passed(tmp_path, RUN, [3])
     assert passed == [away.facts.path, replica.facts.path]
     left = [file.facts.path for file in (there, after, other)]
-    assert state_file.files_in(tmp_path) == sorted(left) and state_file.files_in(replicas) == []
+    assert kept_files.files_in(tmp_path) == sorted(left) and kept_files.files_in(replicas) == []
     # And in attempt 5 once more: nobody says that he was there.
-    assert state_file.remove_passed(tmp_path, RUN, [3, 5]) == [there.facts.path, after.facts.path]
+    assert kept_files.remove_passed(tmp_path, RUN, [3, 5]) == [there.facts.path, after.facts.path]
+
+
+# ------------------------------------------------------------------------------------------------------------- damage
+
+
+@given(st.integers(0, 1 << 30), st.booleans())
+def test_no_flipped_bit_is_taken_for_what_was_written(draw: int, first_page: bool) -> None:
+    """Wherever it is: what agents see of the file loses steps, or whoever reads it finds the damage; a step that was
+    never committed is not seen, and the slot that is not damaged can still be gone on from."""
+    with tempfile.TemporaryDirectory() as name:
+        file = made(Path(name))
+        for slot, step in enumerate((7, 8)):
+            file.map[file.at(slot) : file.at(slot) + 16] = bytes([step] * 16)
+            commit(file, slot, step)
+        raw = bytearray(file.map[:])
+        bit = draw % (8 * (state_file.WAY + 8 if first_page else len(raw)))
+        raw[bit // 8] ^= 1 << bit % 8
+        file.facts.path.write_bytes(raw)
+        facts = state_file.facts_of(file.facts.path)
+        if facts is None:
+            assert len(kept_files.damage_in(Path(name))) == 1
+            return
+        assert facts.steps.items() <= {7: 0, 8: 1}.items()
+        assert bool(kept_files.damage_in(Path(name))) == (len(facts.steps) < 2)
+        found = StateFile(file.facts.path)
+        whole = [step for step in found.facts.steps if found.damage(step) is None]
+        for step in whole:
+            slot = found.facts.steps[step]
+            assert bytes(found.read(found.at(slot), 16)) == bytes([step] * 16)
+            assert found.header(slot)["step"] == step and found.index() == INDEX
+        in_slots = bit // 8 >= found.at(0) or state_file.HEADERS[0] <= bit // 8 < state_file.INDEX
+        assert len(whole) >= 1 or not in_slots
+
+
+def test_what_is_damaged_is_void_from_then_on(tmp_path: Path) -> None:
+    file = made(tmp_path)
+    for slot, step in enumerate((7, 8)):
+        commit(file, slot, step)
+    file.map[file.at(1) + 3] ^= 4
+    assert "checksum of step 8" in (state_file.void_if_damaged(file.facts.path, 8) or "")
+    assert state_file.void_if_damaged(file.facts.path, 7) is None
+    assert StateFile(file.facts.path).facts.steps == {7: 0}
+    assert "does not hold step 8" in (StateFile(file.facts.path).damage(8) or "")
+    os.truncate(file.facts.path, 4096)
+    assert "shorter" in (state_file.void_if_damaged(file.facts.path, 7) or "")
+    assert not file.facts.path.exists()
+
+
+def test_one_that_is_being_made_is_not_damaged(tmp_path: Path) -> None:
+    path = made(tmp_path).facts.path
+    path.write_bytes(bytes(8) + path.read_bytes()[8:])
+    assert kept_files.damage_in(tmp_path) == []

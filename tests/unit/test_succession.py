@@ -390,3 +390,25 @@ def test_a_division_that_some_have_heard_of_is_told_to_all_once_more(told: int) 
     list(died(job))
     assert (job.roster.leader, job.state.phase) == (1, Phase.RUNNING)
     assert [agent.running for agent in job.agents.values()] == [job.state.attempt] * 3
+
+
+def test_a_number_that_nobody_has_heard_is_higher_than_all_that_were() -> None:
+    job = Job(3, 0, Policy(nodes=3))
+    offer, start = job.agents[1].offer, job.agents[1].start
+    assert start is not None
+    votes: dict[int, Message] = {1: {"offered": 1}, 2: {"offered": 3}, 3: {"offered": 2}}
+    found = taken_up(offer, start | {"seats": [2, 1, 0]}, votes)
+    assert (found["division"], found["seats"]) == (4, [2, 1, 0])
+    assert taken_up(offer, start | {"seats": [2, 1, 0], "division": 5}, votes)["seats"] == offer["seats"]
+    assert taken_up(offer, None, votes)["seats"] == offer["seats"]
+    assert taken_up(offer, start, {1: {"offered": 1}, 2: {"offered": 1}}) == offer
+
+
+def test_a_job_begins_at_once_where_all_with_a_seat_are_there_and_else_misses_them() -> None:
+    job = Job(2, 1, Policy(nodes=2))
+    offer = job.agents[0].offer
+    whole = beginning_state(offer, job.roster, 4, 7, {})
+    assert (whole.phase, whole.attempt, whole.first, whole.reached) == (Phase.READYING, 3, 4, 7)
+    assert decide(whole, Time(0.0))[0].attempt == 4
+    without = job.roster.with_members([each for each in job.roster.members if each.node != 1], 0)
+    assert beginning_state(offer, without, 4, 7, {}).phase == Phase.IDLE

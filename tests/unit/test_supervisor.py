@@ -1,5 +1,6 @@
 """What is decided when nodes and ranks fail, by example and for any sequence of events."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -197,6 +198,29 @@ def test_later_restarts_are_put_off() -> None:
     assert kinds(walk(state, Time(2.6))[1]) == ["Note", "Start"]
 
 
+def test_each_failure_that_follows_no_progress_puts_off_the_next_attempt_for_longer() -> None:
+    state, now, pauses = begun(nodes=1, max_restarts=9), 0.0, []
+    for attempt in range(1, 8):
+        now += 1
+        state, _ = walk(state, Ended(now, 0, attempt, 1, KILLED))
+        pauses.append(state.start_at - now)
+        now = state.start_at
+        state, _ = walk(state, Time(now))
+        assert (state.phase, state.attempt) == (Phase.RUNNING, attempt + 1)
+    assert pauses[:2] == [0.0, 0.5]
+    assert all(2 * before < after for before, after in itertools.pairwise(pauses[1:5]))
+    assert pauses[4:] == [30.0] * 3
+    assert walk(state, Progress(now, 5), Ended(now, 0, 8, 1, KILLED))[0].start_at == now
+
+
+def test_a_failure_that_others_suffer_from_is_not_taken_for_the_cause_where_a_node_was_lost() -> None:
+    """And one that is suspected is: a mistake ends a run at once, also where nodes were lost with it."""
+    for suspicion, code in ((1, ExitCode.OUT_OF_MEMORY), (2, None), (3, None)):
+        cause = Cause(suspicion, ExitCode.OUT_OF_MEMORY, "out of memory")
+        _, done = walk(begun(2, spares=1), Ended(1.0, 0, 1, ExitCode.OUT_OF_MEMORY, cause), Lost(2.0, 1, "cut"))
+        assert [action.code for action in done if isinstance(action, Finish)] == ([] if code is None else [code])
+
+
 @pytest.mark.parametrize(
     ("code", "lowered", "expected"),
     [
@@ -264,6 +288,12 @@ def test_a_node_whose_health_asks_for_it_leaves_only_where_a_spare_takes_its_pla
     assert done[-1] == End(1, saving=True)
     _, done = walk(state, Ended(2, 0, 1, 1, KILLED), Ended(2, 1, 1, 1, LOST_PEER))  # it could not save any more
     assert [action for action in done if isinstance(action, Start)] == [Start(2, 1, (2, 1), 0)]
+
+
+def test_what_is_drained_already_or_is_not_here_is_not_drained() -> None:
+    state, _ = walk(begun(2, spares=1), Drained(1.0, 2, True, "asked for"))
+    for event in (Drained(2.0, 2, True, "asked for"), Drained(2.0, 1, False, "asked for"), Drained(2.0, 9, True, "no")):
+        assert decide(state, event) == (state, [])
 
 
 def test_ranks_that_save_are_ended_at_once_when_one_of_them_dies_or_is_lost() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from phalanx import pulse
 from phalanx.cluster import hangs
+from phalanx.cluster.causes import HANG
 from phalanx.cluster.watchdog import (
     FACTOR,
     WARM_STEPS,
@@ -31,7 +32,7 @@ from phalanx.cluster.watchdog import (
 )
 from phalanx.cluster.worker import ask_flight_recorder
 from phalanx.errors import RunError
-from phalanx.pulse import PHASES, STEP_PHASES, WAITS, Beat
+from phalanx.pulse import PHASES, SIZE_BYTES, STEP_PHASES, WAITS, Beat, Pulse, read
 from tests.helpers import ROOT
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
@@ -122,6 +123,41 @@ def test_of_ranks_that_all_wait_the_one_behind_is_named() -> None:
     hang = judge([ahead, beat(1, phase="exchange", waits_for="lane", still_s=40.0)], {}, 2, PATIENCE)
     assert hang is not None
     assert [late.rank for late in hang.late] == [1]
+
+
+def test_of_hosts_that_have_run_ahead_the_one_whose_device_is_behind_is_named() -> None:
+    """Rank 0 has even got less far, and waits for nothing that it knows of: it cannot queue any more."""
+    ahead = beat(0, step=8, phase="forward", behind=(7, "exchange", 0), still_s=30.0)
+    late = beat(1, step=8, phase="exchange", waits_for="device", behind=(7, "backward", 1), still_s=30.0)
+    hang = judge([ahead, late], {}, 2, PATIENCE)
+    assert hang is not None
+    (blame,) = hang.blamed()
+    assert (blame.rank, blame.step, blame.kind) == (1, 7, HANG)
+    assert "30 s in backward, micro-batch 2, of step 7 on its device, while rank 0 waits in exchange" in blame.reason
+    assert judge([ahead], {}, 2, PATIENCE) is None, "the others are not known"
+    alone = judge([ahead], {}, 1, PATIENCE)
+    assert alone is not None
+    assert "in exchange of step 7 on its device;" in alone.blamed()[0].reason
+
+
+def test_a_pulse_tells_of_the_device_until_the_host_goes_on() -> None:
+    words = bytearray(SIZE_BYTES)
+    told = Pulse(memoryview(words))  # type: ignore[arg-type]
+
+    def behind() -> tuple[int, str, int] | None:
+        found = read(bytes(words), 0, 1, time.monotonic_ns())
+        assert found is not None
+        return found.behind
+
+    told.at("forward", 3, 1)
+    assert behind() is None
+    told.device_at("backward", 3, 0)
+    assert behind() == (3, "backward", 0)
+    told.device_at("forward", 3, 1)
+    assert behind() is None
+    told.device_at("backward", 3, 0)
+    told.at("backward", 3, 1)
+    assert behind() is None
 
 
 def test_a_rank_that_was_stopped_is_named_even_where_it_waits() -> None:

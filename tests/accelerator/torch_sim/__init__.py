@@ -11,12 +11,17 @@ device known; the environment is read when a process first touches it:
 | SIM_SEED | of the delays, and of the order `random`; 0 |
 | SIM_DEVICES | number of devices; 1 |
 | SIM_MEMORY_MB | memory of each device, for each process; 4096 |
+| SIM_LINK_MB_S | megabytes a second that go between host and device in each stream; 0: as fast as memory |
 | SIM_POISON | 1: memory that is given out, pinned memory too, holds NaN (integers: -1); 1 |
 | SIM_FAIL | "cublas:3,nccl:1": the third matrix product fails for want of memory, and the first collective; likewise \
 pinned (host memory), allocator (of the device's memory, which fails also where that is full) and kernel (which fails \
-when it runs) |
+when it runs); "hang/1:7": the seventh kernel of device 1 never ends |
 | SIM_COLLECTIVES | 0: the device has none of its own, as kinds that PyTorch knows no backend for; 1 |
+| SIM_SLICES | so many neighbouring devices are slices (MIG) of one; 1 |
+| SIM_CONNECTIONS | 1: the device runs collectives in the order in which they were queued, whatever their groups and \
+streams, as with CUDA_DEVICE_MAX_CONNECTIONS=1; 8 |
 | SIM_WATCHDOG | 1: a collective that passes its group's timeout ends the process by SIGABRT, as NCCL's does; 1 |
+| SIM_MACHINE | machines of unlike names have devices of their own; 0 |
 | SIM_WATCHDOG_GRACE_MS | how long after that; 500 |
 
 Orders: `eager` runs each task at once, which hides what is missing; `lazy` runs nothing before the host waits for it;
@@ -107,7 +112,7 @@ def _device_module() -> types.ModuleType:
     module.current_stream = accelerator.current_stream
     module.set_stream = accelerator.set_stream
     module.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
-    module.get_device_name = lambda device=None: "Simulated accelerator"
+    module.get_device_name = lambda device=None: _properties(device).name
     module.get_device_properties = _properties
     module.is_bf16_supported = lambda including_emulation=True: True
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
@@ -116,6 +121,7 @@ def _device_module() -> types.ModuleType:
         "empty_cache", "reset_peak_memory_stats",
     ):  # fmt: skip
         setattr(module, name, getattr(accelerator, name))
+    module.cudart = lambda: types.SimpleNamespace(cudaHostRegister=_register)
     module.mem_get_info = accelerator.get_memory_info
     module.manual_seed = lambda seed: _module.default_generator(_index(None)).manual_seed(seed)
     module.manual_seed_all = _module.seed_all
@@ -125,10 +131,19 @@ def _device_module() -> types.ModuleType:
     return made
 
 
+def _register(address: int, size: int, flags: int) -> int:
+    """As CUDA's runtime: 0, or the number of an error."""
+    return 0 if _module.register_host(address, size) else 712
+
+
 def _properties(device: Any = None) -> types.SimpleNamespace:
-    name = "Simulated accelerator"
-    uuid = f"SIM-{_index(device)}"  # of this machine's device, whatever process asks
-    return types.SimpleNamespace(name=name, total_memory=_module.memory_bytes(), multi_processor_count=1, uuid=uuid)
+    index, slices = _index(device), int(os.environ.get("SIM_SLICES", "1"))
+    name = "Simulated accelerator" + (" MIG 1g.5gb" if slices > 1 else "")
+    # Of this machine's device, whatever process asks.
+    uuid = f"SIM-{os.environ.get('SIM_MACHINE', '0')}-{index}"
+    found = types.SimpleNamespace(name=name, total_memory=_module.memory_bytes(), multi_processor_count=1, uuid=uuid)
+    found.pci_domain_id, found.pci_bus_id, found.pci_device_id = 0, index // slices, 0
+    return found
 
 
 def _group(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:

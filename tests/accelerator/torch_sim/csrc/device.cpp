@@ -1,6 +1,8 @@
 // The operations that the device does itself: tensors' memory, views, and copies; all others go to the fallback.
 #include "fallback.h"
 
+#include <chrono>
+#include <thread>
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
@@ -100,12 +102,24 @@ Mark queue_copy(Stream* stream, const char* name, Tensor from, Tensor to) {
   });
 }
 
+// Between the host and the device, over a link of a speed of its own if that was asked for.
+Mark queue_over_link(Stream* stream, const char* name, Tensor from, Tensor to) {
+  auto rate = settings().link_bytes_per_s;
+  auto spent = std::chrono::microseconds(rate ? int64_t(to.nbytes()) * 1000000 / rate : 0);
+  if (!rate) return queue_copy(stream, name, from, to);
+  return push(stream, name, [from, to, spent]() mutable {
+    Plain plain;
+    to.copy_(from);
+    std::this_thread::sleep_for(spent);
+  });
+}
+
 // Pageable memory is read before the call returns; pinned memory when the stream gets there.
 void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
   auto stream = current_stream_of(to.device().index());
   auto address = from.storage().data();
   bool pinned = is_pinned(address);
-  auto mark = queue_copy(stream, "to device", pinned ? host_alias(from) : from.detach().clone(), host_alias(to));
+  auto mark = queue_over_link(stream, "to device", pinned ? host_alias(from) : from.detach().clone(), host_alias(to));
   if (!pinned) return;
   note_copy(address, mark);
   if (!non_blocking) synchronize(stream);
@@ -116,10 +130,10 @@ void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   auto address = to.storage().data();
   bool deferred = non_blocking && is_pinned(address);
   if (deferred) {
-    note_copy(address, queue_copy(stream, "to host", host_alias(from), host_alias(to)));
+    note_copy(address, queue_over_link(stream, "to host", host_alias(from), host_alias(to)));
     return;
   }
-  queue_copy(stream, "to host", host_alias(from), host_alias(to));
+  queue_over_link(stream, "to host", host_alias(from), host_alias(to));
   synchronize(stream);
 }
 

@@ -278,10 +278,12 @@ inline Values run_later(const Call& call, const Values& inferred, Stream* stream
       return result;
     }));
   }
-  bool fail = fails_now("kernel");
+  bool fail = fails_now("kernel"), hang = fails_now("hang/" + std::to_string(stream->device));
   push(stream, call.schema.name(),
-       [op = call.op, host = host_arguments(call), outs = std::move(outs), name = call.schema.name(), fail]() mutable {
+       [op = call.op, host = host_arguments(call), outs = std::move(outs), name = call.schema.name(), fail,
+        hang]() mutable {
          TORCH_CHECK(!fail, "asked to fail");
+         while (hang) std::this_thread::sleep_for(std::chrono::hours(1));
          Plain plain;
          torch::jit::Stack stack(host.begin(), host.end());
          op.callBoxed(&stack);

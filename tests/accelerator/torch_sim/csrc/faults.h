@@ -8,7 +8,8 @@
 
 namespace sim {
 
-// Calls until a failure that was asked for, by kind: "cublas", "nccl", "pinned", "allocator" or "kernel".
+// Calls until a failure that was asked for, by kind: "cublas", "nccl", "pinned", "allocator", "kernel", or "hang/1" of a
+// kernel of device 1.
 struct Countdown {
   std::mutex mutex;
   bool read = false;

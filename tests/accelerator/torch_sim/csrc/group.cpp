@@ -12,6 +12,14 @@ struct Watched {
 };
 Watched& watched = *new Watched;
 
+// Where there is one connection to a device, its collectives run in the order in which they were queued, whatever their
+// groups and streams: the last one of each device.
+struct Connection {
+  std::mutex mutex;
+  std::map<int, Mark> last;
+};
+Connection& connection = *new Connection;
+
 void watch_all() {
   while (true) {
     std::this_thread::sleep_for(Milliseconds(50));
@@ -127,6 +135,11 @@ WorkPtr Group::queue_all(std::vector<Operation> operations, int64_t stream_id) {
     operation.tensors = hosts.back();  // the stash keeps the device's
   }
   auto group = c10::intrusive_ptr<Group>::reclaim_copy(this);
+  std::unique_lock<std::mutex> in_order(connection.mutex, std::defer_lock);
+  if (settings().one_connection) {
+    in_order.lock();
+    hold(stream, connection.last[device]);
+  }
   work->mark = push(stream, progress->name, [group, progress, operations = std::move(operations)]() mutable {
     std::string error;
     try {
@@ -141,6 +154,7 @@ WorkPtr Group::queue_all(std::vector<Operation> operations, int64_t stream_id) {
     if (!error.empty()) error = group->lost(error);
     progress->finish(error);
   });
+  if (in_order) connection.last[device] = work->mark;
   auto list = c10::ListType::create(c10::TensorType::get());
   work->future = c10::make_intrusive<c10::ivalue::Future>(list, std::vector<c10::Device>{Guard::at(device)});
   Guard guard;

@@ -222,6 +222,14 @@ inline bool is_pinned(const void* address) {
   return pinned_at(address);
 }
 
+// Host memory of the caller's, as `cudaHostRegister` takes it; what is registered is not registered again.
+inline bool register_host(void* data, size_t bytes) {
+  std::lock_guard<std::mutex> lock(memory.mutex);
+  if (pinned_at(data)) return false;
+  memory.pinned[data] = new PinnedBlock{data, bytes, {}};
+  return true;
+}
+
 inline void note_copy(const void* address, const Mark& mark) {
   std::lock_guard<std::mutex> lock(memory.mutex);
   if (auto block = pinned_at(address)) block->copies.push_back(mark);

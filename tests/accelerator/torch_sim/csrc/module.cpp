@@ -54,6 +54,10 @@ PYBIND11_MODULE(torch_sim_C, module) {
   module.def("memory_bytes", [] { return settings().memory_bytes; });
   module.def("default_generator", [](int device) { return hooks.getDefaultGenerator(device); });
   module.def("seed_all", [](int64_t seed) { seed_all(uint64_t(seed)); });
+  module.def("register_host", [](size_t address, size_t bytes) {
+    open_device();
+    return register_host(reinterpret_cast<void*>(address), bytes);
+  });
   module.def("fail_at", fail_at);
   module.def("counts", [] {
     Lock lock(state.mutex);

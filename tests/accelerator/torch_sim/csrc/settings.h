@@ -13,9 +13,9 @@ enum class Order { Eager, Lazy, SideLast, MainLast, Random, Threads };
 struct Settings {
   Order order;
   int devices;
-  int64_t memory_bytes, delay_us, watchdog_grace_ms;
+  int64_t memory_bytes, delay_us, watchdog_grace_ms, link_bytes_per_s;
   uint32_t seed;
-  bool poison, watchdog;
+  bool poison, watchdog, one_connection;
   std::string fail;
 };
 
@@ -39,9 +39,11 @@ inline Settings read_environment() {
       std::stoll(variable("SIM_MEMORY_MB", "4096")) << 20,
       std::stoll(variable("SIM_DELAY_US", "0")),
       std::stoll(variable("SIM_WATCHDOG_GRACE_MS", "500")),
+      std::stoll(variable("SIM_LINK_MB_S", "0")) * 1000000,
       uint32_t(std::stoul(variable("SIM_SEED", "0"))),
       variable("SIM_POISON", "1") == "1",
       variable("SIM_WATCHDOG", "1") == "1",
+      variable("SIM_CONNECTIONS", "8") == "1",
       variable("SIM_FAIL", ""),
   };
 }

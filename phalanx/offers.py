@@ -4,6 +4,8 @@ An offer decides which code is imported and which files are opened here. So each
 spares and nodes that come back too: they were all started with one.
 """
 
+import types
+import typing
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,19 +15,14 @@ from phalanx.cluster.greeting import told
 from phalanx.config import Config, get, leaves
 from phalanx.errors import ConfigError
 from phalanx.faults import Fault
+from phalanx.plan.recipe_keys import PLANNED
 
-# What a plan decides where parallel.layout is auto, and the recipe does not write: numbers and names of ways, no files.
-PLANNED = frozenset({
-    "parallel.data", "parallel.zero", "parallel.shard_degree", "parallel.reduce", "parallel.tensor",
-    "parallel.sequence", "parallel.pipeline", "parallel.schedule", "parallel.stages", "train.micro_batch",
-    "memory.activations", "optim.slots", "balance.work", "balance.state",
-})  # fmt: skip
 SHOWN = 3  # keys that a sentence names
 
 
 def check(wanted: Config, offered: Config) -> None:
     """Raise ConfigError where a leader's resolved configuration does not follow from `wanted`, this node's recipe."""
-    different = [key for key, _ in leaves() if not _follows(key, wanted, offered)]
+    different = [key for key, info in leaves() if not _follows(key, info.annotation, wanted, offered)]
     if different:
         both = [(key, _plain(offered, key), _plain(wanted, key)) for key in different[:SHOWN]]
         said = "; ".join(f"{key} is {theirs!r} there and {mine!r} here" for key, theirs, mine in both)
@@ -35,15 +32,15 @@ def check(wanted: Config, offered: Config) -> None:
         )
 
 
-def _follows(key: str, wanted: Config, offered: Config) -> bool:
+def _follows(key: str, annotation: Any, wanted: Config, offered: Config) -> bool:
     """Whether the offered value of a key may be what the recipe's comes to. Besides what is the same, that is: what an
-    `auto` was resolved to (of the one that names files, one of two); what a plan has decided; and the second copy of
-    the state, and a file of measurements, that are of no use in a layout and were left out."""
+    `auto` was resolved to; what a plan decides, where parallel.layout is auto and the recipe does not say; and the
+    second copy of the state, and a file of measurements, that are of no use in a layout and were left out."""
     mine, theirs = get(wanted, key), get(offered, key)
     if mine == theirs:
         return True
     if mine == "auto":
-        return key != "data.tokenizer" or theirs in ("train", wanted.model.from_hf)
+        return theirs in ("train", wanted.model.from_hf) if key == "data.tokenizer" else _resolves(annotation)
     planned = wanted.parallel.layout == "auto"
     if key == "parallel.layout":
         return planned and theirs == "given"
@@ -52,6 +49,15 @@ def _follows(key: str, wanted: Config, offered: Config) -> bool:
     if key == "optim.slots" and theirs == 1:
         return True
     return planned and key in PLANNED and key not in recipe.written(wanted)
+
+
+def _resolves(annotation: Any) -> bool:
+    """Whether the `auto` of a key of this type stands for what is found out, and that is no text of any content, which
+    could name a file or a program."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    options = typing.get_args(annotation) if is_union else (annotation,)
+    plain = [option.__origin__ if typing.get_origin(option) is typing.Annotated else option for option in options]
+    return str not in plain and any("auto" in typing.get_args(option) for option in plain)
 
 
 def _plain(config: Config, key: str) -> Any:

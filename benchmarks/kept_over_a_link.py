@@ -1,0 +1,83 @@
+"""What it costs a step to keep an accelerator's state in memory, over a link on which that takes longer than a step.
+
+    python3 benchmarks/kept_over_a_link.py [--quick] [--json FILE]
+
+The simulated accelerator of the tests, with streams that run at once and a link between it and the host of a speed of
+its own: so slow that the copy of a rank's state takes as many steps as that of a billion parameters (12 GB) takes over
+10 GB/s, where a step takes half a second. Runs with `resilience.memory=auto` and without take turns; steps behind those
+in which it is measured what a copy costs are compared.
+"""
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import at_most, machine, options, report, result
+from phalanx import kept_files, shared_memory, state_file
+from phalanx.checkpoint.thinning import MEASURED, UNMEASURED
+from phalanx.records import Kind, RunPaths, read_lines, read_steps, write_event
+from tests.accelerator.device import run_on_device
+from tests.numerics import runs
+
+COPY_S, STEP_S = 12e9 / 10e9, 0.5  # of a billion parameters
+FIRST = UNMEASURED + MEASURED + 5  # the first step that counts
+RECIPE = {
+    "model.hidden": 128, "model.layers": 4, "model.intermediate": 512, "train.dtype": "fp32", "train.micro_batch": 64,
+    "train.global_batch": 64, "train.eval_sequences": 4, "train.compile": False, "parallel.data": "single",
+}  # fmt: skip
+
+
+def walk(folder: Path, name: str, tokens: Path, memory: bool | str, steps: int, link_mb_s: int) -> dict[str, Any]:
+    """Seconds of the steps that count, how often one was kept, and the bytes of a slot."""
+    run = folder / name
+    run.mkdir()
+    write_event(RunPaths(run).events, Kind.RUN_STARTED, 1)
+    changes = RECIPE | {"train.steps": steps, "optim.decay_steps": steps, "resilience.memory": memory}
+    with tempfile.TemporaryDirectory(dir=shared_memory.PLACE) as shared:
+        codes = run_on_device(
+            runs.train, order="threads", timeout_s=900, shared=Path(shared), link_mb_s=link_mb_s, run=str(run),
+            data=str(tokens), changes=changes,
+        )  # fmt: skip
+        facts = map(state_file.facts_of, kept_files.files_in(Path(shared)))
+        slot_bytes = max((each.slot_bytes for each in facts if each is not None), default=0)
+    assert codes == [0]
+    seconds = [record["step_s"] for record in read_steps(RunPaths(run).metrics) if record["step"] >= FIRST]
+    said = [event for event in read_lines(RunPaths(run).events) if event.get("key") == "resilience.memory"]
+    every = [int(str(event["value"]).split()[1]) for event in said if str(event["value"]).startswith("every")]
+    return {"seconds": seconds, "every": (every or [1])[0], "bytes": slot_bytes}
+
+
+def main() -> None:
+    given = options("What it costs to keep an accelerator's state in memory over a slow link.").parse_args()
+    steps, pairs = (FIRST + 60, 1) if given.quick else (FIRST + 240, 3)
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "tokens").mkdir()
+        tokens = folder / "tokens"
+        runs.write_tokens(tokens)
+        step_s = statistics.median(walk(folder, "alone", tokens, False, FIRST + 40, 0)["seconds"])
+        state = walk(folder, "asked", tokens, True, 4, 0)["bytes"]
+        link_mb_s = max(1, round(state / (COPY_S / STEP_S * step_s) / 1e6))
+        for pair in range(pairs):
+            names: list[tuple[str, bool | str]] = [(f"kept {pair}", "auto"), (f"plain {pair}", False)]
+            found = {
+                memory: walk(folder, name, tokens, memory, steps, link_mb_s)
+                for name, memory in (names if pair % 2 else reversed(names))
+            }
+            kept, without = found["auto"], found[False]
+            spent, base = (sum(each["seconds"]) / len(each["seconds"]) for each in (kept, without))
+            rows.append({"link, MB/s": link_mb_s, "a step without, ms": 1e3 * base, "with, ms": 1e3 * spent,
+                         "every": kept["every"], "a copy over a step": state / link_mb_s / 1e6 / base,
+                         "with over without": spent / base})  # fmt: skip
+    ratio = statistics.median(row["with over without"] for row in rows)
+    checks = [at_most("a step with the state kept over one without", ratio, 1.01)]
+    report(result("kept_over_a_link", machine(None, 1), rows, checks), given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What is measured on a device has been done when the clock is read."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx import accelerator, recipe
+from phalanx.comm.mesh import join
+from phalanx.config import spec_of
+from phalanx.records import Placement
+from phalanx.train import burn_in, choose_activations, measure, profile, trial
+from phalanx.train.clock import Events
+from phalanx.train.subject import subject_of
+from tests.accelerator.device import needs_device, run_on_device
+from tests.numerics import runs
+
+pytestmark = needs_device
+NOTHING = burn_in.Tested(0, "here", "sim:0", "simulated")
+
+
+def waiting() -> int:
+    """Tasks that the device has been given and has not done."""
+    from tests.accelerator import torch_sim
+
+    return sum(torch_sim.pending().values())
+
+
+def when_read(module: Any, work: Callable[[], object]) -> list[int]:
+    """What is `waiting` each time that a module reads the clock."""
+    found, inner = [], time.perf_counter
+
+    def noted() -> float:
+        if sys._getframe(1).f_globals["__name__"] == module.__name__:
+            found.append(waiting())
+        return inner()
+
+    time.perf_counter = noted
+    try:
+        work()
+    finally:
+        time.perf_counter = inner
+    return found
+
+
+def within(placement: Placement) -> list[int]:
+    device = torch.device(placement.device)
+    source, target = torch.zeros(1000, device=device), torch.empty(1000, device=device)
+    return when_read(measure, lambda: measure.copied_per_s(source, target, device))
+
+
+def multiplied(placement: Placement) -> list[int]:
+    burn_in.SIZE = 32
+    return when_read(burn_in, lambda: burn_in.products(NOTHING, torch.device(placement.device), 0.0))
+
+
+def passes(placement: Placement, of: str) -> list[int]:
+    """Those of a small model, all of whose work is queued when they begin."""
+    tree = runs.RECIPE | {"train": {"dtype": "fp32", "micro_batch": 4}}
+    config, _ = recipe.resolve(recipe.check(tree, "a recipe"), device="cpu", world=1)
+    with join(placement, 20) as mesh, trial.trial(config, subject_of(config, spec_of(config)), mesh, None) as small:
+        if of == "steps":
+            return when_read(trial, lambda: small.seconds(2))
+        return when_read(choose_activations, lambda: choose_activations.forward_of(small))
+
+
+def reduced(placement: Placement) -> list[Any]:
+    """And whether the all-reduce itself is over when the clock is read behind it."""
+    begun, inner = [], measure.all_reduce
+
+    def noted(*args: Any) -> Any:
+        begun.append(inner(*args))
+        return begun[-1]
+
+    measure.all_reduce = noted
+    over = []
+    with join(placement, 20) as mesh:
+
+        def work() -> None:
+            clock = time.perf_counter
+
+            def looked() -> float:
+                if sys._getframe(1).f_code.co_name == "_reduced_s":
+                    over.extend(each._work is None or each._work.is_completed() for each in begun)
+                return clock()
+
+            time.perf_counter = looked
+            try:
+                measure._reduced_s(mesh, 4_000_000)
+            finally:
+                time.perf_counter = clock
+
+        return [when_read(measure, work), over]
+
+
+def exchanged(placement: Placement) -> list[int]:
+    """Between two ranks whose group is one of the host."""
+    burn_in.PAIR_BYTES, burn_in.link_of = 4000, lambda mesh: (None, None)
+    with join(placement, 20) as mesh:
+        return when_read(burn_in, lambda: burn_in.exchanged(NOTHING, mesh))
+
+
+def profiled(placement: Placement) -> list[int]:
+    """What waits when the profiler stops."""
+    with join(placement, 20) as mesh:
+        trace: Any = profile.Trace(1, 1, profile.Where(None, mesh, None))  # type: ignore[arg-type]
+        inner, found = trace._profiler, []
+        inner.start()
+        torch.zeros(1000, device=mesh.device).add_(1)
+
+        class Stopped(Exception):
+            pass
+
+        def stop() -> None:
+            found.append(waiting())
+            inner.stop()
+            raise Stopped
+
+        trace._profiler = type("Profiler", (), {"stop": staticmethod(stop)})
+        with pytest.raises(Stopped):
+            trace.finish(1, True)
+        return found
+
+
+def test_a_copy_is_over() -> None:
+    (found,) = run_on_device(within)
+    assert found[1::2] == [0] * 4
+    assert found[0] > 0  # it can be seen
+
+
+def test_products_are_there() -> None:
+    (found,) = run_on_device(multiplied)
+    begun, _, over = found[:3]
+    assert (begun, over) == (0, 0)
+    assert max(found) > 0
+
+
+def test_a_step_begins_with_nothing_to_do_and_is_over() -> None:
+    (found,) = run_on_device(passes, of="steps")
+    assert found == [0, 0]
+
+
+def test_a_forward_pass_is_over() -> None:
+    (found,) = run_on_device(passes, of="forward")
+    assert len(found) == 2 * (choose_activations.PASSES + 1)
+    assert found[1:] == [0] * (len(found) - 1)
+
+
+def test_an_all_reduce_begins_with_nothing_to_do_and_is_over() -> None:
+    assert run_on_device(reduced) == [[[0, 0], [True]]]
+    for pending, over in run_on_device(reduced, 2, collectives=False):
+        assert (pending, over) == ([0, 0], [True])
+
+
+def test_what_two_ranks_exchange_has_arrived() -> None:
+    for found in run_on_device(exchanged, 2, collectives=False):
+        assert found[1::2] == [0] * burn_in.TRIES
+
+
+def test_a_profile_has_all_kernels() -> None:
+    assert run_on_device(profiled) == [[0]]
+
+
+def between(placement: Placement) -> list[Any]:
+    """The time between two marks of which the device has passed none."""
+    clock, device = Events(torch.device(placement.device)), torch.device(placement.device)
+    first = clock.mark()
+    torch.zeros(1000, device=device).add_(1)
+    last = clock.mark()
+    found = [waiting() > 0, clock.between(first, last) >= 0, waiting()]
+    begun = accelerator.stamp(device)
+    torch.zeros(1000, device=device).add_(1)
+    return [*found, accelerator.seconds_between(begun, accelerator.stamp(device)) >= 0, waiting()]
+
+
+def test_the_time_between_two_marks_is_asked_for_behind_both() -> None:
+    assert run_on_device(between) == [[True, True, 0, True, 0]]

@@ -1,0 +1,76 @@
+"""Loops and scripts of a user's own on simulated devices: the curve of plain PyTorch on the CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import phalanx
+from phalanx.records import Placement
+from tests.accelerator.curves import EVERYTHING
+from tests.accelerator.device import needs_device, run_on_device
+from tests.dist import scripts, test_shard
+from tests.dist.test_shard import CLIP, DECAY, LR, STEPS, Net, by_hand, loss_sum, parts_of, whole
+from tests.helpers import process_group
+
+pytestmark = needs_device
+
+
+def loop(placement: Placement, **asked: Any) -> tuple[list[list[float]], list[float]]:
+    """`phalanx.shard` around a model on the device."""
+    device = torch.device(placement.device)
+    torch.accelerator.set_device_index(device)
+    with process_group(placement, backend="cpu:gloo,sim:simccl"):
+        net, found = Net(seed=placement.rank).double().to(device), []
+        with phalanx.shard(net, lr=LR, weight_decay=DECAY, clip_norm=CLIP, **asked) as sharded:
+            while sharded.steps < STEPS:
+                number = sharded.steps + 1
+                x, y = (tensor.to(device) for tensor in test_shard.data(number))
+                batches = parts_of(number, sharded.rank, sharded.world)
+                with sharded.step(batches, weight=sum(map(len, batches))) as step:
+                    for batch in step:
+                        there = batch.to(device)
+                        step.backward(loss_sum(net, x[there], y[there]))
+                found.append([step.mean_loss(), step.norm, step.weight])
+            return found, whole(sharded)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked", "how"),
+    [
+        (1, {"zero": 3}, {"order": "main_last"}),
+        (2, {"zero": 1, "weights": [2, 1], "slots": 2}, {"order": "threads", "delay_ms": 2}),
+        (2, {"zero": 3, "weights": [1, 2]}, {"order": "threads", "delay_ms": 2}),
+    ],
+)
+def test_a_loop_of_ones_own(ranks: int, asked: dict[str, Any], how: dict[str, Any]) -> None:
+    curve, parameters = by_hand()
+    for of_rank, theirs in run_on_device(loop, ranks, **how, **asked):
+        assert of_rank == [pytest.approx(step, rel=1e-9) for step in curve]
+        assert theirs == pytest.approx(parameters, rel=1e-9, abs=1e-12)
+
+
+def on_device(name: str, folder: Path) -> str:
+    """An example for SageMaker's library whose device is this one, where it says CUDA."""
+    text = (scripts.EXAMPLES / f"{name}.py").read_text()
+    there = {'"nccl"': "", "torch.cuda": "torch.sim", '"cuda"': '"sim"', ".cuda()": ".sim()"}
+    there["from_config(llama_config())"] = 'from_config(llama_config()).to("sim")'  # which FSDP does for CUDA's alone
+    for said, meant in there.items():
+        text = text.replace(said, meant)
+    assert "torch.sim" in text
+    (folder / "small.py").write_text((scripts.EXAMPLES / "small.py").read_text())
+    return scripts.written(folder, text)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain_fsdp", "hybrid_shard", "activation_offload"] if EVERYTHING else ["activation_offload"]
+)
+def test_a_script_for_sagemaker(name: str, tmp_path: Path) -> None:
+    alone = scripts.losses(scripts.example(name, 2))
+    script = on_device(name, tmp_path)
+    printed, _ = run_on_device(
+        scripts.run_script, 2, order="threads", delay_ms=2, timeout_s=200, script=script, arguments=[]
+    )
+    assert len(alone) == 6
+    assert scripts.losses(printed) == pytest.approx(alone, abs=2e-5)

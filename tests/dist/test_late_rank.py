@@ -1,0 +1,120 @@
+"""What ranks exchange is read when the last of them has given its part, and not before: rank 1 is always late."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.backend import Options
+from phalanx.comm.collectives import Traffic, all_gather
+from phalanx.comm.mesh import Axis, Mesh, join
+from phalanx.comm.messages import Messages
+from phalanx.comm.ways import _adding
+from phalanx.errors import ConfigError
+from phalanx.optim import gradients
+from phalanx.optim.agreement import Agreement
+from phalanx.optim.fsdp2 import _as_asked
+from phalanx.optim.sharded import Sharded
+from phalanx.parallel.exchange import _collect, _run
+from phalanx.parallel.slices import Slice
+from phalanx.parallel.transform import _Arrivals, whole_of
+from phalanx.records import Placement
+from tests.helpers import process_group, run_ranks
+
+LATE_S = 0.1
+
+
+def exchanges(mesh: Mesh) -> dict[str, Callable[[], Any]]:
+    """What this rank gives, of 1 and 2; each makes the same on both."""
+    axis, traffic, mine = Axis(mesh.control, (0, 1), mesh.rank), Traffic(), torch.tensor([1.0 + mesh.rank])
+    messages = Messages(mesh.control, mesh.device, traffic, most=1)
+
+    def copies() -> list[float]:
+        tensor = mine.clone()
+        _adding(mesh.control, traffic, mesh.topology, None)(tensor)
+        return tensor.tolist()
+
+    def fully_shard() -> list[float]:
+        out = torch.zeros(2)
+        _as_asked(all_gather(out, mine.clone(), mesh.control, traffic), async_op=False)
+        return out.tolist()
+
+    return {
+        "agreement": lambda: Agreement(mine.item(), [], [], set(), mesh.control, traffic).hear()[0].tolist(),
+        "weight": lambda: gradients.TotalWeight(1 + mesh.rank, mesh.control, traffic).get(),
+        "squares": lambda: gradients.over_model(mine, axis, traffic).tolist(),
+        "sum": lambda: _run(mine, "sum", axis, traffic).tolist(),
+        "scatter": lambda: _run(mine * torch.ones(1, 2, 1), "scatter", axis, traffic).flatten().tolist(),
+        "gather": lambda: _collect(mine, axis, traffic).flatten().tolist(),
+        "fully_shard": fully_shard,
+        "whole": lambda: whole_of(mine, Slice((2,), 0, mesh.rank, mesh.rank + 1), axis, everywhere=True).tolist(),
+        "copies": copies,
+        "message": lambda: messages.exchange(mine, 1 - mesh.rank).item() + mine.item(),
+    }
+
+
+def late(placement: Placement) -> dict[str, Any]:
+    found = {}
+    with join(placement, 20) as mesh:
+        for name, exchange in exchanges(mesh).items():
+            mesh.sum([0.0])
+            time.sleep(LATE_S * mesh.rank)
+            found[name] = exchange()
+    return found
+
+
+def test_an_exchange_is_over_when_the_last_rank_has_given_its_part() -> None:
+    wanted: dict[str, Any] = {"agreement": 3.0, "weight": 3, "message": 3.0}
+    wanted |= {name: [3.0] for name in ("squares", "sum", "scatter", "copies")}
+    wanted |= {name: [1.0, 2.0] for name in ("gather", "fully_shard", "whole")}
+    assert run_ranks(late, 2) == [wanted] * 2
+
+
+def several_at_once(placement: Placement) -> list[float]:
+    """Through the backend that scripts have: two tensors that are gathered by one call."""
+    with process_group(placement, 20, "phalanx", Options(host="one")):
+        out = [torch.zeros(2) for _ in range(2)]
+        time.sleep(LATE_S * placement.rank)
+        with dist._coalescing_manager():
+            for number, each in enumerate(out):
+                dist.all_gather_into_tensor(each, torch.tensor([number + 10.0 * placement.rank]))
+        return [value for each in out for value in each.tolist()]
+
+
+def test_a_call_for_several_tensors_waits_for_all_of_them() -> None:
+    assert run_ranks(several_at_once, 2) == [[0.0, 10.0, 1.0, 11.0]] * 2
+
+
+def unlike_models(placement: Placement) -> str:
+    with join(placement, 20) as mesh:
+        time.sleep(LATE_S * mesh.rank)
+        try:
+            _Arrivals(torch.nn.Linear(2, 2 + mesh.rank), mesh.device, None)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def test_each_rank_hears_that_models_are_unlike() -> None:
+    first, second = run_ranks(unlike_models, 2)
+    assert first == second
+    assert "the same model" in first
+
+
+def ready_to_update(placement: Placement) -> float:
+    """How long a rank waits, before it updates, for the other to be through with the step before."""
+    with join(placement, 20) as mesh:
+        engine: Any = object.__new__(Sharded)
+        engine.mesh, engine.traffic, engine._unconfirmed = mesh, Traffic(), True
+        engine._state = type("State", (), {"settle": staticmethod(lambda: None)})
+        mesh.sum([0.0])
+        begun = time.perf_counter()
+        time.sleep(LATE_S * mesh.rank)
+        engine._await_others()
+        return time.perf_counter() - begun
+
+
+def test_no_rank_updates_before_all_are_through_with_the_step_before() -> None:
+    assert min(run_ranks(ready_to_update, 2)) >= 0.9 * LATE_S
