@@ -29,13 +29,13 @@ def waiting() -> int:
     return sum(torch_sim.pending().values())
 
 
-def when_read(module: Any, work: Callable[[], object]) -> list[int]:
-    """What is `waiting` each time that a module reads the clock."""
+def when_read(module: Any, work: Callable[[], object], look: Callable[[], Any] = waiting) -> list[Any]:
+    """What is `waiting`, or what else one looks at, each time that a module reads the clock."""
     found, inner = [], time.perf_counter
 
     def noted() -> float:
         if sys._getframe(1).f_globals["__name__"] == module.__name__:
-            found.append(waiting())
+            found.append(look())
         return inner()
 
     time.perf_counter = noted
@@ -68,32 +68,19 @@ def passes(placement: Placement, of: str) -> list[int]:
 
 
 def reduced(placement: Placement) -> list[Any]:
-    """And whether the all-reduce itself is over when the clock is read behind it."""
+    """And whether what was begun is over."""
     begun, inner = [], measure.all_reduce
 
     def noted(*args: Any) -> Any:
         begun.append(inner(*args))
         return begun[-1]
 
+    def look() -> list[Any]:
+        return [waiting(), [each._work is None or each._work.is_completed() for each in begun]]
+
     measure.all_reduce = noted
-    over = []
     with join(placement, 20) as mesh:
-
-        def work() -> None:
-            clock = time.perf_counter
-
-            def looked() -> float:
-                if sys._getframe(1).f_code.co_name == "_reduced_s":
-                    over.extend(each._work is None or each._work.is_completed() for each in begun)
-                return clock()
-
-            time.perf_counter = looked
-            try:
-                measure._reduced_s(mesh, 4_000_000)
-            finally:
-                time.perf_counter = clock
-
-        return [when_read(measure, work), over]
+        return when_read(measure, lambda: measure._reduced_s(mesh, 4_000_000), look)
 
 
 def exchanged(placement: Placement) -> list[int]:
@@ -150,9 +137,8 @@ def test_a_forward_pass_is_over() -> None:
 
 
 def test_an_all_reduce_begins_with_nothing_to_do_and_is_over() -> None:
-    assert run_on_device(reduced) == [[[0, 0], [True]]]
-    for pending, over in run_on_device(reduced, 2, collectives=False):
-        assert (pending, over) == ([0, 0], [True])
+    for found in (*run_on_device(reduced), *run_on_device(reduced, 2, collectives=False)):
+        assert found == [[0, []], [0, [True]]]
 
 
 def test_what_two_ranks_exchange_has_arrived() -> None:

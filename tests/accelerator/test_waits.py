@@ -1,6 +1,8 @@
 """Waits that no whole run depends on with certainty: each test fails without one line of the package."""
 
 import threading
+import time
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -10,7 +12,8 @@ import torch
 from phalanx import accelerator
 from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import join
-from phalanx.optim.held import Pool
+from phalanx.optim.carrier import Carrier
+from phalanx.optim.held import Gradient, Pool
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import Sharding
 from phalanx.optim.passes import Marks, Passes
@@ -201,3 +204,89 @@ class Weight:
 
 def test_what_the_lane_agrees_on_is_waited_for_where_it_is_read() -> None:
     assert run_ranks(norm_of_the_step_before, 1) == [[True, [0.25, 0.0]]]
+
+
+def agreed_and_begun(placement: Placement) -> list[Any]:
+    """Whether parameters that were gathered count as there, before and after the ranks have agreed on their step; and
+    in which order the lane ends what it was given and a state is taken for that of a step."""
+    engine: Any = object.__new__(Sharded)
+    lane, may = Lane(torch.device("cpu")), threading.Event()
+    engine._carrier, engine._parts, engine._lane = Carrier(None, None, None), 1, lane  # type: ignore[arg-type]
+    step = Step(1, 0.1, None, Weight(), Mark(lane))  # type: ignore[arg-type]
+    unit, fresh = Unit(0, "", torch.nn.Module(), []), [Mark(lane), Mark(lane)]
+    engine._gather_updated(step, unit, 0, fresh[0])
+    step.agreed.set()
+    engine._gather_updated(step, unit, 0, fresh[1])
+    order: list[str] = []
+    state = {"attached": False, "loaded": lambda self, step: order.append(f"step {step}")}
+    engine._state = type("State", (), state)()
+    lane.put(lambda: (may.wait(10), order.append("the lane"))[1])
+    threading.Timer(0.05, may.set).start()
+    engine.begin_after(5)
+    lane.close()
+    return [[each.reached for each in fresh], step.early_fresh == fresh[:1], order]
+
+
+def test_parameters_count_as_there_when_the_ranks_have_agreed_and_a_state_when_the_lane_is_through() -> None:
+    assert run_ranks(agreed_and_begun, 1) == [[[False, True], True, ["the lane", "step 5"]]]
+
+
+def released_behind(placement: Placement, number: int, arrived: bool) -> bool:
+    """Whether a unit's parameters are let go of behind its backward pass, which is late, whatever is sent then."""
+    lane, done, model = Lane(torch.device("cpu")), [], torch.nn.Module()
+    unit: Any = type("Unit", (), {"number": number, "module": torch.nn.Module(), "helds": []})()
+    unit.helds = [type("Held", (), {"release": lambda self: done.append(number)})()]
+    engine: Any = object.__new__(Sharded)
+    engine._carrier, engine._units, engine.model = Carrier(None, None, None), [unit, unit], model  # type: ignore[arg-type]
+    marks, there, gradient = Marks(3, lane, True), Mark(lane), Gradient(True, None, Mark(lane))
+    engine._whole = deque([(unit, marks.used_again[number], there)])
+    if arrived:
+        there.set()
+
+    def backward() -> None:
+        if number == 0:  # of which nothing but its gradient tells the end
+            marks.used_again[number].set()
+        gradient.ready.set()
+        time.sleep(0.05)
+        marks.used_again[number].set()
+
+    lane.put(partial(engine._release_behind, unit, gradient, marks))
+    threading.Timer(0.05, backward).start()
+    lane.drain()
+    lane.close()
+    return done == [number]
+
+
+@pytest.mark.parametrize(("number", "arrived"), [(0, True), (1, True), (1, False)])
+def test_parameters_are_let_go_of_behind_a_backward_pass_where_they_have_arrived(number: int, arrived: bool) -> None:
+    assert run_ranks(released_behind, 1, number=number, arrived=arrived) == [arrived]
+
+
+def between_steps(placement: Placement, what: str) -> list[str]:
+    """In which order the lane ends what it was given and the state is read, or written."""
+    lane, may, order = Lane(torch.device("cpu")), threading.Event(), list[str]()
+    engine: Any = object.__new__(Sharded)
+    engine._lane, engine._released, engine._units, engine._carrier = lane, False, [], Carrier(None, None, None)  # type: ignore[arg-type]
+    engine.model, engine._state = torch.nn.Linear(1, 1), type("State", (), {"source": {}})
+    shards = {name: staticmethod(lambda *args: order.append("read") or iter(())) for name in ("pieces", "load")}
+    engine._shards = type("Shards", (), shards)
+    lane.put(lambda: (may.wait(10), order.append("the lane"))[1])
+    threading.Timer(0.05, may.set).start()
+    match what:
+        case "full_parameters":
+            with engine.full_parameters():
+                order.append("read")
+        case "pieces":
+            list(engine.pieces(twins=True))
+        case "load":
+            engine.load(lambda *args: None)
+        case "masters":
+            engine._bring_masters()
+            order.append("read")
+    lane.close()
+    return order
+
+
+@pytest.mark.parametrize("what", ["full_parameters", "pieces", "load", "masters"])
+def test_what_is_read_or_written_between_steps_comes_behind_the_lane(what: str) -> None:
+    assert run_ranks(between_steps, 1, what=what) == [["the lane", "read"]]
