@@ -171,7 +171,7 @@ MAY_USE: dict[str, set[str]] = {
     "sharded_model": {"torch"},
     "sharding": {"torch"},
     "scripts": {"torch"},
-    "compat": {"torch"},
+    "compat": {"torch", "numpy"},
     "data_commands": {"typer"},
     "doctor": {"torch"},
     "doctor_commands": {"typer"},
@@ -367,15 +367,25 @@ FORBIDDEN_CALLS = {
 }  # fmt: skip
 
 
+# What other programs have pickled is read by unpicklers that call nothing but what they list.
+BY_A_LIST = {
+    "phalanx.compat.sagemaker.files": {"pickle"},
+    "phalanx.compat.sagemaker.loader": {"torch.save"},  # what was read so, for PyTorch's own planner
+}
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_read_from_disk_or_network_can_run(module: str) -> None:
-    assert not FORBIDDEN_MODULES & {name.split(".")[0] for name in imports_of(module)}
-    guilty = [f"{module}:{line} {name}" for name, line in calls_of(module) if name in FORBIDDEN_CALLS]
+    allowed = BY_A_LIST.get(module, set())
+    assert not (FORBIDDEN_MODULES - allowed) & {name.split(".")[0] for name in imports_of(module)}
+    assert {"pickle.loads", "pickle.load"}.isdisjoint(name for name, _ in calls_of(module))
+    guilty = [f"{module}:{line} {name}" for name, line in calls_of(module) if name in FORBIDDEN_CALLS - allowed]
     assert guilty == []
     if module not in (
         "phalanx.models.weights",
         "phalanx.models.peft",
         "phalanx.models.megatron_files",
+        "phalanx.compat.sagemaker.loader",
     ):  # old weights lie about in pickled files
         assert "torch.load(weights_only=True)" not in {name for name, _ in calls_of(module)}
     text = MODULES[module].read_text(encoding="utf-8")

@@ -28,9 +28,9 @@ def to_message(attempt: int, word: Word) -> Message:
 
 def of_message(message: Message) -> tuple[int, Word]:
     """The attempt that a word is of, and the word."""
-    beats = tuple(Beat(*row) for row in message["beats"])
+    rows = [[*row[:-1], row[-1] and tuple(row[-1])] for row in message["beats"]]
     signs = {int(rank): Signs(*row) for rank, row in message["signs"].items()}
-    return int(message["attempt"]), Word(beats, signs, Patience(*message["patience"]))
+    return int(message["attempt"]), Word(tuple(Beat(*row) for row in rows), signs, Patience(*message["patience"]))
 
 
 class Gathering:

@@ -7,6 +7,7 @@ lost, as if its connection had ended. What a well-formed message claims is belie
 
 import ipaddress
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -22,6 +23,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Ranks = Annotated[int, Field(ge=1, lt=1 << 20)]
 Port = Annotated[int, Field(ge=1, lt=1 << 16)]
 Code = Annotated[int, Field(ge=-255, le=255)]
+Kind = type | tuple[type, ...] | list[type]  # of a value; a list: of such values, or nothing
 Name = Annotated[str, Field(max_length=1024), AfterValidator(lambda text: _printable(text))]
 Text = Annotated[str, Field(max_length=1 << 20)]
 Token = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -39,18 +41,24 @@ def _printable(text: str) -> str:
     return text
 
 
-def _row(*kinds: type | tuple[type, ...]) -> AfterValidator:
+def _row(*kinds: Kind) -> AfterValidator:
     """A list of these types in this order."""
 
     def check(row: list[Any]) -> list[Any]:
-        if len(row) != len(kinds) or not all(_is(value, kind) for value, kind in zip(row, kinds, strict=True)):
+        if not _fits(row, kinds):
             raise ValueError("the list has other types of values")
         return row
 
     return AfterValidator(check)
 
 
-def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+def _fits(row: list[Any], kinds: Sequence[Kind]) -> bool:
+    return len(row) == len(kinds) and all(_is(value, kind) for value, kind in zip(row, kinds, strict=True))
+
+
+def _is(value: Any, kind: Kind) -> bool:
+    if isinstance(kind, list):
+        return value is None or (isinstance(value, list) and _fits(value, kind))
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, kind) and not (isinstance(value, float) and math.isnan(value))
@@ -59,7 +67,7 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
 Address = Annotated[str, AfterValidator(_address)]
 Number, Seconds = (int, float), (int, float, type(None))
 Device = Annotated[list[Any], _row(str, str, bool)]
-Beat = Annotated[list[Any], _row(int, int, str, int, str, Number, int, Number, int, bool)]
+Beat = Annotated[list[Any], _row(int, int, str, int, str, Number, int, Number, int, bool, [int, str, int])]
 Signs = Annotated[list[Any], _row(bool, bool, bool)]
 Patience = Annotated[list[Any], _row(Number, Number, Seconds, Seconds)]
 Blame = Annotated[list[Any], _row(int, str, str, (int, type(None)))]

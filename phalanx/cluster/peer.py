@@ -321,14 +321,13 @@ class Peer:
     def _kept(self, shared: Path) -> Kept | None:
         """What an attempt begins with, as the order to start says; whatever else lies here is removed, but for replicas
         of use. What another node has of it, and ranks here will take as it is, is on its way from now on."""
-        me = self.circle.me.node
         assert self.start is not None and self._job is not None
+        me, attempt = self.circle.me.node, int(self.start["attempt"])
         for message in kept_files.damage_in(shared):
-            self._job.on_event(Kind.WARNING, {"attempt": int(self.start["attempt"]), "message": message})
+            self._job.on_event(Kind.WARNING, {"attempt": attempt, "message": message})
         kept = kept_of(self.start, me, shared, self._address_of)
-        used = {str(shared / name) for name in replicas_of_before(self.start, me)}
-        used |= {file.path for file in (kept.files if kept else ()) if file.address is None}
-        kept_files.remove_others(shared, used)
+        own = {file.path for file in (kept.files if kept else ()) if file.address is None}
+        kept_files.remove_others(shared, own | {str(shared / name) for name in replicas_of_before(self.start, me)})
         for file in taken_from_others(self.start, me, kept):
             if kept is not None and file.address is not None and self._keeper is not None:
                 self._keeper.fetch(file.path, file.address, kept.step, int(self.start["slots"]))

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import state_file
+from phalanx import kept_files, state_file
 from phalanx.cluster import leader, messages, replica_keeper, wire
 from phalanx.cluster.affairs import Policy
 from phalanx.cluster.beats import Beats
@@ -57,7 +57,8 @@ START = {
     "budget": BUDGET, "slots": 2,
 }  # fmt: skip
 PULSES = {
-    "attempt": 1, "beats": [[2, 3, "forward", 0, "", 0.5, 3, 0.1, 2, False]], "signs": {"2": [False, False, True]},
+    "attempt": 1, "beats": [[2, 3, "forward", 0, "", 0.5, 3, 0.1, 2, False, [3, "forward", 1]]],
+    "signs": {"2": [False, False, True]},
     "patience": [10.0, 20.0, None, 0.5],
 }  # fmt: skip
 ROSTER = roster_to_message(
@@ -325,7 +326,7 @@ def test_where_replicas_are_kept_nonsense_ends_no_more_than_its_connection(
     monkeypatch.setattr(threading, "excepthook", failed.append)
     (tmp_path / "outside").write_bytes(b"secret")
     shared = tmp_path / "shared"
-    (shared / state_file.REPLICAS).mkdir(parents=True)
+    (shared / kept_files.REPLICAS).mkdir(parents=True)
 
     @examples(60)
     @given(frames=st.lists(changed(ASKED) | RAW, min_size=1, max_size=4), writes=st.booleans())
@@ -347,7 +348,7 @@ def test_where_replicas_are_kept_nonsense_ends_no_more_than_its_connection(
         serving.join(PATIENCE_S)
         assert not serving.is_alive() and not failed, (frames, failed)
         assert {path.name for path in tmp_path.iterdir()} == {"outside", "shared"}
-        assert {path.name for path in shared.iterdir()} == {state_file.REPLICAS}
+        assert {path.name for path in shared.iterdir()} == {kept_files.REPLICAS}
 
     asks()
 

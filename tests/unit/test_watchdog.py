@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx import pulse
-from phalanx.cluster import hangs
+from phalanx.cluster import hangs, messages
 from phalanx.cluster.causes import HANG
 from phalanx.cluster.watchdog import (
     FACTOR,
@@ -225,6 +225,18 @@ def test_the_first_steps_of_another_attempt_are_judged_by_those_of_the_one_befor
 def said(attempt: int, *beats: Beat, signs: dict[int, Signs] | None = None) -> Any:
     """What an agent's word is when it has come to the leader."""
     return json.loads(json.dumps(hangs.to_message(attempt, Word(beats, signs or {}, PATIENCE))))
+
+
+def test_what_an_agent_tells_of_its_ranks_is_heard_as_it_was() -> None:
+    """And is what agents may say to each other."""
+    there = Beat(2, 3, "forward", 0, "", 0.5, 3, 0.1, 2, False)
+    word = Word((there, dataclasses.replace(there, rank=3, behind=(3, "forward", 1))), {2: Signs(True)}, PATIENCE)
+    told = json.loads(json.dumps(hangs.to_message(4, word)))
+    assert messages.problem({"pulses": told}) is None
+    assert hangs.of_message(told) == (4, word)
+    for behind in ([3, "forward"], ["forward", 3, 1], 3):
+        told["beats"][1][-1] = behind
+        assert messages.problem({"pulses": told}) is not None
 
 
 def test_of_ranks_of_several_nodes_the_one_behind_is_named() -> None:
