@@ -59,12 +59,22 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
 Address = Annotated[str, AfterValidator(_address)]
 Number, Seconds = (int, float), (int, float, type(None))
 Device = Annotated[list[Any], _row(str, str, bool)]
-Beat = Annotated[list[Any], _row(int, int, str, int, str, Number, int, Number, int, bool)]
+Beat = Annotated[
+    list[Any], AfterValidator(lambda row: _behind(row)),
+    _row(int, int, str, int, str, Number, int, Number, int, bool, (list, type(None))),
+]  # fmt: skip
 Signs = Annotated[list[Any], _row(bool, bool, bool)]
 Patience = Annotated[list[Any], _row(Number, Number, Seconds, Seconds)]
 Blame = Annotated[list[Any], _row(int, str, str, (int, type(None)))]
 Crash = Annotated[list[Any], _row(str, int)]
 Slot = Annotated[list[Any], _row(int, str)]
+
+
+def _behind(row: list[Any]) -> list[Any]:
+    behind = row[-1] if row else None
+    if isinstance(behind, list) and (len(behind) != 3 or not all(map(_is, behind, (int, str, int)))):
+        raise ValueError("where a device is, is no step, phase and micro-batch")
+    return row
 
 
 class _Part(BaseModel):
