@@ -368,10 +368,7 @@ FORBIDDEN_CALLS = {
 
 
 # What other programs have pickled is read by unpicklers that call nothing but what they list.
-BY_A_LIST = {
-    "phalanx.compat.sagemaker.files": {"pickle"},
-    "phalanx.compat.sagemaker.loader": {"torch.save"},  # what was read so, for PyTorch's own planner
-}
+BY_A_LIST = {"phalanx.compat.sagemaker.files": {"pickle"}}
 
 
 @pytest.mark.parametrize("module", MODULES)

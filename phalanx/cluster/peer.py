@@ -236,10 +236,9 @@ class Peer:
         elif "dropped" in message:
             self.over = int(message["code"]), str(message["dropped"])
 
-    def _exceeds(self, start: Message) -> bool:
-        """Whether an order has more ranks begin here than this node has got ready for."""
-        seat, ready = seat_of(start, self.circle.me.node), start["division"] == self._division
-        return ready and seat is not None and self._job is not None and seat.ranks > len(self._job.devices)
+    def _exceeds(self, start: Message) -> bool:  # more ranks than this node has got ready for
+        seat = seat_of(start, self.circle.me.node) if start["division"] == self._division else None
+        return seat is not None and self._job is not None and seat.ranks > len(self._job.devices)
 
     def _greet(self, channel: Channel, hello: Message) -> None:
         if hello.get("role") in ("store", ROLE) and type(hello.get("attempt")) is int:

@@ -3,7 +3,9 @@ has gone mad behind it, and where replicas are kept. Whoever sends nonsense is l
 """
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import select
 import socket
@@ -19,9 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import kept_files, state_file
-from phalanx.cluster import leader, messages, replica_keeper, wire
-from phalanx.cluster.affairs import Policy
+from phalanx.cluster import hangs, leader, messages, replica_keeper, wire
+from phalanx.cluster.affairs import Policy, State
 from phalanx.cluster.beats import Beats
+from phalanx.cluster.causes import End, describe
 from phalanx.cluster.circle import Circle
 from phalanx.cluster.door import Door, bind
 from phalanx.cluster.fetches import Fetches
@@ -29,9 +32,12 @@ from phalanx.cluster.job import Job
 from phalanx.cluster.leader import take_lead
 from phalanx.cluster.peer import Peer
 from phalanx.cluster.roster import Roster, member_of, roster_to_message
-from phalanx.cluster.succession import division_of
+from phalanx.cluster.succession import budget_of, division_of
+from phalanx.cluster.watchdog import Blame, Patience, Signs, Word
 from phalanx.cluster.wire import Message
 from phalanx.errors import PhalanxError
+from phalanx.kept import BARE, Choice, Held, choice_to_message, held_to_message
+from phalanx.pulse import Beat
 from phalanx.replicas import receive, send
 from tests.hostile import changed, examples
 from tests.unit.test_herald import Aloud
@@ -72,6 +78,25 @@ FRAMES: list[Any] = [
     {"ended": LAST, "held": [HELD]}, {"ready": 1, "held": [HELD]}, {"unfit": "why", "code": 2}, {"pulses": PULSES},
     {"stop": "SIGINT"}, {"stop": "SIGTERM", "again": True}, {"strangers": "127.0.0.9"},
 ]  # fmt: skip
+
+
+def test_what_nodes_really_say_keeps_to_the_schema() -> None:
+    """A field that a record gains is to be in the schema, too."""
+    held = [Held(1, 0, 0, 1, 0, 1, (3,), "ab"), Held(1, 0, 1, 2, 1, 2, (), BARE, True)]
+    beats = tuple(Beat(0, 3, "forward", 0, "", 0.5, 3, 0.1, behind=behind) for behind in (None, (2, "forward", 0)))
+    word = Word(beats, {0: Signs()}, Patience(10.0, math.inf))
+    ends = [dataclasses.asdict(End(0, 7, None, 1, describe(ValueError("x")))), dataclasses.asdict(End(1, 8, 9, None))]
+    said: list[Any] = [
+        {"ready": 1, "held": held_to_message(held)},
+        {"pulses": hangs.to_message(1, word)},
+        {"ended": {"attempt": 1, "code": 1, "ends": ends, "lowered": False}},
+        {"hung": 1, "ranks": [dataclasses.astuple(Blame(0, "Hang", "why", None))]},
+        {"offer": division_of(1, [(0, 1)], [DEVICES], Policy(nodes=1))},
+        {"start": {**START, "kept": choice_to_message(Choice(3, 1, 0, {0: (0, held[0])})),
+                   "budget": budget_of(State(Policy(1)))}},
+    ]  # fmt: skip
+    for message in said:
+        assert messages.problem(json.loads(json.dumps(message))) is None, message
 
 
 class Errand:

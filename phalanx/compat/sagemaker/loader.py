@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -80,11 +81,13 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Plain values alone, and NumPy's: PyTorch's own runs whatever code a file asks for."""
-        plain = io.BytesIO()
         with torch.serialization.safe_globals([argparse.Namespace, *_numpys()]):
-            torch.save(torch.load(value, weights_only=True), plain)
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
+            found = torch.load(value, weights_only=True)
+        name = read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], found)
+        else:
+            self.state_dict[name] = found
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
