@@ -22,7 +22,7 @@ from phalanx.cluster.wire import Channel, Message, Proof
 
 MOST_STRANGERS = 512  # connections that have not proved themselves, if this process may have four times as many files
 BACKLOG = 4096  # callers that the kernel holds meanwhile; it takes less where net.core.somaxconn says so
-TURN = 128  # callers that are taken in one turn of the owner's loop, and that are heard
+TURN = 256  # who has called and is heard in one turn of the owner's loop
 PARTS = 8  # that a proof may come in: each costs a turn
 CALM = 32  # strangers with whom each new one may wake the owner; with more, all that came are looked at together
 TOGETHER_S = 0.02
@@ -156,7 +156,8 @@ class Door:
         self.listener.close()
 
     def _let_in(self) -> None:
-        for _ in range(min(TURN, self._most // 4)):  # who has just come is not to be closed in the same turn
+        # As many as one address may have come in four turns: who answers at once is not closed for those behind.
+        for _ in range(max(1, self._most // 8)):
             try:
                 connection, peer = self.listener.accept()
             except BlockingIOError:
