@@ -73,6 +73,7 @@ Patience = Annotated[list[Any], _row(Number, Number, Seconds, Seconds)]
 Blame = Annotated[list[Any], _row(int, str, str, (int, type(None)))]
 Crash = Annotated[list[Any], _row(str, int)]
 Slot = Annotated[list[Any], _row(int, str)]
+Echo = Annotated[list[Any], _row(str, int)]
 
 
 class _Part(BaseModel):
@@ -238,8 +239,25 @@ class _Pulses(_Part):
     patience: Patience
 
 
+class _Examination(_Part):
+    """What node 0 offers where nodes are looked at together, and nothing is trained."""
+
+    secret: Name
+    peers: list[Echo] = []
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    host: Name
+    verdict: Name
+    ways: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], dict[str, Any]]
+
+
 class _Answer(_Part):
     held: list[_Held] = []
+    echo: Echo | None = None
+    result: _Result | None = None
 
 
 class _Message(_Part):
@@ -249,7 +267,7 @@ class _Message(_Part):
     roster: _Roster | None = None
     follow: Epoch | None = None
     ballot: _Ballot | None = None
-    offer: _Offer | None = None
+    offer: _Offer | _Examination | None = None
     start: _Start | None = None
     end: Count | None = None
     known: bool | None = None

@@ -316,7 +316,7 @@ class Native:
 def waiting_on_a_device(placement: Placement) -> float:
     """Seconds for which a rank waits in its accelerator's own group after another one has failed."""
     native, device = Native(), torch.device("meta")
-    accelerator.identity = lambda device: f"device {placement.rank}"
+    accelerator.hardware = lambda device, host: f"device {placement.rank}"
     accelerator.native_group = lambda *arguments: native  # type: ignore[assignment]
     with joined(placement, "aab"):
         time.sleep(0.3 * placement.rank)  # the first call waits for that of the others
