@@ -1,6 +1,7 @@
 """Checkpoint folders: PyTorch's reader and writer, with hooks around the writing; paths of no file system."""
 
 import functools
+import io
 import os
 import pickle
 import random
@@ -103,17 +104,17 @@ class DistributedFileSystemReader(FileSystemReader):
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         """One tensor or value, an archive of its own, whose checksums PyTorch writes and does not look at."""
         part = super()._slice_file(file, sinfo)
-        if not getattr(sinfo, "transform_descriptors", None) and torch.serialization.get_crc32_options():
-            archive = part.read(2) == b"PK"
-            part.seek(0)
-            if archive and (bad := zipfile.ZipFile(part).testzip()) is not None:
-                path = os.path.join(self.path, str(sinfo.relative_path))
-                raise CheckpointError(
-                    f"{path} is damaged: {bad} has another checksum than it was written with; fetch the checkpoint "
-                    "again, or load another one"
-                )
-            part.seek(0)
-        return part
+        if getattr(sinfo, "transform_descriptors", None) or not torch.serialization.get_crc32_options():
+            return part
+        held = io.BytesIO(part.read())  # PyTorch's view of a file does not find its own end, as zipfile has to
+        if held.getbuffer()[:2] == b"PK" and (bad := zipfile.ZipFile(held).testzip()) is not None:
+            path = os.path.join(self.path, str(sinfo.relative_path))
+            raise CheckpointError(
+                f"{path} is damaged: {bad} has another checksum than it was written with; fetch the checkpoint "
+                "again, or load another one"
+            )
+        held.seek(0)
+        return held
 
 
 def unreadable(path: str | os.PathLike[str], error: BaseException) -> CheckpointError:
