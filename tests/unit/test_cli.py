@@ -273,6 +273,7 @@ INTERRUPTED = """
 import signal, sys
 from phalanx import cli
 from phalanx.data import workers
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background has not
 workers.run = lambda *arguments: signal.raise_signal(signal.SIGINT)  # as the terminal does in the midst of the work
 sys.argv[1:] = ["data", "prepare", "text.jsonl", "--cache", "cache", "--vocab", "280"]
 cli.main()
