@@ -16,6 +16,7 @@ CODES = {
     errors.Unhealthy: ExitCode.UNHEALTHY,
     errors.Diverged: ExitCode.CONFIG,
     errors.Corrupted: ExitCode.FAILED,
+    errors.DamagedState: ExitCode.FAILED,
     errors.CollectiveError: ExitCode.FAILED,
     errors.StorageError: ExitCode.FAILED,
     errors.OutOfMemory: ExitCode.OUT_OF_MEMORY,

@@ -5,6 +5,8 @@ in which another value is seen to change what happens. A key without an entry in
 import dataclasses
 import functools
 import json
+import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -486,6 +488,24 @@ def _storage_timeout(base: Seen, seen: Seen) -> None:
     assert ["could not be read for 0.2 s" in said[0], "could not be read for 0.4 s" in said[1]] == [True, True], said
 
 
+def _private(base: Seen, seen: Seen) -> None:
+    assert run_ranks(modes_of_records, 1, timeout_s=180)[0] == [0o644, 0o600]
+
+
+def modes_of_records(placement: Placement) -> list[int]:
+    """The mode of the configuration of a run that ends before its first step, by the command line."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.umask(0o022)
+        command.write_place(Path(folder))
+        commands = [
+            ["train", "recipe.yaml", "train.steps=0", f"storage.private={private}", "--run-dir", f"run-{private}"]
+            for private in ("false", "true")
+        ]
+        command.call(placement, folder, commands)
+        files = [Path(folder) / each[-1] / "config.yaml" for each in commands]
+        return [stat.S_IMODE(file.stat().st_mode) for file in files]
+
+
 def _health(base: Seen, seen: Seen) -> None:
     refused, code = run_ranks(with_few_files, 1, timeout_s=180)[0]
     assert "may open 200 files" in refused
@@ -943,6 +963,7 @@ CASES: dict[str, Case] = SLURM | {
     "resilience.grow": Case({}, _growing),
     "resilience.heartbeat_s": Case({}, _heartbeat),
     "resilience.storage_timeout_s": Case({}, _storage_timeout),
+    "storage.private": Case({}, _private),
     "resilience.health": Case({}, _health),
     "resilience.hang_s": Case({}, _hang),
     "resilience.on_nan": Case({}, _on_nan),

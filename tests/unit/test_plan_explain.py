@@ -53,7 +53,7 @@ IGNORED = {
     "resilience.storage_timeout_s": "5", "resilience.health": "off", "resilience.hang_s": "50",
     "resilience.on_nan": "stop", "resilience.on_spike": "stop", "resilience.spike_factor": "5",
     "resilience.rollback_steps": "5", "resilience.checksum_every": "5",
-    "report.wandb": "project", "report.tensorboard": "false",
+    "report.wandb": "project", "report.tensorboard": "false", "storage.private": "true",
 }  # fmt: skip
 # Of those that the demo cannot have by themselves: for other models and tasks, or beside other keys.
 REFUSED = {
