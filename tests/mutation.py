@@ -199,7 +199,8 @@ def _give_values(path: Path, text: str) -> int:
             plain[key].update(value)
         else:
             setattr(module, key, value)
-    for each in [each for each in sys.modules.values() if str(getattr(each, "__file__", "")).startswith(str(ROOT))]:
+    ours = (f"{ROOT}/phalanx/", f"{ROOT}/tests/")  # and not what an environment below it holds
+    for each in [each for each in sys.modules.values() if str(getattr(each, "__file__", "")).startswith(ours)]:
         imports = re.findall(
             rf"^ *from {re.escape(name)} import (\([^)]*\)|.*)", Path(str(each.__file__)).read_text(), re.MULTILINE
         )

@@ -5,8 +5,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from phalanx.checkpoint.memory import Memory
+from phalanx.checkpoint.thinning import Thinning
 from phalanx.comm.collectives import Traffic
 from phalanx.pulse import Pulse, read
 
@@ -26,6 +28,7 @@ def test_who_waits_for_its_replica_neither_works_nor_hangs(in_a_lane: bool) -> N
 
     memory = Memory.__new__(Memory)
     memory._lane, memory._settled, memory._last, memory._replicates = None, 4, 5, True
+    memory._thinning = Thinning(torch.device("cpu"), wanted=False, unit=None)
     memory._mesh = SimpleNamespace(bookkeeping=traffic)  # type: ignore[assignment]
     memory.replicas = SimpleNamespace(acknowledged=acknowledged)  # type: ignore[assignment]
     if in_a_lane:
