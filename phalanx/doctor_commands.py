@@ -11,7 +11,7 @@ import typer
 
 from phalanx.cluster.stopping import StopAsked, stoppable
 from phalanx.config import DataSection
-from phalanx.doctor.lines import NAMES, Line, State, check_names
+from phalanx.doctor.lines import NAMES, CheckState, Line, check_names
 from phalanx.records import ExitCode
 from phalanx.report.doctor import Lines
 from phalanx.report.terminal import open_terminal
@@ -77,4 +77,4 @@ def doctor_command(
         lines.end(report, str(out))
     else:
         open_terminal().out(json.dumps(report, indent=1), highlight=False)
-    raise typer.Exit(int(ExitCode.UNHEALTHY if report["verdict"] == State.WRONG else ExitCode.DONE))
+    raise typer.Exit(int(ExitCode.UNHEALTHY if report["verdict"] == CheckState.WRONG else ExitCode.DONE))

@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.cluster.causes import describe
 from phalanx.cluster.fork import fork_call
-from phalanx.doctor.lines import Check, Line, State, from_json
+from phalanx.doctor.lines import Check, CheckState, Line, from_json
 from phalanx.errors import PhalanxError
 
 LOG_BYTES, RANK_LOG_BYTES = 4000, 1500  # of the end of what a check printed, which go into the report
@@ -38,7 +38,7 @@ def carried_out(check: Check, folder: Path) -> list[Line]:
 
 def failed(check: Check, how: str) -> Line:
     """The line of a check that has not come to its end."""
-    return Line(check.name, State.WRONG, f"{how}; {check.remedy}")
+    return Line(check.name, CheckState.WRONG, f"{how}; {check.remedy}")
 
 
 def reason(error: Exception) -> str:
@@ -58,7 +58,7 @@ def finished(lines: Sequence[Line], seconds: float, log: Path) -> list[Line]:
     """The lines with the time that they took, and with what was printed, where there is something to look for."""
     said = _tail(log)
     return [
-        dataclasses.replace(line, seconds=round(seconds, 2), log=said if line.state == State.WRONG else line.log)
+        dataclasses.replace(line, seconds=round(seconds, 2), log=said if line.state == CheckState.WRONG else line.log)
         for line in lines
     ]
 

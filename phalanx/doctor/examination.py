@@ -18,7 +18,7 @@ from phalanx.cluster import agent
 from phalanx.cluster.fork import fork_call
 from phalanx.devices import DEVICES_TIMEOUT_S, PRELOAD, Device, warmed
 from phalanx.doctor import carrying, machine
-from phalanx.doctor.lines import LIBRARY, PROOFS, Check, Line, State, from_json
+from phalanx.doctor.lines import LIBRARY, PROOFS, Check, CheckState, Line, from_json
 from phalanx.errors import PhalanxError
 from phalanx.records import RunPaths, read_lines
 
@@ -149,7 +149,7 @@ def _examiner(scope: Scope, folder: Path, gpus_of_driver: int | None) -> None:
             lines = carrying.finished(lines, time.monotonic() - begun, folder / "examiner.log")
             for line in lines:
                 tell(line.to_json())
-            return all(line.state != State.WRONG for line in lines)
+            return all(line.state != CheckState.WRONG for line in lines)
 
         found: dict[str, Any] = {}
         again = "install PyTorch anew, of the version that Phalanx asks for (pip install --force-reinstall torch)"
@@ -191,7 +191,7 @@ def _proofs(devices: Sequence[Device], folder: Path) -> list[Check]:
         return Check(name, functools.partial(function, *arguments), limit_s, remedy)
 
     train = functools.partial(check, remedy="the report has what it said; do not train here before this is found")
-    no_copies = [Line("copies", State.SKIPPED, "ranks on the CPU copy nothing to a device")]
+    no_copies = [Line("copies", CheckState.SKIPPED, "ranks on the CPU copy nothing to a device")]
     return [
         check("arithmetic", on_devices.arithmetic, seconds, len(names), devices),
         check("copies", (lambda: no_copies) if on_cpu else functools.partial(on_devices.copies, own)),

@@ -18,7 +18,7 @@ from phalanx.comm.collectives import Traffic, all_gather, all_reduce, reduce_sca
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.messages import Messages
 from phalanx.doctor.carrying import note_end
-from phalanx.doctor.lines import Line, State
+from phalanx.doctor.lines import CheckState, Line
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, write_atomic
 from phalanx.report import words
 
@@ -37,7 +37,7 @@ NAMES = {OWN: "collectives", THROUGH_HOST: "collectives-host"}
 def exchanged(folder: Path, devices: Sequence[str]) -> list[Line]:
     """Run collectives and messages of all ranks, one for each of `devices`."""
     if len(devices) == 1:
-        return [Line("collectives", State.SKIPPED, "there is one device, and nobody to exchange anything with")]
+        return [Line("collectives", CheckState.SKIPPED, "there is one device, and nobody to exchange anything with")]
     died: list[str] = []
 
     def note(kind: str, details: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def judged(rows: Sequence[dict[str, Any]], world: int, failed: str) -> list[Line
     """What the ranks' files tell; `failed` says what went wrong, empty where nothing did."""
     if failed:
         text = f"{world} ranks could not exchange anything ({failed}); {REMEDIES[OWN]}"
-        return [Line("collectives", State.WRONG, text)]
+        return [Line("collectives", CheckState.WRONG, text)]
     lines, rates = [], {}
     for way in (OWN, THROUGH_HOST):
         told = [row[way] for row in rows if way in row]
@@ -77,14 +77,14 @@ def judged(rows: Sequence[dict[str, Any]], world: int, failed: str) -> list[Line
         backend = told[0]["backend"]
         if wrong:
             text = f"{world} ranks got other values than were sent by {backend}, in {', '.join(wrong)}"
-            lines.append(Line(NAMES[way], State.WRONG, f"{text}; {REMEDIES[way]}"))
+            lines.append(Line(NAMES[way], CheckState.WRONG, f"{text}; {REMEDIES[way]}"))
             continue
         text = f"{world} ranks exchange by {backend}, and the values are exact ({rates[way] / 1e9:.3g} GB/s reduced)"
-        lines.append(Line(NAMES[way], State.OK, text, rates[way]))
+        lines.append(Line(NAMES[way], CheckState.OK, text, rates[way]))
     if rates.get(OWN, 0.0) < rates.get(THROUGH_HOST, 0.0) and OWN in rates:
         text = "the devices' own collectives are slower than through the host's memory; NCCL_DEBUG=INFO says which way "
         lines.append(
-            Line("collectives speed", State.SLOW, f"{text}they take, and `nvidia-smi topo -m` which there are")
+            Line("collectives speed", CheckState.SLOW, f"{text}they take, and `nvidia-smi topo -m` which there are")
         )
     return lines
 

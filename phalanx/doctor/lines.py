@@ -18,7 +18,7 @@ PROOFS = (
 NAMES = (*MACHINE, *LIBRARY, *PROOFS)
 
 
-class State(enum.StrEnum):
+class CheckState(enum.StrEnum):
     """How a check came out."""
 
     OK = "ok"
@@ -34,7 +34,7 @@ class Line:
     where it is not `ok`."""
 
     check: str
-    state: State
+    state: CheckState
     sentence: str
     value: float | str | None = None
     seconds: float = 0.0
@@ -46,7 +46,7 @@ class Line:
 
 def from_json(tree: Mapping[str, Any]) -> Line:
     """The opposite of `Line.to_json`."""
-    return Line(**{**tree, "state": State(tree["state"])})
+    return Line(**{**tree, "state": CheckState(tree["state"])})
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Check:
     remedy: str
 
 
-_OF_FINDING = {Severity.OK: State.OK, Severity.UNKNOWN: State.SKIPPED, Severity.WATCH: State.SLOW}
+_OF_FINDING = {Severity.OK: CheckState.OK, Severity.UNKNOWN: CheckState.SKIPPED, Severity.WATCH: CheckState.SLOW}
 
 
 def of_finding(finding: Finding) -> Line:
     """A finding of `phalanx health` as a line: a node that is not to be used is `wrong`."""
-    return Line(finding.check, _OF_FINDING.get(finding.severity, State.WRONG), finding.sentence, finding.value)
+    return Line(finding.check, _OF_FINDING.get(finding.severity, CheckState.WRONG), finding.sentence, finding.value)
 
 
 def check_names(only: Sequence[str]) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def check_names(only: Sequence[str]) -> tuple[str, ...]:
     return tuple(only)
 
 
-def verdict(lines: Iterable[Line]) -> State:
+def verdict(lines: Iterable[Line]) -> CheckState:
     """`wrong` if anything is, else `slow` if anything is, else `ok`."""
     states = {line.state for line in lines}
-    return next((state for state in (State.WRONG, State.SLOW) if state in states), State.OK)
+    return next((state for state in (CheckState.WRONG, CheckState.SLOW) if state in states), CheckState.OK)

@@ -12,7 +12,7 @@ from phalanx import __version__
 from phalanx.cluster import health, health_host, slurm
 from phalanx.cluster.findings import Severity
 from phalanx.devices import Device
-from phalanx.doctor.lines import Line, State, of_finding
+from phalanx.doctor.lines import CheckState, Line, of_finding
 from phalanx.errors import ConfigError, RunError
 
 SENT_BYTES = 2**20  # over loopback and back
@@ -27,8 +27,8 @@ def python() -> list[Line]:
         f"({platform.machine()}), {libc}"
     )
     if sys.platform != "linux":
-        return [Line("python", State.WRONG, f"{text}; Phalanx runs on Linux alone")]
-    return [Line("python", State.OK, text)]
+        return [Line("python", CheckState.WRONG, f"{text}; Phalanx runs on Linux alone")]
+    return [Line("python", CheckState.OK, text)]
 
 
 def node(run_dir: Path, cache: Path) -> list[Line]:
@@ -48,14 +48,17 @@ def network(interfaces: Path = Path("/sys/class/net"), cards: Path = Path("/sys/
         text = (
             f"processes cannot reach each other over 127.0.0.1 ({error.strerror or error}); bring the interface lo up"
         )
-        lines = [Line("loopback", State.WRONG, f"{text}, and let a firewall pass it")]
+        lines = [Line("loopback", CheckState.WRONG, f"{text}, and let a firewall pass it")]
     found = [_interface(place) for place in sorted(interfaces.glob("*")) if place.name != "lo"]
     shown = [name for name in found if name]
     rdma = sorted(card.name for card in cards.glob("*"))
     if not shown and not rdma:
-        return [*lines, Line("network", State.MISSING, "there is no interface that is up, but lo: one machine alone")]
+        return [
+            *lines,
+            Line("network", CheckState.MISSING, "there is no interface that is up, but lo: one machine alone"),
+        ]
     with_rdma = f"; RDMA by {', '.join(rdma)}" if rdma else "; none with RDMA"
-    return [*lines, Line("network", State.OK, f"{', '.join(shown) or 'no Ethernet'}{with_rdma}")]
+    return [*lines, Line("network", CheckState.OK, f"{', '.join(shown) or 'no Ethernet'}{with_rdma}")]
 
 
 def _interface(place: Path) -> str:
@@ -85,7 +88,7 @@ def _loopback() -> Line:
                 sending.join(LOOPBACK_S)
     if received != data:
         raise OSError(5, "other bytes have arrived than were sent")
-    return Line("loopback", State.OK, "processes reach each other over 127.0.0.1")
+    return Line("loopback", CheckState.OK, "processes reach each other over 127.0.0.1")
 
 
 def scheduler() -> list[Line]:
@@ -93,12 +96,12 @@ def scheduler() -> list[Line]:
     try:
         partitions = slurm.partitions()
     except ConfigError:
-        return [Line("slurm", State.MISSING, "there is no Slurm here; `phalanx train` needs none")]
+        return [Line("slurm", CheckState.MISSING, "there is no Slurm here; `phalanx train` needs none")]
     except RunError as error:
         text = f"Slurm's commands are here, and do not answer ({error}); `phalanx launch` can give it no run"
-        return [Line("slurm", State.MISSING, text)]
+        return [Line("slurm", CheckState.MISSING, text)]
     names = ", ".join(f"{each.name} ({each.nodes} nodes)" for each in partitions) or "none"
-    return [Line("slurm", State.OK, f"Slurm answers; its partitions: {names}")]
+    return [Line("slurm", CheckState.OK, f"Slurm answers; its partitions: {names}")]
 
 
 def pytorch() -> list[Line]:
@@ -107,7 +110,7 @@ def pytorch() -> list[Line]:
 
     from phalanx import accelerator
 
-    return [Line("torch", State.OK, f"PyTorch {torch.__version__}, built for {accelerator.built_for()}")]
+    return [Line("torch", CheckState.OK, f"PyTorch {torch.__version__}, built for {accelerator.built_for()}")]
 
 
 def devices(
@@ -123,13 +126,13 @@ def devices(
         shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         text = f"{len(names)} x {model} ({shown}), {first.memory_bytes / 2**30:.1f} GiB of memory each"
         bf16 = "computes in bf16" if first.bf16 else "does not compute in bf16, so runs take fp16"
-        lines.append(Line("devices", State.OK, f"{text}; {bf16}", len(names)))
+        lines.append(Line("devices", CheckState.OK, f"{text}; {bf16}", len(names)))
     if gpus_of_driver is not None and gpus_of_driver > len(accelerators):
         text = (
             f"NVIDIA's driver knows {gpus_of_driver} GPUs and PyTorch {len(accelerators)} of them: the job, the "
             "container or a variable of the environment hides the others; give them back if they are meant"
         )
-        lines.append(Line("devices", State.SLOW, text, len(accelerators)))
+        lines.append(Line("devices", CheckState.SLOW, text, len(accelerators)))
     return lines
 
 
@@ -139,7 +142,7 @@ def _none(cpu: Device, insisted: bool, gpus_of_driver: int) -> Line:
     built = accelerator.built_for()
     here = f"the CPU: {cpu.cores} cores, {cpu.memory_bytes / 2**30:.1f} GiB"
     if not insisted and not gpus_of_driver:
-        return Line("devices", State.OK, f"there is no accelerator; ranks run on {here}", 0)
+        return Line("devices", CheckState.OK, f"there is no accelerator; ranks run on {here}", 0)
     if built == accelerator.CPUS:
         why = "is built for CPUs only; install a PyTorch that is built for the accelerators of this machine"
     else:
@@ -149,4 +152,4 @@ def _none(cpu: Device, insisted: bool, gpus_of_driver: int) -> Line:
         )
     known = f", although NVIDIA's driver knows {gpus_of_driver}" if gpus_of_driver else ""
     text = f"PyTorch finds no accelerator{known}, so ranks run on {here}; this PyTorch {why}"
-    return Line("devices", State.WRONG if insisted else State.SLOW, text, 0)
+    return Line("devices", CheckState.WRONG if insisted else CheckState.SLOW, text, 0)

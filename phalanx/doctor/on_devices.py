@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx import accelerator, deep_health
 from phalanx.cluster.findings import Severity
 from phalanx.devices import Device
-from phalanx.doctor.lines import Line, State, of_finding
+from phalanx.doctor.lines import CheckState, Line, of_finding
 from phalanx.errors import is_out_of_memory
 from phalanx.models.attention import attention, has_kernel, masked
 from phalanx.models.llama import Llama
@@ -47,7 +47,7 @@ def arithmetic(seconds: float, ranks: int | None, devices: Sequence[Device]) -> 
                 f"{row['device']} multiplies at {row['flops_per_s'] / peak:.0%} of what its maker says of it; look at "
                 "its clocks, power limit and cooling (nvidia-smi -q), and for other programs on it"
             )
-            lines.append(Line("compute speed", State.SLOW, text, row["flops_per_s"]))
+            lines.append(Line("compute speed", CheckState.SLOW, text, row["flops_per_s"]))
     return lines
 
 
@@ -58,7 +58,7 @@ def _right(rows: Sequence[Mapping[str, Any]]) -> Line:
         f"{len(rows)} device{'s' if len(rows) > 1 else ''} at once: each product has the same bits again, and memory "
         f"keeps what it is given ({shown} TFLOP/s)"
     )
-    return Line("arithmetic", State.OK, text)
+    return Line("arithmetic", CheckState.OK, text)
 
 
 # --------------------------------------------------------------------------------------------------------------- copies
@@ -80,12 +80,12 @@ def copies(names: Sequence[str]) -> list[Line]:
             f"copies arrive with other values ({'; '.join(dict.fromkeys(wrong))}); for copies between devices switch "
             "the IOMMU and ACS off in the firmware, for others have the slot, the cable and the device looked at"
         )
-        return [Line("copies", State.WRONG, text, len(wrong))]
+        return [Line("copies", CheckState.WRONG, text, len(wrong))]
     between = f", and between {len(names)} devices" if pairs else ""
     text = (
         f"page-locked and ordinary, queued and waited for{between}: the values arrive ({', '.join(rates)} to devices)"
     )
-    return [Line("copies", State.OK, text)]
+    return [Line("copies", CheckState.OK, text)]
 
 
 def _pattern(size: int, start: int) -> Tensor:
@@ -141,16 +141,16 @@ def attend(name: str) -> list[Line]:
             wrong.append(f"{str(dtype).removeprefix('torch.')} {error:.1e}, of which its rounding explains {most:.0e}")
     if wrong:
         text = f"attention on {name} is off the plain formula ({'; '.join(wrong)}); use another version of PyTorch"
-        return [Line("attention", State.WRONG, f"{text}, whose kernels these are, or of the driver")]
+        return [Line("attention", CheckState.WRONG, f"{text}, whose kernels these are, or of the driver")]
     text = f"attention on {name} agrees with the plain formula: {', '.join(told)}"
-    lines = [Line("attention", State.OK, text)]
+    lines = [Line("attention", CheckState.OK, text)]
     dtype = accelerator.best_dtype(device)
     if device.type != "cpu" and not has_kernel(device, dtype, HEAD_DIM):
         text = (
             f"{name} has no variable-length kernel in this PyTorch: packed documents and windows are computed one "
             "after the other; a newer PyTorch may have one for this device"
         )
-        lines.append(Line("attention speed", State.SLOW, text))
+        lines.append(Line("attention speed", CheckState.SLOW, text))
     return lines
 
 
@@ -192,21 +192,21 @@ def compile_blocks(name: str) -> list[Line]:
     error = max(_distance(one, other) for one, other in zip(found, plain, strict=True))
     if not error <= COMPILED_TOLERANCE:
         text = f"compiled blocks on {name} are off those that are not by {error:.1e}; train with train.compile=false"
-        return [Line("compile", State.WRONG, f"{text}, and take another version of PyTorch", error)]
+        return [Line("compile", CheckState.WRONG, f"{text}, and take another version of PyTorch", error)]
     seconds = time.perf_counter() - begun
     text = f"torch.compile works on {name}, and agrees within {error:.0e} (compiled in {seconds:.0f} s)"
-    return [Line("compile", State.OK, text, error)]
+    return [Line("compile", CheckState.OK, text, error)]
 
 
 def _not_compiled(device: torch.device) -> Line:
     reason = why_not_compiled(device)
     if not reason:  # what a run tries first passes, and its blocks do not
         text = f"torch.compile makes code for {device}, but none for a model's blocks; train with train.compile=false"
-        return Line("compile", State.WRONG, text)
+        return Line("compile", CheckState.WRONG, text)
     text = f"torch.compile makes no code for {device} ({reason}), so runs do without; install a C++ compiler"
     if device.type == "cpu":
-        return Line("compile", State.MISSING, text)
-    return Line("compile", State.SLOW, f"{text}, and Triton for this device")
+        return Line("compile", CheckState.MISSING, text)
+    return Line("compile", CheckState.SLOW, f"{text}, and Triton for this device")
 
 
 def _gradients(device: torch.device, compiled: bool) -> list[Tensor]:
@@ -239,14 +239,14 @@ def memory_limit(names: Sequence[str]) -> list[Line]:
             if not is_out_of_memory(error):
                 said = str(error).partition("\n")[0]
                 text = f"{name} says {said!r} where memory runs out, which no run takes for that; report it to Phalanx"
-                return [Line("memory-limit", State.WRONG, f"{text}, and set train.micro_batch yourself")]
+                return [Line("memory-limit", CheckState.WRONG, f"{text}, and set train.micro_batch yourself")]
         else:
             text = (
                 f"{name} gives out more memory than it has, so a run cannot find out what fits; set train.micro_batch"
             )
-            return [Line("memory-limit", State.WRONG, f"{text}, and leave some memory free")]
+            return [Line("memory-limit", CheckState.WRONG, f"{text}, and leave some memory free")]
         if float(torch.ones(1000, device=device).sum()) != 1000.0:
             text = f"{name} computes wrongly after memory had run out; use another version of PyTorch or of the driver"
-            return [Line("memory-limit", State.WRONG, text)]
+            return [Line("memory-limit", CheckState.WRONG, text)]
     shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-    return [Line("memory-limit", State.OK, f"that memory has run out is recognised on {shown}, which computes on")]
+    return [Line("memory-limit", CheckState.OK, f"that memory has run out is recognised on {shown}, which computes on")]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import __version__
-from phalanx.doctor.lines import Line, State, verdict
+from phalanx.doctor.lines import CheckState, Line, verdict
 from phalanx.errors import RunError
 from phalanx.records import write_atomic
 
@@ -31,7 +31,7 @@ def tree(lines: Sequence[Line], seconds: float, environment: Mapping[str, str]) 
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": round(seconds, 1),
         "verdict": str(verdict(lines)),
-        "count": {str(state): sum(line.state == state for line in lines) for state in State},
+        "count": {str(state): sum(line.state == state for line in lines) for state in CheckState},
         "checks": [
             {name: cover(value) if isinstance(value, str) else value for name, value in line.to_json().items()}
             for line in lines

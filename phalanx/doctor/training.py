@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx import faults, launch, recipe
 from phalanx.doctor.carrying import note_end
-from phalanx.doctor.lines import Line, State
+from phalanx.doctor.lines import CheckState, Line
 from phalanx.errors import RunError
 from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps
 
@@ -60,10 +60,10 @@ def one_rank(place: Place) -> list[Line]:
     on_host = reference(place)
     if not all(map(math.isfinite, on_host)) or on_host[-1] > 0.9 * on_host[0]:
         text = f"one rank on the CPU does not learn: its loss goes from {on_host[0]:.4g} to {on_host[-1]:.4g}; {REMEDY}"
-        return [Line("one-rank", State.WRONG, text)]
+        return [Line("one-rank", CheckState.WRONG, text)]
     learnt = f"the loss falls from {on_host[0]:.4f} to {on_host[-1]:.4f} in {STEPS} steps"
     if place.on_cpu:
-        return [Line("one-rank", State.OK, f"one rank on the CPU learns: {learnt}")]
+        return [Line("one-rank", CheckState.OK, f"one rank on the CPU learns: {learnt}")]
     found = _walk(place, "one-rank", 1, PLAIN)
     return [_compared(place, "one-rank", f"one rank on {place.devices[0]}", found.losses, f"; {learnt}")]
 
@@ -85,7 +85,7 @@ def resume(place: Place) -> list[Line]:
     resumed = [event for event in found.events if event["kind"] == Kind.RESUMED]
     if not died or len(resumed) < 2:
         text = f"a rank was killed in step {KILLED}, and the run tells of {len(died)} deaths and {len(resumed)} resumes"
-        return [Line(name, State.WRONG, f"{text}; {REMEDY}")]
+        return [Line(name, CheckState.WRONG, f"{text}; {REMEDY}")]
     told = f"; it went on from {', then from '.join(map(_source, resumed))}"
     return [_compared(place, name, f"{place.ranks}, ended, resumed, killed and resumed", found.losses, told)]
 
@@ -103,7 +103,7 @@ def hang(place: Place) -> list[Line]:
     if not any(event.get("type") == "Hang" and event["rank"] == rank for event in died):
         said = "; ".join(f"rank {event['rank']} {event['reason']}" for event in died) or "nobody was ended"
         text = f"rank {rank} hung in step {HUNG}, and the run does not say so ({said}); set resilience.hang_s and"
-        return [Line(name, State.WRONG, f"{text} comm.timeout_s to less, and look after runs here")]
+        return [Line(name, CheckState.WRONG, f"{text} comm.timeout_s to less, and look after runs here")]
     told = f"; the rank that hung was named and ended after {HANG_S:g} s"
     return [_compared(place, name, f"{place.ranks}, one of which hung", found.losses, told)]
 
@@ -117,13 +117,15 @@ def reference(place: Place) -> list[float]:
 def _compared(place: Place, name: str, who: str, losses: Sequence[float], told: str = "") -> Line:
     expected = reference(place)
     if len(losses) != STEPS:
-        return Line(name, State.WRONG, f"{who}: {len(losses)} of {STEPS} steps have a loss; {REMEDY}")
+        return Line(name, CheckState.WRONG, f"{who}: {len(losses)} of {STEPS} steps have a loss; {REMEDY}")
     off = [abs(found - right) / abs(right) for found, right in zip(losses, expected, strict=True)]
     worst = next((step for step, each in enumerate(off, 1) if not each <= TOLERANCE), None)
     if worst is not None:
         text = f"{who}: another loss than one rank on the CPU, {losses[worst - 1]:.6g} instead of"
-        return Line(name, State.WRONG, f"{text} {expected[worst - 1]:.6g} in step {worst}; {REMEDY}", off[worst - 1])
-    return Line(name, State.OK, f"{who}: the loss of one rank on the CPU, within {max(off):.0e}{told}", max(off))
+        return Line(
+            name, CheckState.WRONG, f"{text} {expected[worst - 1]:.6g} in step {worst}; {REMEDY}", off[worst - 1]
+        )
+    return Line(name, CheckState.OK, f"{who}: the loss of one rank on the CPU, within {max(off):.0e}{told}", max(off))
 
 
 def _walk(

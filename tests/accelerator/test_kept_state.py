@@ -1,16 +1,11 @@
 """State that is copied from an accelerator to shared memory: page-locked, in each step or in every Nth."""
 
-import os
-import random
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from phalanx import accelerator, kept_files, shared_memory, state_file
+from phalanx import accelerator, kept_files, state_file
 from phalanx.checkpoint.thinning import every_of
 from phalanx.records import Kind, Placement, RunPaths, write_event
 from tests.accelerator import curves
@@ -19,15 +14,6 @@ from tests.numerics import runs
 
 pytestmark = needs_device
 STEPS = 20
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """A folder in shared memory, as an agent makes it."""
-    folder = shared_memory.PLACE / f"phalanx-test-{os.getpid()}-{random.randrange(1 << 30)}"
-    folder.mkdir(mode=0o700)
-    yield folder
-    shutil.rmtree(folder)
 
 
 def copied(placement: Placement, path: str) -> list[bool]:

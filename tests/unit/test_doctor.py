@@ -18,7 +18,7 @@ from phalanx.cluster.findings import Finding, Severity
 from phalanx.cluster.fork import fork_call
 from phalanx.devices import Device
 from phalanx.doctor import carrying, machine, reporting
-from phalanx.doctor.lines import NAMES, Check, Line, State, check_names, from_json, of_finding, verdict
+from phalanx.doctor.lines import NAMES, Check, CheckState, Line, check_names, from_json, of_finding, verdict
 from phalanx.errors import ConfigError, OutOfMemory
 from phalanx.faults import Fault
 from phalanx.records import ExitCode, Placement
@@ -80,7 +80,7 @@ def _sleep() -> list[Line]:
 
 def _well() -> list[Line]:
     os.write(1, b"nobody has to read this\n")
-    return [Line("one", State.OK, "all is well"), Line("two", State.SLOW, "slower; mend it")]
+    return [Line("one", CheckState.OK, "all is well"), Line("two", CheckState.SLOW, "slower; mend it")]
 
 
 def carry(placement: Placement, folder: str) -> list[Any]:
@@ -117,7 +117,7 @@ def test_the_verdict_is_that_of_the_worst() -> None:
     lines = [of_finding(Finding("c", severity, "s")) for severity in Severity]
     assert [str(line.state) for line in lines] == ["skipped", "ok", "slow", "wrong", "wrong", "wrong"]
     assert [verdict(lines[:count]) for count in (1, 2, 3, 4)] == ["ok", "ok", "slow", "wrong"]
-    assert verdict([Line("c", State.MISSING, "s")]) == "ok"
+    assert verdict([Line("c", CheckState.MISSING, "s")]) == "ok"
 
 
 # ---------------------------------------------------------------------------------------------------------- the machine
@@ -175,7 +175,7 @@ def test_the_report_tells_no_names_and_no_secrets(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HOME", "/home/somebody")
     environment = {"HF_TOKEN": "hf_1", "DATA": "/mnt/private", "SHORT": "wrong", "HOME": "/home/somebody"}
     said = "gpu7 and gpu7.lab.example at 10.1.2.3, fe80:0:0:1::7, /home/somebody/x, hf_1, /mnt/private/a, wrong, gpu71"
-    line = Line("health", State.WRONG, said, log=f"{said}; 127.0.0.1; 12:30:15")
+    line = Line("health", CheckState.WRONG, said, log=f"{said}; 127.0.0.1; 12:30:15")
     (check,) = reporting.tree([line], 1.0, environment)["checks"]
     covered = "<HOST> and <HOST> at <ADDRESS>, <ADDRESS>, <HOME>/x, <$HF_TOKEN>, <$DATA>/a, wrong, gpu71"
     assert (check["sentence"], check["log"]) == (covered, f"{covered}; 127.0.0.1; 12:30:15")
