@@ -207,7 +207,7 @@ def run_ranks(
         wanted = prepared.config.resilience.memory
         with shared_memory.held(paths, wanted=wanted is not False) as shared:
             if shared.why is not None and wanted is True:
-                raise ConfigError(f"resilience.memory is true, but {shared.why}; set it to auto or false, or mend that")
+                raise ConfigError(f"resilience.memory is true, but {shared.why}; set it to auto or false, or fix that")
             if shared.why is not None:
                 note(Kind.WARNING, {"message": f"{shared.why}, so no step is kept there: a failure costs the steps "
                                                "since the newest checkpoint"})  # fmt: skip

@@ -134,9 +134,8 @@ def train(
             _say(meeting, f"removed {folder}, which a run had left behind more than a day ago")
         for file in shared_secret.removed(meeting.place.kept):
             _say(meeting, f"removed {file}, the secret of a rendezvous that nobody has used for a long time")
-        before = (
-            epochs.number(paths) if meeting.node == 0 else 0
-        )  # others may begin one while it is looked whether they go on
+        # Others may begin another epoch while this node checks whether the run continues.
+        before = epochs.number(paths) if meeting.node == 0 else 0
         if meeting.node == 0 and not _goes_on(paths, meeting):
             try:
                 return _lead(wanted, paths, devices, meeting, planned, before)

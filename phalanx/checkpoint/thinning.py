@@ -20,7 +20,7 @@ UNMEASURED, MEASURED = 2, 6  # first steps of an attempt, in which much is made 
 
 
 class Thinning:
-    """`unit`: only multiples of it are of use, as other nodes get every so manieth step."""
+    """`unit`: every how many steps one is replicated to other nodes; the interval kept is a multiple of it."""
 
     def __init__(self, device: torch.device, wanted: bool, unit: int | None) -> None:
         """Without being `wanted` every step is kept."""
