@@ -5,7 +5,6 @@ import datetime
 import os
 import re
 import resource
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -237,23 +236,6 @@ def page_lock(memory: torch.Tensor, device: torch.device) -> bool:
         with contextlib.suppress(RuntimeError):  # which the next kernel's check would raise as if it were its own
             torch.zeros(1, device=device)
     return False
-
-
-def stamp(device: torch.device) -> Any:
-    """A mark for `seconds_between`, behind all that this thread has queued on the device; on a CPU, now."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.Event(device, enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(first: Any, last: Any) -> float:
-    """What has gone by between two stamps, by the device's own clock. Holds the host until it has come to the last."""
-    if isinstance(first, float):
-        return float(last - first)
-    last.synchronize()
-    return float(first.elapsed_time(last)) / 1e3
 
 
 class HostCopy:

@@ -222,6 +222,7 @@ IN_PART = {
         "phalanx.optim.engine",
         "phalanx.optim.coded",
         "phalanx.optim.lane",
+        "phalanx.optim.stamps",
         "phalanx.optim.update",
     },
 }

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from phalanx import accelerator
 from phalanx.comm.mesh import Mesh
+from phalanx.optim.stamps import seconds_between, stamp
 
 MOST = 0.01  # of a step, that keeping it may take
 UNMEASURED, MEASURED = 2, 6  # first steps of an attempt, in which much is made once; and those that are looked at then
@@ -36,12 +36,12 @@ class Thinning:
 
     def stamp(self) -> Any:
         """Where this thread's stream is now, while it is measured."""
-        return accelerator.stamp(self._device) if self._measures else None
+        return stamp(self._device) if self._measures else None
 
     def waited(self, since: Any) -> None:
         """The stream is free to write over the state again, which it has asked for at a stamp."""
         if since is not None and self._measures:
-            self._waits.append((since, accelerator.stamp(self._device)))
+            self._waits.append((since, stamp(self._device)))
 
     def decide(self, step: int, mesh: Mesh) -> str | None:
         """A step has ended; when enough have, settle how often one is kept from the next but one on: then why, if that
@@ -54,7 +54,7 @@ class Thinning:
         self._measures = False
         calls, waits = self._calls[UNMEASURED:], self._waits[UNMEASURED:]
         step_s = statistics.median(after - before for before, after in itertools.pairwise(calls))
-        wait_s = statistics.median([accelerator.seconds_between(*pair) for pair in waits] or [0.0])
+        wait_s = statistics.median([seconds_between(*pair) for pair in waits] or [0.0])
         (share,) = mesh.max([wait_s / max(step_s - wait_s, 1e-9)])
         self._calls, self._waits = [], []
         self.every = every_of(share, self._unit)

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Sequence
 
 from phalanx.comm.transfers import Arriving
@@ -66,7 +65,7 @@ class Carrier:
             self.settle()
             then()
             return
-        begun, moving = time.perf_counter(), start()
+        begun, moving = self._timetable.mark(), start()
         self.settle()
 
         def ended() -> None:

@@ -9,18 +9,47 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
 
 from phalanx.comm.collectives import Traffic
 from phalanx.optim import rates
 from phalanx.optim.overlap import Work
+from phalanx.optim.stamps import Stamps, seconds_between, stamp
 
 KEPT = 5  # micro-batches whose median counts
+SAMPLED = 64  # passes of which a device times the first few
 RESTARTS = 8  # transfers after idling of which the shortest counts: few, for they are of the rate that was then
 LEAST_S = 1e-6  # for what has not been seen, or is nothing
 
 
-class Laps:
-    """Seconds that the host has worked on each unit's passes, without its waits."""
+class Laps(Protocol):
+    """Seconds worked on each unit's passes, without waits; all but `table` is called by who runs the passes."""
+
+    def begin(self) -> None:
+        """What comes next belongs to what ends next."""
+
+    def waited(self) -> None:
+        """The device, if it is not the host itself, waits for others up to here."""
+
+    def forward(self, unit: int) -> None:
+        """The forward pass of a unit ends."""
+
+    def backward(self, unit: int) -> None:
+        """The gradients of a unit are complete."""
+
+    def table(self) -> list[float]:
+        """Seconds of every unit's forward pass, then of every backward pass."""
+
+
+def laps_of(units: int, device: torch.device, traffic: Traffic) -> Laps:
+    """Those of this thread's passes on the device."""
+    return HostLaps(units, traffic) if device.type == "cpu" else DeviceLaps(units, device)
+
+
+class HostLaps:
+    """Where the host itself works: its time less what it has waited."""
 
     def __init__(self, units: int, traffic: Traffic) -> None:
         self._traffic = traffic
@@ -29,19 +58,18 @@ class Laps:
         self._since = 0.0
 
     def begin(self) -> None:
-        """What comes next belongs to what ends next."""
         self._lap()
 
+    def waited(self) -> None:
+        pass
+
     def forward(self, unit: int) -> None:
-        """The forward pass of a unit ends."""
         self._forward[unit].append(self._lap())
 
     def backward(self, unit: int) -> None:
-        """The gradients of a unit are complete."""
         self._backward[unit].append(self._lap())
 
     def table(self) -> list[float]:
-        """Seconds of every unit's forward pass, then of every backward pass."""
         return [max(LEAST_S, statistics.median(each or [0.0])) for each in (*self._forward, *self._backward)]
 
     def _lap(self) -> float:
@@ -50,27 +78,73 @@ class Laps:
         return taken
 
 
+class DeviceLaps:
+    """Where a device works behind the host: from where it has waited for a unit's parameters to the pass's end.
+
+    Events are made for a few passes of SAMPLED, since the rate of transfers changes more often than what passes take.
+    """
+
+    def __init__(self, units: int, device: torch.device) -> None:
+        self._device = device
+        self._forward = [deque[tuple[Any, Any]](maxlen=KEPT) for _ in range(units)]
+        self._backward = [deque[tuple[Any, Any]](maxlen=KEPT) for _ in range(units)]
+        self._passes = 0
+        self._since: Any = None  # None: this pass is not looked at
+
+    def begin(self) -> None:
+        looked_at = self._passes % SAMPLED < KEPT
+        self._passes += 1
+        self._since = stamp(self._device) if looked_at else None
+
+    def waited(self) -> None:
+        if self._since is not None:
+            self._since = stamp(self._device)
+
+    def forward(self, unit: int) -> None:
+        self._lap(self._forward[unit])
+
+    def backward(self, unit: int) -> None:
+        self._lap(self._backward[unit])
+
+    def table(self) -> list[float]:
+        return [max(LEAST_S, _median(list(each))) for each in (*self._forward, *self._backward)]
+
+    def _lap(self, laps: deque[tuple[Any, Any]]) -> None:
+        if self._since is not None:
+            now = stamp(self._device)
+            laps.append((self._since, now))
+            self._since = now
+
+
+def _median(laps: Sequence[tuple[Any, Any]]) -> float:
+    """Of those that the device is through with: the others are not waited for."""
+    seconds = [seconds_between(first, last) for first, last in laps if last.query()]
+    return statistics.median(seconds or [0.0])
+
+
 class Pacing:
     """The lane's measurements, and what all ranks know of the link."""
 
-    def __init__(self, units: int) -> None:
-        self._moved: list[tuple[float, float]] = []
+    def __init__(self, units: int, device: torch.device) -> None:
+        self._stamps = Stamps(device)
+        self._moved: list[tuple[float, Any, Any]] = []  # bytes, from when, until when
         self._rates = rates.Rates()
-        self._idle_since = 0.0
+        self._idle_since: Any = None
+        self._updated: list[tuple[int, Any, Any]] = []
         self._updates = [deque[float](maxlen=KEPT) for _ in range(units)]
         self._after_idling: deque[tuple[float, float]] = deque(maxlen=RESTARTS)
 
-    def moved(self, size: float, begun: float) -> None:
-        """A transfer of `size` bytes that the link could not do with less for has just ended, `begun` at that time."""
-        now = time.perf_counter()
-        self._moved.append((size, now - max(begun, self._idle_since)))
-        if begun > self._idle_since:
-            self._after_idling.append((size, now - begun))
-        self._idle_since = now
+    def mark(self) -> Any:
+        """Where the lane is now."""
+        return self._stamps.mark()
 
-    def updated(self, unit: int, seconds: float) -> None:
-        """A unit was updated, which has held up the lane so long."""
-        self._updates[unit].append(seconds)
+    def moved(self, size: float, begun: Any) -> None:
+        """A transfer of `size` bytes that the link could not do with less for has just ended, begun at that mark."""
+        self._moved.append((size, begun, self.mark()))
+
+    def updated(self, unit: int, begun: Any) -> None:
+        """A unit was updated from that mark on, which has held up the lane so long."""
+        self._updated.append((unit, begun, self.mark()))
 
     def updates(self) -> list[float]:
         """Seconds of every unit's update."""
@@ -82,9 +156,23 @@ class Pacing:
         return max(0.0, min((seconds - size / rate for size, seconds in self._after_idling), default=0.0))
 
     def rate(self) -> float:
-        """Bytes per second of the transfers since the last call; 0 if there were none."""
-        moved, self._moved = self._moved, []
-        return rates.step_rate(moved) or 0.0
+        """Bytes per second of the transfers since the last call; 0 if there were none. To be called when the device is
+        through with all that was marked."""
+        for unit, begun, ended in self._updated:
+            self._updates[unit].append(seconds_between(begun, ended))
+            self._stamps.give_back(begun, ended)
+        timed = []
+        for size, begun, ended in self._moved:
+            before = self._idle_since
+            paused = before is None or seconds_between(before, begun) > 0
+            seconds = seconds_between(begun if paused else before, ended)
+            timed.append((size, seconds))
+            if paused:
+                self._after_idling.append((size, seconds))
+            self._stamps.give_back(begun, *(() if before is None else (before,)))
+            self._idle_since = ended
+        self._moved, self._updated = [], []
+        return rates.step_rate(timed) or 0.0
 
     def told(self, everyones: Sequence[float]) -> bool:
         """Take in the ranks' rates of a step; whether another order is due. The same on all ranks."""

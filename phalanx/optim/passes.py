@@ -182,6 +182,7 @@ class Passes:
         self._entered.add(unit.number)
         if not self._released:
             self.fresh[unit.number].wait(self._traffic)
+            self._laps.waited()
         elif _in_backward():
             self._compute_again(unit)
         else:
@@ -194,6 +195,7 @@ class Passes:
                 )
             self._next += 1
             self.marks.gathered[unit.number].wait(self._traffic)
+            self._laps.waited()
 
     def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if self.whole or _in_backward():
@@ -222,6 +224,7 @@ class Passes:
             for held in later.trained:  # what no gradient has come for would be waited for in vain
                 held.is_over()
         marks.regathered[unit.number].wait(self._traffic)
+        self._laps.waited()
 
     def _compute_again(self, unit: Unit) -> None:
         """A backward pass has come to a unit of which it computes activations again."""

@@ -12,7 +12,6 @@ parameters are whole only while they are used, and gathered for the forward and 
 
 import contextlib
 import functools
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -351,7 +350,7 @@ class Sharded:
         now.again = now.gathered.copy()
 
     def _update(self, now: Step, unit: Unit, change: Change) -> None:
-        begun = time.perf_counter()
+        begun = self._timetable.mark()
         self._state.begin()
         source, target = self._state.source, self._state.target
         for held in unit.trained:

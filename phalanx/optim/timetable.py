@@ -4,7 +4,6 @@ Every rank makes them itself, of numbers that a sum or a maximum over the ranks 
 holds from the second step on after that in which it was made, since another rank may have begun the next one by then.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from phalanx.comm.ways import Ways
 from phalanx.optim.engine import Precision
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import Orders, Sharding, guess, orders
-from phalanx.optim.pacing import Laps, Pacing
+from phalanx.optim.pacing import Pacing, laps_of
 from phalanx.optim.units import Unit
 from phalanx.records import Kind
 
@@ -29,7 +28,7 @@ WORTH_TELLING = 0.02  # of the time computed, in transfers
 
 
 class Timetable:
-    """Which orders hold for which step; `laps` clocks the host's passes."""
+    """Which orders hold for which step; `laps` clocks this rank's passes."""
 
     def __init__(
         self, units: Sequence[Unit], mesh: Mesh, sharding: Sharding, parts: int, precision: Precision, traffic: Traffic,
@@ -38,9 +37,11 @@ class Timetable:
         self._units, self._mesh, self._sharding, self._parts = list(units), mesh, sharding, parts
         self._precision, self._traffic, self._ways = precision, traffic, ways
         self._has_root = bool(units) and not units[0].name
-        self.laps = Laps(len(self._units), mesh.traffic)
-        # An accelerator's passes end later than the host's calls, and alone there is nothing to move.
-        self._pacing = Pacing(len(self._units)) if mesh.world > 1 and mesh.on_host else None
+        self.laps = laps_of(len(self._units), mesh.device, mesh.traffic)
+        # Alone there is nothing to move. Devices send each bucket whole: only where gradients are not all there before
+        # the first parameters leave can they do so in several orders.
+        several = sharding.slots > 1 or sharding.zero == 3
+        self._pacing = Pacing(len(self._units), mesh.device) if mesh.world > 1 and (mesh.on_host or several) else None
         # By the first step that they hold for.
         self._orders = {1: orders(guess([unit.elements for unit in units], parts), sharding, self._has_root)}
         self._ended: dict[int, Mark] = {}
@@ -68,18 +69,23 @@ class Timetable:
 
     # -------------------------------------------------------------------------------------------------------- the lane
 
-    def moved(self, size: float, begun: float) -> None:
+    def mark(self) -> Any:
+        """Where the lane is now; for the next two."""
+        return self._pacing.mark() if self._pacing is not None else None
+
+    def moved(self, size: float, begun: Any) -> None:
         """A transfer has ended; as for `Pacing.moved`."""
         if self._pacing is not None:
             self._pacing.moved(size, begun)
 
-    def updated(self, unit: int, begun: float) -> None:
-        """The lane has just updated a unit, which it began at that time."""
+    def updated(self, unit: int, begun: Any) -> None:
+        """The lane has updated a unit; as for `Pacing.updated`."""
         if self._pacing is not None:
-            self._pacing.updated(unit, time.perf_counter() - begun)
+            self._pacing.updated(unit, begun)
 
     def rates(self) -> list[float]:
-        """A rank's part of the table of all ranks' rates in this step, which adds up to it."""
+        """A rank's part of the table of all ranks' rates in this step, which adds up to it. The device must be through
+        with the step's sums."""
         mine = [0.0] * self._mesh.world
         mine[self._mesh.rank] = self._pacing.rate() if self._pacing is not None else 0.0
         return mine

@@ -14,6 +14,7 @@ from torch import nn
 
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh
+from phalanx.optim.stamps import Stamps, seconds_between
 
 
 class Clock(Protocol):
@@ -36,7 +37,7 @@ def clock_of(mesh: Mesh, units: Sequence[nn.Module]) -> Clock:
     """The clock of this rank's device; `units` are already sharded, so that waiting for their parameters is outside."""
     if mesh.device.type == "cpu" or mesh.world == 1:  # of one rank alone nobody asks
         return HostClock([mesh.traffic, mesh.bookkeeping])
-    return UnitClock(units, Events(mesh.device))
+    return UnitClock(units, Stamps(mesh.device))
 
 
 class HostClock:
@@ -61,49 +62,6 @@ class HostClock:
 
     def stop(self) -> None:
         self._worked += self._now() - self._since
-
-
-class Stamps(Protocol):
-    """Something that gives marks in the order of the device's work and tells the seconds between two of them."""
-
-    late: int
-
-    def mark(self) -> Any: ...
-
-    def between(self, first: Any, last: Any) -> float: ...
-
-
-class Readings:
-    """Marks of the host's own clock."""
-
-    late = 0
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def between(self, first: float, last: float) -> float:
-        return last - first
-
-
-class Events:
-    """Events in the device's stream. Each is asked for in one pair, and then used again."""
-
-    late = 1
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._unused: list[torch.Event] = []
-
-    def mark(self) -> torch.Event:
-        event = self._unused.pop() if self._unused else torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, first: torch.Event, last: torch.Event) -> float:
-        last.synchronize()  # of a step that is over: returns at once
-        seconds = float(first.elapsed_time(last)) / 1e3
-        self._unused += (first, last)
-        return seconds
 
 
 class UnitClock:
@@ -131,7 +89,10 @@ class UnitClock:
         self._laps.append(self._spans)
         self._spans = []
         spans = self._laps.pop(0)
-        return sum(self._stamps.between(first, last) for first, last in spans) if spans else float("nan")
+        seconds = [seconds_between(first, last) for first, last in spans]  # of a step that is over: returns at once
+        for pair in spans:
+            self._stamps.give_back(*pair)
+        return sum(seconds) if seconds else float("nan")
 
     def stop(self) -> None:
         self._begun.clear()

@@ -71,6 +71,8 @@ TESTS = {
     "tasks/task.py": [FREE, ENGINE],
     "train/device_marks.py": [f"{HERE}hangs.py"],
     "train/": [CLOCKS],
+    "optim/pacing.py": [f"{HERE}schedule.py"],
+    "optim/stamps.py": [CLOCKS, f"{HERE}schedule.py"],
     "optim/sharded.py": [UNITS, LATE, *SHARDED, EARLY, f"{LAYOUT}[zero 3-2]", ONE, KINDS, MANY],
     "": [UNITS, LATE, *SHARDED, ENGINE, ONE, KINDS, MANY],
 }

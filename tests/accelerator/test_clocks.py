@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import accelerator, recipe
+from phalanx import recipe
 from phalanx.comm.mesh import join
 from phalanx.config import spec_of
+from phalanx.optim.stamps import Stamps, seconds_between, stamp
 from phalanx.records import Placement
 from phalanx.train import burn_in, choose_activations, measure, profile, trial
-from phalanx.train.clock import Events
 from phalanx.train.subject import subject_of
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs
@@ -152,14 +152,15 @@ def test_a_profile_has_all_kernels() -> None:
 
 def between(placement: Placement) -> list[Any]:
     """The time between two marks of which the device has passed none."""
-    clock, device = Events(torch.device(placement.device)), torch.device(placement.device)
+    device = torch.device(placement.device)
+    clock = Stamps(device)
     first = clock.mark()
     torch.zeros(1000, device=device).add_(1)
     last = clock.mark()
-    found = [waiting() > 0, clock.between(first, last) >= 0, waiting()]
-    begun = accelerator.stamp(device)
+    found = [waiting() > 0, seconds_between(first, last) >= 0, waiting()]
+    begun = stamp(device)
     torch.zeros(1000, device=device).add_(1)
-    return [*found, accelerator.seconds_between(begun, accelerator.stamp(device)) >= 0, waiting()]
+    return [*found, seconds_between(begun, stamp(device)) >= 0, waiting()]
 
 
 def test_the_time_between_two_marks_is_asked_for_behind_both() -> None:

@@ -33,7 +33,8 @@ SPEC = ModelSpec(
     vocab_size=runs.VOCAB, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=44, max_seq_len=16
 )
 # How far losses may be from those of one CPU rank: sums over ranks round elsewhere, and so do kernels of narrow types.
-NEAR = {"fp32": 3e-7, "fp16": 5e-5, "bf16": 3e-4}
+# A moment of 8 bits may then be the next of its 255 codes.
+NEAR = {"fp32": 3e-7, "8-bit AdamW": 3e-6, "fp16": 5e-5, "bf16": 3e-4}
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ def events(placement: Placement) -> list[int]:
     import torch
 
     from phalanx.optim.lane import Lane, Mark
-    from phalanx.train.clock import Events
+    from phalanx.optim.stamps import Stamps, seconds_between
 
     device, made = torch.device(placement.device), []
     inner = torch.Event
@@ -65,10 +65,11 @@ def events(placement: Placement) -> list[int]:
         return made[-1]
 
     torch.Event = noted  # type: ignore[assignment, misc]
-    clock, mark, counts = Events(device), Mark(Lane(device)), []
+    clock, mark, counts = Stamps(device), Mark(Lane(device)), []
     for _ in range(10):
         spans = [(clock.mark(), clock.mark()) for _ in range(3)]
-        assert all(clock.between(*span) >= 0 for span in spans)
+        assert all(seconds_between(*span) >= 0 for span in spans)
+        clock.give_back(*(each for span in spans for each in span))
         mark.set()
         mark.wait()
         counts.append(len(made))

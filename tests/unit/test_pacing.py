@@ -1,11 +1,13 @@
 """What a lane measures of its transfers and updates, and the order that is made of it."""
 
 import pytest
+import torch
 
-from phalanx.optim import pacing
+from phalanx.optim import stamps
 from phalanx.optim.overlap import plan
 from phalanx.optim.pacing import Pacing
 
+CPU = torch.device("cpu")
 RATE, SIZE = 50e6, 1e6  # a transfer takes 20 ms
 
 
@@ -13,7 +15,7 @@ RATE, SIZE = 50e6, 1e6  # a transfer takes 20 ms
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What time it is."""
     now = [0.0]
-    monkeypatch.setattr(pacing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(stamps.time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -23,21 +25,25 @@ def moved(measured: Pacing, clock: list[float], begun: float, ended: float) -> N
 
 
 def test_what_a_transfer_takes_longer_behind_a_pause_is_the_least_that_was_seen(clock: list[float]) -> None:
-    measured = Pacing(1)
+    measured = Pacing(1, CPU)
     moved(measured, clock, 1.000, 1.024)  # 4 ms longer: nothing was under way
     moved(measured, clock, 1.010, 1.044)  # begun beside the one before
     moved(measured, clock, 2.000, 2.050)  # this rank has waited for another one, too
+    assert measured.rate() > 0
     for _ in range(2):
         measured.told([RATE])
     assert measured.restart_s() == pytest.approx(0.004)
 
 
 def test_an_order_knows_how_long_updates_take(clock: list[float]) -> None:
-    measured = Pacing(4)
+    measured = Pacing(4, CPU)
     for unit in range(4):
         for seconds in (0.001, 0.003, 0.009):
-            measured.updated(unit, seconds)
-    assert measured.updates() == [0.003] * 4
+            begun = measured.mark()
+            clock[0] += seconds
+            measured.updated(unit, begun)
+    assert measured.rate() == 0.0  # nothing was moved
+    assert measured.updates() == pytest.approx([0.003] * 4)
     for _ in range(2):
         measured.told([RATE])
     passes_s = [0.013] * 4 + [0.026] * 4

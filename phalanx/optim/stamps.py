@@ -1,0 +1,44 @@
+"""Times of what a device does, by its own clock, taken while the host runs ahead and read when the device is there."""
+
+import time
+from typing import Any
+
+import torch
+
+
+def stamp(device: torch.device) -> Any:
+    """A mark for `seconds_between`, behind all that this thread has queued on the device; on a CPU, now."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(first: Any, last: Any) -> float:
+    """What has gone by between two stamps, by the device's own clock. Holds the host until it has come to the last."""
+    if isinstance(first, float):
+        return float(last - first)
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
+
+
+class Stamps:
+    """Stamps of one thread's device that are used again: making a device's event costs more than recording one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._unused: list[torch.Event] = []
+        self.late = int(device.type != "cpu")  # how many steps later they are read, so that nothing waits for them
+
+    def mark(self) -> Any:
+        """As `stamp`."""
+        if not self._unused:
+            return stamp(self._device)
+        event = self._unused.pop()
+        event.record()
+        return event
+
+    def give_back(self, *stamps: Any) -> None:
+        """These will not be asked for again."""
+        self._unused += (each for each in stamps if not isinstance(each, float))
