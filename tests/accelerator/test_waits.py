@@ -16,6 +16,7 @@ from phalanx.optim.carrier import Carrier
 from phalanx.optim.held import Gradient, Pool
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import Sharding
+from phalanx.optim.pacing import DeviceLaps
 from phalanx.optim.passes import Marks, Passes
 from phalanx.optim.sharded import Sharded
 from phalanx.optim.stepping import Done, Step
@@ -137,7 +138,7 @@ def behind_the_lane(placement: Placement, what: str) -> list[float]:
     passes._lane, passes._traffic, passes.fresh = lane, Traffic(), [Mark(lane), Mark(lane)]
     passes.whole, passes._released, passes._inside, passes._next = False, "released" in what, "back" in what, 1
     passes._units, passes._entered = [Unit(number, "", module, []) for number in range(2)], set()
-    passes.marks = Marks(2, lane, True)
+    passes.marks, passes._laps = Marks(2, lane, True), DeviceLaps(2, device)
     lane.follow()
     for number in range(2):
         lane.put(partial(target.add_, 1.0))

@@ -114,6 +114,21 @@ def test_a_beat_counts_once_and_only_from_the_very_process_that_is_a_member(ther
     assert first.fenced is None
 
 
+@pytest.mark.parametrize(("ago_ms", "fenced"), [(9_000, True), (10_500, False), (15_000, False), (-1_000, False)])
+def test_who_was_given_up_hears_it_unless_the_answer_is_old(there: Nodes, ago_ms: int, fenced: bool) -> None:
+    """Or of a beat that this process has not sent yet: its number was another's."""
+    first = there.circles[0]
+    first._voice.number = lambda: 20_000  # type: ignore[method-assign]
+    beat = Beat(GIVEN_UP, 2, 0, bytes.fromhex(first.me.token), 20_000 - ago_ms)
+    there.circles[2]._beats.send(beat, (first.me.address, first.me.beats))
+    marker = Beat(LIVES, 1, 2, bytes.fromhex(there.circles[2].me.token), 10**6)
+    there.circles[2]._beats.send(marker, (first.me.address, first.me.beats))
+    first._heard_at[2], until = 0.0, time.monotonic() + PATIENCE_S
+    while first._heard_at[2] == 0.0 and time.monotonic() < until:
+        first._hear_beats(5.0)
+    assert (first.fenced is not None) == fenced
+
+
 def test_how_long_a_silent_member_is_waited_for(there: Nodes) -> None:
     circle, now = there.circles[0], time.monotonic()
     for other in (1, 2):

@@ -248,6 +248,12 @@ def test_what_people_expect() -> None:
     assert divide(1, unlike, lockstep=False) == Division((1, 0), 1)
 
 
+def test_the_fewest_micro_batches_are_tried_where_more_look_better_in_fractions() -> None:
+    speeds = [Speed(2.0, 0.5, 2), Speed(3.0, 2.0, 5), Speed(2.0, 1.0, 10), Speed(2.0, 0.0, 10)]
+    assert divide(13, speeds) == Division((2, 2, 4, 5), 1)
+    assert balance._fluid_parts(13, [(each.fixed_s, each.sequence_s, each.most) for each in speeds]) > 1.5
+
+
 def test_a_device_that_holds_nothing_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"not even a micro-batch of one sequence fits into the memory of ranks 1, 3;"
