@@ -13,7 +13,8 @@ class ResilienceSection(Section):
     memory: bool | Literal["auto"] = knob(
         "auto",
         "keep the last two steps in shared memory, where they outlive the ranks: after a failure the run goes on from "
-        "the last step; auto: where there is room, and on accelerators every Nth where each would cost more than 1 %",
+        "the last step; auto: where there is room, and on accelerators every Nth where each would cost more than half "
+        "a percent of it",
     )
     replicate: Annotated[
         Annotated[int, Field(ge=2, le=10**9)] | Literal["auto", "every_step", "off"], BeforeValidator(or_off)

@@ -419,17 +419,17 @@ class Memory:
             self._say(Kind.RESOLVED, {"key": KEY, "value": f"every {self._thinning.every} steps", "reason": reason})
 
     def settle(self) -> None:
-        asked = self._thinning.stamp() if self._settled != self._last else None
+        if self._settled == self._last:  # nothing was kept since
+            return
+        self._settled, asked = self._last, self._thinning.stamp()
         if self._lane is not None:
             self._lane.drain()
-        if self._settled != self._last:
-            self._settled = self._last
-            if self._replicates and self.replicas is not None:
-                began, waits = time.perf_counter(), self._mesh.bookkeeping
-                with waits.waiting("message"):  # a rank that waits for another node does not hang
-                    self.replicas.acknowledged()
-                if threading.current_thread() is threading.main_thread():  # nor is it slow; a lane holds nobody up
-                    waits.waited(time.perf_counter() - began)
+        if self._replicates and self.replicas is not None:
+            began, waits = time.perf_counter(), self._mesh.bookkeeping
+            with waits.waiting("message"):  # a rank that waits for another node does not hang
+                self.replicas.acknowledged()
+            if threading.current_thread() is threading.main_thread():  # nor is it slow; a lane holds nobody up
+                waits.waited(time.perf_counter() - began)
         self._thinning.waited(asked)
 
     def loaded(self, step: int, state: Slot) -> None:

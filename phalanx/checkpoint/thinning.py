@@ -15,7 +15,7 @@ import torch
 from phalanx.comm.mesh import Mesh
 from phalanx.optim.stamps import seconds_between, stamp
 
-MOST = 0.01  # of a step, that keeping it may take
+MOST = 0.005  # of a step, that keeping it may take by what is measured here: memory and link are shared besides
 UNMEASURED, MEASURED = 2, 6  # first steps of an attempt, in which much is made once; and those that are looked at then
 
 

@@ -38,8 +38,8 @@ def test_memory_that_was_mapped_is_page_locked(shared: Path) -> None:
 
 
 def test_how_often_a_step_is_kept() -> None:
-    assert [every_of(share) for share in (0.0, 0.009, 0.01, 0.011, 0.5, 3.0)] == [1, 1, 1, 2, 50, 300]
-    assert [every_of(share, unit=4) for share in (0.005, 0.011, 0.5)] == [1, 4, 52]
+    assert [every_of(share) for share in (0.0, 0.0049, 0.005, 0.006, 0.5, 3.0)] == [1, 1, 1, 2, 100, 600]
+    assert [every_of(share, unit=4) for share in (0.0025, 0.006, 0.5)] == [1, 4, 100]
 
 
 def train_noting(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:
