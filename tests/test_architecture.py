@@ -171,7 +171,7 @@ MAY_USE: dict[str, set[str]] = {
     "sharded_model": {"torch"},
     "sharding": {"torch"},
     "scripts": {"torch"},
-    "compat": {"torch", "numpy"},
+    "compat": {"torch", "numpy", "transformers"},
     "data_commands": {"typer"},
     "doctor": {"torch"},
     "doctor_commands": {"typer"},

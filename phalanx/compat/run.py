@@ -142,7 +142,7 @@ def become(
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             missing = str(error.name).partition(".")[0]
             if missing not in WITHOUT:
                 raise

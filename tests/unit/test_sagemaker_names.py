@@ -2,6 +2,8 @@
 
 import importlib
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import phalanx.compat.sagemaker  # noqa: F401  # makes them known
 from phalanx.compat.sagemaker.names import NAMES
 from phalanx.errors import ConfigError
+from tests.helpers import ROOT
 
 
 @pytest.mark.parametrize("module", NAMES)
@@ -51,6 +54,54 @@ def test_a_name_that_is_not_provided_is_named() -> None:
     with pytest.raises(AttributeError, match=r"torch\.sagemaker\.state\.nonsense"):
         tsm.state.nonsense  # noqa: B018
     assert not hasattr(tsm, "nonsense")
+
+
+def test_names_of_a_package_that_is_not_installed_can_be_imported_and_not_used() -> None:
+    import transformer_engine
+    from transformer_engine.common.recipe import DelayedScaling, Format
+
+    recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16)
+    with transformer_engine.pytorch.fp8_autocast(enabled=False, fp8_recipe=recipe):
+        pass
+    with pytest.raises(ConfigError, match=r"fp8_autocast.*transformer_engine is not installed.*train in bf16"):
+        transformer_engine.pytorch.fp8_autocast(enabled=True, fp8_recipe=recipe)
+    with pytest.raises(ConfigError, match=r"transformer_engine\.pytorch\.Linear is used, but"):
+        transformer_engine.pytorch.Linear  # noqa: B018
+    assert not hasattr(transformer_engine.pytorch, "Linear")
+    with pytest.raises(ModuleNotFoundError, match="FP8 is its kernels' alone"):
+        import transformer_engine.jax
+
+
+def test_the_real_package_is_left_alone_where_it_is_installed(tmp_path: Path) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("installed = True")
+    lines = "import phalanx.compat.sagemaker, transformer_engine; assert transformer_engine.installed; "
+    lines += "import transformer_engine.pytorch"
+    found = subprocess.run(
+        [sys.executable, "-c", lines], env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True
+    )
+    assert "No module named 'transformer_engine.pytorch'" in found.stderr, "the stand-in does not complete it"
+
+
+def test_llamas_attention_is_put_in_the_place_of_a_layers_own() -> None:
+    from torch.sagemaker.nn.huggingface.llama_flashattn import LlamaFlashAttention
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="eager",
+    )  # fmt: skip
+    model, ids = AutoModelForCausalLM.from_config(config), torch.arange(20).view(2, 10)
+    before = model(input_ids=ids).logits
+    for layer in model.model.layers:
+        own, layer.self_attn = layer.self_attn, LlamaFlashAttention(model.config)
+        layer.self_attn.load_state_dict(own.state_dict())
+        assert layer.self_attn.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "eager"
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, before)
+    with pytest.raises(ConfigError, match="set use_cache to False"):
+        model(input_ids=ids)
 
 
 def test_before_init_what_needs_it_says_so() -> None:

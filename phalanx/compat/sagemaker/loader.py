@@ -81,7 +81,7 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Plain values alone, and NumPy's: PyTorch's own runs whatever code a file asks for."""
-        with torch.serialization.safe_globals([argparse.Namespace, *_numpys()]):
+        with torch.serialization.safe_globals([argparse.Namespace, *numpys()]):
             found = torch.load(value, weights_only=True)
         name = read_item.dest_index.fqn
         if self.flatten_state_dict:
@@ -94,7 +94,7 @@ class _Planner(DefaultLoadPlanner):
         return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
 
-def _numpys() -> list[Any]:
+def numpys() -> list[Any]:
     """What an array or a number of NumPy's is made by, as in the state of its random numbers."""
     made_by = [np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
     return [*made_by, np.ndarray, np.dtype, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)]

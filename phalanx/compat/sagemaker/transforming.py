@@ -102,15 +102,18 @@ def setup_transformer_engine_cp_groups(*args: Any, **options: Any) -> None:
 
 
 class _OfTransformed(type):
-    """Makes `isinstance(x, TransformerLayer)` true for the layers of a transformed model, whatever their class."""
+    """Makes `isinstance(x, TransformerLayer)` and the like true for parts of a transformed model, of any class."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         session = current()
         if session is None:
             return False
-        return (
-            id(instance) in session.models if cls.__name__ == "TransformerLMHead" else type(instance) in session.layers
-        )
+        match cls.__name__:
+            case "TransformerLMHead":
+                return id(instance) in session.models
+            case "MoELayer":
+                return type(instance) in session.experts
+        return type(instance) in session.layers
 
 
 class TransformerLMHead(metaclass=_OfTransformed):
@@ -119,3 +122,7 @@ class TransformerLMHead(metaclass=_OfTransformed):
 
 class TransformerLayer(metaclass=_OfTransformed):
     """Any layer of a model that `tsm.transform` has given back, such as for an `auto_wrap_policy`."""
+
+
+class MoELayer(metaclass=_OfTransformed):
+    """Any module of a model that `tsm.transform` has given back that has experts, and chooses among them."""
