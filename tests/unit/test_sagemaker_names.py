@@ -1,8 +1,8 @@
 """What can be imported under the library's names, and what is said of the rest."""
 
+import contextlib
 import importlib
 import logging
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import phalanx.compat.sagemaker  # noqa: F401  # makes them known
+from phalanx import storage
 from phalanx.compat.sagemaker.names import NAMES
 from phalanx.errors import ConfigError
-from tests.helpers import ROOT
 
 
 @pytest.mark.parametrize("module", NAMES)
@@ -72,16 +72,18 @@ def test_names_of_a_package_that_is_not_installed_can_be_imported_and_not_used()
         import transformer_engine.jax
 
 
-def test_the_real_package_is_left_alone_where_it_is_installed(tmp_path: Path) -> None:
+def test_the_real_package_is_left_alone_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text("installed = True")
-    lines = "import phalanx.compat.sagemaker, transformer_engine; assert transformer_engine.installed; "
-    lines += "import transformer_engine.pytorch"
-    found = subprocess.run(
-        [sys.executable, "-c", lines], env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True
-    )
-    assert "No module named 'transformer_engine.pytorch'" in found.stderr, "the stand-in does not complete it"
+    monkeypatch.syspath_prepend(tmp_path)
+    with monkeypatch.context() as imported:
+        for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+            imported.delitem(sys.modules, name)
+        assert importlib.import_module("transformer_engine").installed
+        with pytest.raises(ModuleNotFoundError, match=r"No module named 'transformer_engine\.pytorch'"):
+            importlib.import_module("transformer_engine.pytorch")
+        del sys.modules["transformer_engine"]
 
 
 def test_llamas_attention_is_put_in_the_place_of_a_layers_own() -> None:
@@ -166,21 +168,42 @@ def test_the_newest_folders_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama-10steps", "llama-9steps", "other"]
 
 
-def test_s3_is_refused_by_name() -> None:
+def test_urls_of_s3_are_known_and_its_settings_are_for_them_alone() -> None:
     from torch.sagemaker.distributed.checkpoint import filesystem, s3_filesystem
 
     assert s3_filesystem.is_s3_uri("s3://bucket/key")
     assert s3_filesystem.is_s3_uri(Path("s3://bucket/key"))
     assert not s3_filesystem.is_s3_uri("/folder")
     assert s3_filesystem.format_s3_path(Path("s3://bucket/key")) == "s3://bucket/key"
-    for act in (
-        lambda: filesystem.DistributedFileSystemWriter("s3://bucket/key"),
-        lambda: filesystem.DistributedFileSystemReader("s3://bucket/key"),
-        lambda: s3_filesystem.S3FileSystem("us-east-1"),
-        lambda: filesystem.path_to_file_system("s3://bucket"),
-    ):
-        with pytest.raises(ConfigError, match="not to S3"):
-            act()
+    assert isinstance(filesystem.path_to_file_system(Path("s3://bucket")), s3_filesystem.S3FileSystem)
+    assert not isinstance(filesystem.path_to_file_system("/folder"), s3_filesystem.S3FileSystem)
+    with pytest.raises(ConfigError, match="s3_region and s3client_config are for s3:// URLs, not for /folder"):
+        filesystem.DistributedFileSystemWriter("/folder", s3_region="eu-west-1")
+    with pytest.raises(ConfigError, match="s3client_config is for the client of another library"):
+        filesystem.DistributedFileSystemReader("s3://bucket", s3client_config=object())
+
+
+def test_files_at_s3(bucket: str) -> None:
+    from torch.sagemaker.checkpoint.utils import limit_num_subdirs
+    from torch.sagemaker.distributed.checkpoint.s3_filesystem import S3FileSystem
+
+    files = S3FileSystem()
+    path = files.concat_path(Path(bucket), "a.tmp")
+    with files.create_stream(path, "wb") as stream:
+        stream.write(b"some bytes")
+    files.rename(path, f"{bucket}/a")
+    with files.create_stream(f"{bucket}/a", "rb") as stream:
+        assert stream.read() == b"some bytes"
+    with contextlib.suppress(OSError), files.create_stream(f"{bucket}/b", "wb") as stream:
+        stream.write(b"half")
+        raise OSError("the disk is full")
+    assert files.ls(bucket) == [f"{bucket}/a"]
+    files.rm_file(f"{bucket}/a")
+    assert not files.exists(f"{bucket}/a")
+    for name in ("c-2steps", "c-10steps", "c-9steps"):
+        storage.write_bytes(f"{bucket}/{name}/.metadata", b"x")
+    assert limit_num_subdirs(Path(bucket), 2) == [f"{bucket}/c-2steps"]
+    assert [one.name for one in storage.listing(bucket)] == ["c-10steps", "c-9steps"]
 
 
 def test_what_fails_is_tried_again() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from phalanx.compat.sagemaker.files import DistributedFileSystemReader, checked, unreadable
+from phalanx.compat.sagemaker.files import DistributedFileSystemReader, checked, path_to_file_system, unreadable
 from phalanx.compat.sagemaker.requests import coordinator_in
 from phalanx.errors import CheckpointError
 
@@ -37,13 +37,16 @@ def load(
     """Read a checkpoint into the tensors of `state_dict`, in place; other values in it are replaced. Collective over
     `process_group`, by default over all ranks.
 
-    Raises CheckpointError where `check_keys_matched` and the ranks ask for unlike keys; ConfigError for a place that is
-    no folder.
+    Raises CheckpointError where `check_keys_matched` and the ranks ask for unlike keys; ConfigError where there is no
+    place.
     """
-    if storage_reader is None or checkpoint_id is not None or s3_region is not None or s3client_config is not None:
-        checked(checkpoint_id, s3_region, s3client_config)
-    reader = storage_reader or DistributedFileSystemReader(checked(checkpoint_id))
-    if storage_reader is not None and checkpoint_id is not None:
+    reader = storage_reader
+    if reader is None:
+        reader = DistributedFileSystemReader(
+            checked(checkpoint_id), s3_region=s3_region, s3client_config=s3client_config
+        )
+    elif checkpoint_id is not None or s3_region is not None or s3client_config is not None:
+        path_to_file_system(checked(checkpoint_id), s3_region, s3client_config)
         reader.reset(checkpoint_id)
     coordinator, together = coordinator_in(process_group, coordinator_rank), dist.is_initialized()
     if check_keys_matched:

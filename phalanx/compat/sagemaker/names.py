@@ -67,9 +67,9 @@ NAMES: dict[str, dict[str, str]] = {
         "DEFAULT_ASYNC_REQUEST_QUEUE": f"{_HERE}.requests:DEFAULT_ASYNC_REQUEST_QUEUE",
     },
     f"{_DCP}.s3_filesystem": {
-        "S3FileSystem": f"{_HERE}.files:S3FileSystem",
-        "is_s3_uri": f"{_HERE}.files:is_s3_uri",
-        "format_s3_path": f"{_HERE}.files:format_s3_path",
+        "S3FileSystem": f"{_HERE}.s3:S3FileSystem",
+        "is_s3_uri": f"{_HERE}.s3:is_s3_uri",
+        "format_s3_path": f"{_HERE}.s3:format_s3_path",
         "retry_with_jitter": f"{_HERE}.files:retry_with_jitter",
     },
     "torch.sagemaker.moe.moe_config": {"MoEConfig": f"{_HERE}.transforming:MoEConfig"},
