@@ -30,9 +30,9 @@ def limit_num_subdirs(
     regex: str | None = None,
     log: bool = True,
 ) -> list[str]:
-    """Remove the first of the folders below `root`, which may be an `s3://` URL, whose names match `regex`, in the order
-    of `sort_fn`, so that `max_to_keep` are left; 0 or less keeps all. Only where `log`, which one rank should say.
-    Gives those removed."""
+    """Remove the first of the folders below `root`, which may be an `s3://` URL, whose names match `regex`, in the
+    order of `sort_fn`, so that `max_to_keep` are left; 0 or less keeps all. Only where `log`, which one rank should
+    say. Gives those removed."""
     if not log or max_to_keep <= 0:
         return []
     root = format_s3_path(root)
