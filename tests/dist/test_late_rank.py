@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.backend import Options
+from phalanx.comm.codec import CODECS, Codec
 from phalanx.comm.collectives import Traffic, all_gather
 from phalanx.comm.mesh import Axis, Mesh, join
 from phalanx.comm.messages import Messages
@@ -31,9 +32,9 @@ def exchanges(mesh: Mesh) -> dict[str, Callable[[], Any]]:
     axis, traffic, mine = Axis(mesh.control, (0, 1), mesh.rank), Traffic(), torch.tensor([1.0 + mesh.rank])
     messages = Messages(mesh.control, mesh.device, traffic, most=1)
 
-    def copies() -> list[float]:
+    def copies(codec: Codec | None = None) -> list[float]:
         tensor = mine.clone()
-        _adding(mesh.control, traffic, mesh.topology, None)(tensor)
+        _adding(mesh.control, traffic, mesh.topology, codec)(tensor)
         return tensor.tolist()
 
     def fully_shard() -> list[float]:
@@ -51,6 +52,7 @@ def exchanges(mesh: Mesh) -> dict[str, Callable[[], Any]]:
         "fully_shard": fully_shard,
         "whole": lambda: whole_of(mine, Slice((2,), 0, mesh.rank, mesh.rank + 1), axis, everywhere=True).tolist(),
         "copies": copies,
+        "coded copies": lambda: copies(CODECS["bf16"]),
         "message": lambda: messages.exchange(mine, 1 - mesh.rank).item() + mine.item(),
     }
 
@@ -67,7 +69,7 @@ def late(placement: Placement) -> dict[str, Any]:
 
 def test_an_exchange_is_over_when_the_last_rank_has_given_its_part() -> None:
     wanted: dict[str, Any] = {"agreement": 3.0, "weight": 3, "message": 3.0}
-    wanted |= {name: [3.0] for name in ("squares", "sum", "scatter", "copies")}
+    wanted |= {name: [3.0] for name in ("squares", "sum", "scatter", "copies", "coded copies")}
     wanted |= {name: [1.0, 2.0] for name in ("gather", "fully_shard", "whole")}
     assert run_ranks(late, 2) == [wanted] * 2
 
