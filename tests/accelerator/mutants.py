@@ -72,7 +72,7 @@ TESTS = {
     "train/device_marks.py": [f"{HERE}hangs.py"],
     "train/": [CLOCKS],
     "optim/pacing.py": [f"{HERE}schedule.py"],
-    "optim/timetable.py": [f"{UNIT}pacing.py"],
+    "optim/timetable.py": [f"{UNIT}pacing.py", LATE],
     "optim/stamps.py": [CLOCKS, f"{HERE}schedule.py"],
     "optim/sharded.py": [UNITS, LATE, *SHARDED, EARLY, f"{LAYOUT}[zero 3-2]", ONE, KINDS, MANY],
     "": [UNITS, LATE, *SHARDED, ENGINE, ONE, KINDS, MANY],
