@@ -47,25 +47,33 @@ def lost(folder: Path, kind: str, node: int) -> dict[str, float]:
         commands: dict[int, Command] = {}
         try:
             for each in range(NODES + SPARES):
-                words = ["run", "--nproc", "1", "--nodes", str(NODES), "--spares", str(SPARES), "--node-rank", str(each)]
+                words = [
+                    "run",
+                    "--nproc",
+                    "1",
+                    "--nodes",
+                    str(NODES),
+                    "--spares",
+                    str(SPARES),
+                    "--node-rank",
+                    str(each),
+                ]
                 words += ["--rendezvous", f"file://{folder}/meet", str(ROOT / "examples" / "fsdp_loop.py"), "kept"]
                 words += ["--steps", str(STEPS), "--every", str(EVERY), "--pause", str(PAUSE_S)]
                 inside = functools.partial(enter, made.names[each])
                 commands[each] = start(words, folder, folder / f"node-{each}.txt", before=inside)
-            steps = _first(folder, commands, lambda said: _steps(said) >= AFTER)
+            _when(folder, lambda said: _steps(said) >= AFTER)
             began = time.monotonic()
             if kind == "crash":
                 strike(commands[node].all(), signal.SIGKILL)
             else:
                 made.plug(node, False)
-            starts = _first(folder, commands, lambda said: len(re.findall(r"starts, after 1 restarts$", said, re.M)) == NODES)
-            stepped = _first(folder, commands, lambda said: re.search(r"^resumed from step \d+\nstep \d", said, re.M))
-            del steps
-            living = [each for each in commands if each != node]
-            _first(folder, {each: commands[each] for each in living}, lambda said: all(
-                commands[each].over() for each in living))  # fmt: skip
-            assert [commands[each].code for each in living] == [0] * len(living), commands[living[0]].said()
-            return {"dead": starts - began, "until_step": stepped - began}
+            began_again = _when(folder, lambda said: len(re.findall(r"starts, after 1 restarts$", said, re.M)) == NODES)
+            stepped = _when(folder, lambda said: re.search(r"^resumed from step \d+\nstep \d", said, re.M))
+            living = [command for each, command in commands.items() if each != node]
+            _when(folder, lambda said: all(command.over() for command in living))
+            assert [command.code for command in living] == [0] * len(living), living[0].said()
+            return {"dead": began_again - began, "until_step": stepped - began}
         finally:
             for command in commands.values():
                 command.end()
@@ -75,8 +83,8 @@ def _steps(said: str) -> int:
     return max((int(step) for step in re.findall(r"^step (\d+) loss", said, re.M)), default=0)
 
 
-def _first(folder: Path, commands: dict[int, Command], holds: Callable[[str], Any]) -> float:
-    """When it came to hold of what all nodes have said."""
+def _when(folder: Path, holds: Callable[[str], Any]) -> float:
+    """When something came to hold of what all nodes have said."""
     until = time.monotonic() + PATIENCE_S
     while True:
         said = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("node-*.txt")))
