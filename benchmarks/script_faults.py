@@ -1,9 +1,9 @@
 """How long a script of a user's own is away when its node is lost: `phalanx run` over two nodes and a spare.
 
-Network namespaces of this machine are the nodes, joined by cables of 1 Gbit/s; `examples/fsdp_loop.py` is the script. All
-processes of a node end at once (crash), or its cable is pulled (power-loss), of which nobody is told. Dead is the time
-from then until all ranks run the first line of the script again: what comes after it is the script's own start and load,
-which is told beside it. Needs root and iproute2.
+Network namespaces of this machine are the nodes, joined by cables of 1 Gbit/s; `examples/fsdp_loop.py` is the script.
+All processes of a node end at once (crash), or its cable is pulled (power-loss), of which nobody is told. Dead is the
+time from then until all ranks run the first line of the script again: what comes after it is the script's own start and
+load, and is told beside it. Needs root and iproute2.
 
     sudo python3 benchmarks/script_faults.py --quick
     sudo python3 benchmarks/script_faults.py --times 5 --json script_faults.json

@@ -221,7 +221,7 @@ def _time(state: State, now: float) -> Decision:
 def _pause(state: State, now: float, why: str) -> Decision:
     """End an attempt that has not failed, so that the ranks can be divided anew; nothing is lost, as they save."""
     ending = replace(state, phase=Phase.ENDING, since=now, planned=why)
-    said = Note(Kind.WARNING, {"message": f"{why}: the ranks save, and are divided anew"})
+    said = Note(Kind.WARNING, {"message": f"{why}: the ranks are asked to save, and are divided anew"})
     return ending, [said, End(state.attempt, saving=True)]
 
 

@@ -4,21 +4,23 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.links import enter
 from benchmarks.started import start, strike
-from phalanx import meetings, script_nodes
+from phalanx import fitness, meetings, script_nodes
+from phalanx.cluster.affairs import Phase
 from phalanx.cluster.rendezvous import Place
 from phalanx.devices import Device
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, Unhealthy
 from phalanx.participant import Where
-from phalanx.records import Kind, Placement, RunPaths, read_lines
+from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines
 from phalanx.script_nodes import Script, ScriptMember
 from tests.cluster import networks
 from tests.helpers import ROOT, run_ranks, wait_until
@@ -53,13 +55,26 @@ def wired() -> Iterator[networks.Networks]:
         yield made
 
 
-def node(placement: Placement, folder: str, words: list[str], within: list[str], dies: int | None = None) -> list[Any]:
+def smokes(*_: Any) -> None:
+    raise Unhealthy("this node smokes")
+
+
+def node(
+    placement: Placement,
+    folder: str,
+    words: list[str],
+    within: Sequence[str] = (),
+    dies: int | None = None,
+    unfit: int | None = None,
+) -> list[Any]:
     """[exit code, what it has said] of one node; all processes of the one that `dies` do so in the middle of it."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # this process is a rank of the harness
         os.environ.pop(name, None)
     if within:
         enter(within[placement.rank])
     script_nodes.HEARTBEAT_S = 3.0  # machines that run tests are busy
+    if placement.rank == unfit:
+        fitness.fit = smokes
     output = Path(folder) / f"node-{placement.rank}.txt"
     own = ["run", "--nproc", "1", "--node-rank", str(placement.rank), "--rendezvous", f"file://{folder}/meet", *words]
     command = start(own, Path(folder), output)
@@ -105,12 +120,14 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_the_script_goes_on_from_its_
 
 
 def test_a_mistake_that_comes_again_ends_the_script_with_what_its_rank_said(tmp_path: Path) -> None:
+    """On nodes of which the first is not fit, so that the second leads and the spare has rank 0."""
     (tmp_path / "script.py").write_text(FAILS)
-    words = ["--nodes", "2", "--max-restarts", "5", "script.py"]
-    ended = run_ranks(node, 2, timeout_s=240, folder=str(tmp_path), words=words, within=[])
-    assert [code for code, _ in ended] == [1, 1], ended
+    words = ["--nodes", "2", "--spares", "1", "--max-restarts", "5", "script.py"]
+    ended = run_ranks(node, 3, timeout_s=240, folder=str(tmp_path), words=words, unfit=0)
+    assert [code for code, _ in ended] == [ExitCode.UNHEALTHY, 1, 1], ended
+    assert "this node smokes; node 0 brings all together, and a spare takes its place" in ended[0][1]
     assert re.findall(r"^attempt (\d)$", ended[1][1], re.M) == ["0", "1", "2"]
-    assert "the same has happened 3 times in a row (ValueError: there is no such file: train.txt)" in ended[0][1]
+    assert "the same has happened 3 times in a row (ValueError: there is no such file: train.txt)" in ended[1][1]
     assert ended[1][1].count("Traceback") == 3, "the script's own words are where its output is"
 
 
@@ -132,6 +149,19 @@ def test_fewer_nodes_are_taken_only_where_that_is_allowed(tmp_path: Path) -> Non
     offer = {"policy": asdict(replace(fewer, least=1)), "sign": "", "seats": [0, 1], "slots": [[1, "any"]] * 2}
     with pytest.raises(ConfigError, match="offers another policy than this command has"):
         member(tmp_path, script_nodes.script_of(str(path), [], None, meeting, least_nodes=2)).make(offer, lambda: None)
+
+
+def test_an_attempt_that_has_lasted_begins_the_count_of_failures_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one: Any = member(tmp_path, Script("script.py", (), None, 3, 2, 60.0))
+    one.recorder = SimpleNamespace(safe=list)
+    one.leading = SimpleNamespace(state=SimpleNamespace(phase=Phase.RUNNING, attempt=7))
+    assert one.safe() == []
+    monkeypatch.setattr(script_nodes, "LASTED_S", -1.0)  # ten minutes later
+    assert one.safe() == [7]
+    one.leading.state.phase = Phase.IDLE
+    assert one.safe() == []
 
 
 def test_a_folder_of_a_training_run_is_left_alone(tmp_path: Path) -> None:
