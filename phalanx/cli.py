@@ -319,7 +319,7 @@ def run(
             help="Where nodes keep records; they share it. Default: runs/ and the script's name.",
         ),
     ] = None,
-    health: Annotated[bool, typer.Option("--health/--no-health", help="On several nodes: look at each.")] = True,
+    no_health: Annotated[bool, typer.Option("--no-health", help="Start on nodes that are not fit, too.")] = False,
 ) -> None:
     """Run a script of your own on local ranks, one written for SageMaker's library too. Options come before it.
 
@@ -338,9 +338,9 @@ def run(
     if meeting is not None:
         privacy.apply(paths.root)
         meeting = replace(meeting, aside=True)
-        wanted = script_nodes.script_of(script, arguments or [], smp_config, meeting, min_nodes, max_restarts, health)
+        wanted = script_nodes.script_of(script, arguments or [], smp_config, meeting, min_nodes, max_restarts, not no_health)
         raise typer.Exit(script_nodes.run(wanted, paths, nproc, meeting))
-    given = {"--min-nodes": min_nodes, "--run-dir": run_dir, "--no-health": None if health else True}
+    given = {"--min-nodes": min_nodes, "--run-dir": run_dir, "--no-health": no_health or None}
     for name in [name for name, value in given.items() if value is not None]:
         raise ConfigError(f"{name} belongs to a script on several nodes; give --nodes too, or leave it out")
     raise typer.Exit(script_run.run(script, arguments or [], os.environ, nproc, smp_config, max_restarts))
