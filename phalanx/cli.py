@@ -338,7 +338,9 @@ def run(
     if meeting is not None:
         privacy.apply(paths.root)
         meeting = replace(meeting, aside=True)
-        wanted = script_nodes.script_of(script, arguments or [], smp_config, meeting, min_nodes, max_restarts, not no_health)
+        wanted = script_nodes.script_of(
+            script, arguments or [], smp_config, meeting, min_nodes, max_restarts, not no_health
+        )
         raise typer.Exit(script_nodes.run(wanted, paths, nproc, meeting))
     given = {"--min-nodes": min_nodes, "--run-dir": run_dir, "--no-health": no_health or None}
     for name in [name for name, value in given.items() if value is not None]:

@@ -99,10 +99,14 @@ def _hello(script: Script, devices: Sequence[Device], meeting: Meeting) -> Messa
     asked = {
         "the command": COMMAND, "--spares": meeting.spares, "--min-nodes": script.least_nodes,
         "--max-restarts": script.max_restarts, "--smp-config": script.settings, UNFIT: not script.looks,
-        "the script": hashlib.sha256(Path(script.path).read_bytes()).hexdigest()[:16],
-        "its arguments": list(script.arguments),
+        "the digest of the script": _digest(Path(script.path).read_bytes()),
+        "the digest of its arguments": _digest("\0".join(script.arguments).encode()),  # they may hold what is secret
     }  # fmt: skip
     return nodes.hello_of(asked, devices, meeting)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _member(script: Script, paths: RunPaths, devices: Sequence[Device], meeting: Meeting) -> "ScriptMember":
@@ -278,6 +282,7 @@ class ScriptMember(Participant):
         attempt = self.first_attempt if peer.start is None else int(peer.start["attempt"])
         kind = {int(ExitCode.DONE): Kind.FINISHED, int(ExitCode.STOPPED): Kind.STOPPED}.get(code)
         if kind is not None:
-            write_event(self.paths.events, kind, attempt)
+            with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+                write_event(self.paths.events, kind, attempt)
         self.say(peer.over[1] if peer.over is not None else "this node was asked to stop, and leaves")
         return code

@@ -164,6 +164,14 @@ def test_an_attempt_that_has_lasted_begins_the_count_of_failures_anew(
     assert one.safe() == []
 
 
+def test_what_ranks_do_about_a_signal_is_left_to_the_script(tmp_path: Path) -> None:
+    said: list[str] = []
+    one = member(tmp_path, Script("script.py", (), None, 3, 2, 60.0))
+    one.say = said.append
+    one._note(2, Kind.SIGNALLED, {"attempt": 1, "signal": "SIGTERM"})
+    assert said == ["got SIGTERM: the script's ranks get it too"]
+
+
 def test_a_folder_of_a_training_run_is_left_alone(tmp_path: Path) -> None:
     paths, meeting = RunPaths(tmp_path), meetings.Meeting(2, 0, Place("file:///meet"), 60.0)
     paths.config.write_text("model: {}\n")
