@@ -19,7 +19,7 @@ from phalanx.data_commands import Overrides, data_app
 from phalanx.doctor_commands import doctor_command
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.health_commands import health_command
-from phalanx.job_commands import jobs_app
+from phalanx.job_commands import RunFolder, jobs_app
 from phalanx.node_commands import nodes_app
 from phalanx.plan_commands import plan_command
 from phalanx.records import ExitCode, Kind, RunPaths, Url, shown
@@ -59,7 +59,6 @@ RendezvousTimeout = Annotated[
 ]
 PROMPT = "def "
 RUN_OPTIONS = ("--nproc", "--smp-config")  # of `phalanx run`, each with a value behind it
-RunFolder = Annotated[str, typer.Argument(help="A run folder, or its URL.")]
 
 
 def _run_dir(text: str) -> str:
@@ -83,12 +82,10 @@ def _run_paths(place: str, wanted: config.Config) -> RunPaths:
 
 @contextlib.contextmanager
 def _looked_at(run: str) -> Iterator[RunPaths]:
-    """The files of a run that is only read; one at a URL is fetched for as long."""
+    """The files of a run that is read, beside which something is written."""
     if not storage.is_url(run):
         privacy.apply(Path(run))
-        yield RunPaths(Path(run))
-        return
-    with mirror.looked_at(run) as paths:
+    with mirror.records_of(run) as paths:
         yield paths
 
 

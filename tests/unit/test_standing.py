@@ -217,15 +217,32 @@ def test_an_incident_is_one_line_once_it_is_over(paths: RunPaths) -> None:
 
 
 def test_the_first_error_is_the_cause_of_the_newest_incident(paths: RunPaths) -> None:
+    fetched: list[Path] = []
     for attempt, rank, text in ((1, 0, "lost a peer"), (1, 1, "the real cause"), (2, 0, "fine")):
         paths.log(attempt, rank).parent.mkdir(parents=True, exist_ok=True)
         paths.log(attempt, rank).write_text(f"line\n{text}\n")
     paths.cause(1, 1).write_text(json.dumps({"traceback": "Traceback: ValueError"}))
-    lines = list(logs.first_error(paths))
+    lines = list(logs.first_error(paths, fetched.append))
+    assert fetched == [paths.cause(1, 1), paths.log(1, 1)]  # no more than is read
     assert lines[0] == "attempt 1: rank 1 was killed by SIGKILL"
     assert "Traceback: ValueError" in lines and lines[-1] == "the real cause"
     with pytest.raises(RunError, match="has died, so there is no first error"):
-        list(logs.first_error(RunPaths(paths.root / "none")))
+        list(logs.first_error(RunPaths(paths.root / "none"), fetched.append))
+
+
+def test_of_a_killed_rank_all_that_the_records_know_is_said(paths: RunPaths) -> None:
+    event(paths, Kind.INJECTED, 9, attempt=4, rank=1, fault="kill:rank=1,step=5")
+    event(paths, Kind.INJECTED, 9, attempt=4, rank=0, fault="kill:rank=0,step=6")
+    event(paths, Kind.WORKER_DIED, 10, attempt=4, rank=1, signal="SIGKILL", doing="backward of step 5")
+    event(paths, Kind.HEALTH, 11, attempt=4, host="n1", after="the death of rank 1", verdict="ok", findings=[])
+    append_line(paths.metrics, {"step": 4, "attempt": 4})
+    append_line(paths.metrics, {"step": 5, "attempt": 5})
+    paths.log(4, 1).parent.mkdir(parents=True)
+    paths.log(4, 1).touch()
+    text = "\n".join(logs.first_error(paths, lambda file: None))
+    for known in ("doing: backward of step 5", "has done: 4", "kill:rank=1,step=5", "wrong with n1", "is empty"):
+        assert known in text
+    assert "SIGKILL comes from outside" in text and "rank=0" not in text
 
 
 def test_logs_are_found_or_what_there_is_is_said(paths: RunPaths) -> None:
