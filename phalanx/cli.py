@@ -127,7 +127,7 @@ def train(
 
     Uses the accelerators there are, or CPU ranks. Under torchrun or srun it joins the ranks that were started.
     """
-    from phalanx import launch, nodes
+    from phalanx import before_start, launch, nodes
 
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run; add that or leave it out")
@@ -140,7 +140,7 @@ def train(
     wanted = recipe.load(recipe_path, overrides or [])
     place = run_dir if run_dir is not None else f"runs/{recipe_path.stem}"
     if shrink:
-        wanted = launch.shrink(wanted, show=not as_json)
+        wanted = before_start.shrink(wanted, show=not as_json)
         place = f"{place.rstrip('/')}-shrunk"
     if dry_run:
         laid = None
