@@ -20,7 +20,7 @@ from phalanx.data_commands import Overrides, data_app
 from phalanx.doctor_commands import doctor_command
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.health_commands import health_command
-from phalanx.job_commands import jobs_app
+from phalanx.job_commands import RunFolder, jobs_app
 from phalanx.node_commands import nodes_app
 from phalanx.plan_commands import plan_command
 from phalanx.records import ExitCode, Kind, RunPaths, Url, shown
@@ -64,7 +64,6 @@ RUN_OPTIONS = (
     "--nproc", "--smp-config", "--nodes", "--node-rank", "--spares", "--min-nodes", "--rendezvous",
     "--rendezvous-timeout", "--max-restarts", "--run-dir",
 )  # fmt: skip
-RunFolder = Annotated[str, typer.Argument(help="A run folder, or its URL.")]
 
 
 def _run_dir(text: str) -> str:
@@ -88,12 +87,10 @@ def _run_paths(place: str, wanted: config.Config) -> RunPaths:
 
 @contextlib.contextmanager
 def _looked_at(run: str) -> Iterator[RunPaths]:
-    """The files of a run that is only read; one at a URL is fetched for as long."""
+    """The files of a run that is read, beside which something is written."""
     if not storage.is_url(run):
         privacy.apply(Path(run))
-        yield RunPaths(Path(run))
-        return
-    with mirror.looked_at(run) as paths:
+    with mirror.records_of(run) as paths:
         yield paths
 
 
@@ -135,7 +132,7 @@ def train(
 
     Uses the accelerators there are, or CPU ranks. Under torchrun or srun it joins the ranks that were started.
     """
-    from phalanx import launch, meetings, nodes
+    from phalanx import before_start, launch, meetings, nodes
 
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run; add that or leave it out")
@@ -148,7 +145,7 @@ def train(
     wanted = recipe.load(recipe_path, overrides or [])
     place = run_dir if run_dir is not None else f"runs/{recipe_path.stem}"
     if shrink:
-        wanted = launch.shrink(wanted, show=not as_json)
+        wanted = before_start.shrink(wanted, show=not as_json)
         place = f"{place.rstrip('/')}-shrunk"
     if dry_run:
         laid = None

@@ -113,8 +113,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ending": PLAIN | {"checkpoint", "report"},
     "layouts": PLAIN | {"cluster", "devices", "plan", "train"},
     "foretelling": PLAIN | {"layouts", "plan"},
+    "before_start": PLAIN | {"cluster", "data", "report", "shrink", "train"},
     "launch": PLAIN
-    | {"devices", "fitness", "foretelling", "layouts", "remote_run", "ending", "shrink"}
+    | {"before_start", "devices", "fitness", "foretelling", "layouts", "remote_run", "ending"}
     | {"cluster", "report", "data", "train"},
     "generation": PLAIN | {"models", "data", "train"},
     "generation_over_ranks": PLAIN | {"accelerator", "cluster", "comm", "generation", "train"},
@@ -142,7 +143,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan_commands": PLAIN | {"data_commands", "models", "plan", "report"},
     "cli": PLAIN
     | {"compat", "data_commands", "plan_commands", "health_commands", "node_commands", "job_commands"}
-    | {"doctor_commands", "meetings", "nodes", "script_nodes", "survey", "launch", "report", "train"}
+    | {"doctor_commands", "before_start", "meetings", "nodes", "script_nodes", "survey", "launch", "report", "train"}
     | {"generation", "generation_over_ranks"},
     "__main__": {"cli"},
 }  # fmt: skip
@@ -170,6 +171,7 @@ MAY_USE: dict[str, set[str]] = {
     "parallel": {"torch"},
     "checkpoint": {"torch", "safetensors"},
     "train": {"torch", "numpy", "yaml", "wandb"},
+    "before_start": {"rich", "yaml"},
     "launch": {"rich", "yaml"},
     "member": {"yaml"},
     "meetings": {"rich"},
@@ -209,6 +211,7 @@ ALSO_TORCH_FREE = (
     "phalanx.jobs",
     "phalanx.keeper",
     "phalanx.foretelling",
+    "phalanx.before_start",
     "phalanx.launch",
     "phalanx.layouts",
     "phalanx.meetings",

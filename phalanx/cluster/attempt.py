@@ -314,6 +314,8 @@ class Attempt:
         self.cause, details = end, end.details()
         if starved:
             details["reason"] += "; the kernel has killed something for want of memory meanwhile"
+        if end.signal is not None and end.host is None and (beat := self._last_beat(end.rank)) is not None:
+            details["doing"] = f"{beat.phase} of step {beat.step}"  # a signal leaves the rank itself no time to say so
         self.job.on_event(Kind.WORKER_DIED, {"attempt": self.number, **details})
         return int(ExitCode.FAILED if end.exit_code is None else end.exit_code)
 

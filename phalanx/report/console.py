@@ -60,6 +60,7 @@ class Console:
         self._loss: float | None = None
         self._step_s: deque[float] = deque(maxlen=RATE_STEPS)
         self._tokens_per_s: deque[float] = deque(maxlen=RATE_STEPS)
+        self._work: deque[devices.Step] = deque(maxlen=RATE_STEPS)
         self._devices = ""  # their shares, in a few words
         self._live: Live | None = None
         if terminal and total_steps and not self.rich.is_dumb_terminal:
@@ -95,7 +96,8 @@ class Console:
                 window.append(value)
         work = devices.step_of(record)
         if work is not None and len(work.shares) > 1:
-            self._devices = devices.compact(work)
+            self._work.append(work)
+            self._devices = devices.compact(self._work)
         if self._live is None:
             self._step_line()
         else:
