@@ -8,6 +8,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from phalanx.data_commands import Overrides, data_app
 from phalanx.doctor_commands import doctor_command
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.health_commands import health_command
-from phalanx.job_commands import jobs_app
+from phalanx.job_commands import RunFolder, jobs_app
 from phalanx.node_commands import nodes_app
 from phalanx.plan_commands import plan_command
 from phalanx.records import ExitCode, Kind, RunPaths, Url, shown
@@ -58,8 +59,11 @@ RendezvousTimeout = Annotated[
     float | None, typer.Option(min=1.0, help="Seconds that nodes wait for a missing one. Default: 600.")
 ]
 PROMPT = "def "
-RUN_OPTIONS = ("--nproc", "--smp-config")  # of `phalanx run`, each with a value behind it
-RunFolder = Annotated[str, typer.Argument(help="A run folder, or its URL.")]
+# Of `phalanx run`, each with a value behind it.
+RUN_OPTIONS = (
+    "--nproc", "--smp-config", "--nodes", "--node-rank", "--spares", "--min-nodes", "--rendezvous",
+    "--rendezvous-timeout", "--max-restarts", "--run-dir",
+)  # fmt: skip
 
 
 def _run_dir(text: str) -> str:
@@ -83,12 +87,10 @@ def _run_paths(place: str, wanted: config.Config) -> RunPaths:
 
 @contextlib.contextmanager
 def _looked_at(run: str) -> Iterator[RunPaths]:
-    """The files of a run that is only read; one at a URL is fetched for as long."""
+    """The files of a run that is read, beside which something is written."""
     if not storage.is_url(run):
         privacy.apply(Path(run))
-        yield RunPaths(Path(run))
-        return
-    with mirror.looked_at(run) as paths:
+    with mirror.records_of(run) as paths:
         yield paths
 
 
@@ -130,11 +132,11 @@ def train(
 
     Uses the accelerators there are, or CPU ranks. Under torchrun or srun it joins the ranks that were started.
     """
-    from phalanx import launch, nodes
+    from phalanx import before_start, launch, meetings, nodes
 
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run; add that or leave it out")
-    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj, spares)
+    meeting = meetings.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj, spares)
     if meeting is not None and dry_run:
         raise ConfigError("--dry-run looks at a recipe on this machine alone; leave --nodes out")
     planned = faults.parse(inject or [])
@@ -143,7 +145,7 @@ def train(
     wanted = recipe.load(recipe_path, overrides or [])
     place = run_dir if run_dir is not None else f"runs/{recipe_path.stem}"
     if shrink:
-        wanted = launch.shrink(wanted, show=not as_json)
+        wanted = before_start.shrink(wanted, show=not as_json)
         place = f"{place.rstrip('/')}-shrunk"
     if dry_run:
         laid = None
@@ -154,7 +156,7 @@ def train(
     paths = _run_paths(place, wanted)
     privacy.apply(paths.root, wanted.storage.private)
     if meeting is None:
-        meeting = nodes.meeting_of_slurm(paths, os.environ, spares)
+        meeting = meetings.meeting_of_slurm(paths, os.environ, spares)
     if meeting is not None:
         raise typer.Exit(nodes.train(wanted, paths, ranks, meeting, on_cpu=shrink, planned=planned))
     raise typer.Exit(launch.train(wanted, paths, ranks, os.environ, on_cpu=shrink, planned=planned))
@@ -181,9 +183,14 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run that trains adapters: the whole model with them in it.")
     ] = False,
+    step: Annotated[int | None, typer.Option(min=1, help="The checkpoint of this step. Default: the newest.")] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The checkpoint with the least held-out loss (see checkpoint.best).")
+    ] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder; adapters as a folder that PEFT loads."""
     from phalanx.report.progress import phases
+    from phalanx.train.best import of_events
     from phalanx.train.export import EXPORT_DTYPES, export_run
     from phalanx.train.folder import saved_config
 
@@ -192,7 +199,10 @@ def export(
     target = Url(folder.rstrip("/"), storage.TIMEOUT_S) if storage.is_url(folder) else Path(folder)
     with phases() as progress, _looked_at(run) as paths:
         show = functools.partial(progress, "export")
-        step = export_run(paths, target, dtype, show, merge=merge, note=paths.url is None)
+        wanted = of_events(paths).step if best else step
+        if best and wanted is None:
+            raise ConfigError(f"{shown(run)} has not been evaluated, so none of its checkpoints is the best")
+        step = export_run(paths, target, dtype, show, merge=merge, note=paths.url is None, step=wanted)
         if paths.url is not None:
             mirror.note(paths, Kind.EXPORTED, folder=str(target), step=step)
         trained = saved_config(paths)
@@ -272,15 +282,16 @@ def hardware(
     Those of this machine, or of all nodes that this command is started on; node 0 then shows and writes what all have
     found. `phalanx train` does it by itself; with balance.hardware=FILE it takes what was measured before.
     """
-    from phalanx import nodes, survey
+    from phalanx import meetings, survey
 
-    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj)
+    meeting = meetings.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj)
     wanted = recipe.load(recipe_path, overrides or [])
     raise typer.Exit(survey.survey(wanted, ranks, out.expanduser(), as_json, meeting=meeting))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGUMENTS", help="What the script itself is given.")
@@ -291,14 +302,55 @@ def run(
     smp_config: Annotated[
         Path | None, typer.Option(help="Settings of SageMaker's model parallel library, a JSON file.")
     ] = None,
+    node_count: NodeCount = None,
+    node_rank: NodeRank = None,
+    spares: Spares = None,
+    min_nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes with which it still goes on, without a spare. Default: --nodes.")
+    ] = None,
+    rendezvous: Rendezvous = None,
+    rendezvous_timeout: RendezvousTimeout = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Times that ranks start again after failing early. Default: 3 on several nodes, or 0."
+        ),
+    ] = None,
+    run_dir: Annotated[
+        str | None,
+        typer.Option(
+            parser=_run_dir,
+            metavar="FOLDER",
+            help="Where nodes keep records; they share it. Default: runs/ and the script's name.",
+        ),
+    ] = None,
+    no_health: Annotated[bool, typer.Option("--no-health", help="Start on nodes that are not fit, too.")] = False,
 ) -> None:
     """Run a script of your own on local ranks, one written for SageMaker's library too. Options come before it.
 
-    Under torchrun or srun it is one of the ranks that were started.
+    On several nodes, each started by this command, it is started again from its own checkpoints when something dies.
+    Under torchrun, srun or mpirun it is one of the ranks that were started.
     """
+    from phalanx import meetings, script_nodes
     from phalanx.compat import run as script_run
 
-    raise typer.Exit(script_run.run(script, arguments or [], os.environ, nproc, smp_config))
+    meeting = meetings.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj, spares)
+    if run_dir is not None and storage.is_url(run_dir):
+        raise ConfigError(f"--run-dir {shown(run_dir)} is a URL; of a script, name a folder that all nodes share")
+    paths = RunPaths(Path(run_dir if run_dir is not None else f"runs/{Path(script).stem}"))
+    if meeting is None:
+        meeting = meetings.meeting_of_slurm(paths, os.environ, spares)
+    if meeting is not None:
+        privacy.apply(paths.root)
+        meeting = replace(meeting, aside=True)
+        wanted = script_nodes.script_of(
+            script, arguments or [], smp_config, meeting, min_nodes, max_restarts, not no_health
+        )
+        raise typer.Exit(script_nodes.run(wanted, paths, nproc, meeting))
+    given = {"--min-nodes": min_nodes, "--run-dir": run_dir, "--no-health": no_health or None}
+    for name in [name for name, value in given.items() if value is not None]:
+        raise ConfigError(f"{name} belongs to a script on several nodes; give --nodes too, or leave it out")
+    raise typer.Exit(script_run.run(script, arguments or [], os.environ, nproc, smp_config, max_restarts))
 
 
 @app.command()

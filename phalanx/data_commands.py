@@ -1,5 +1,7 @@
 """The commands of `phalanx data`: prepare what a run trains on ahead of it, and look at it."""
 
+import dataclasses
+import json
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -114,6 +116,44 @@ def data_inspect(
     dataset.show(open_terminal(), found)
 
 
+@data_app.command("batch")
+def data_batch(
+    recipe_path: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, or the config.yaml of a run.")],
+    overrides: Overrides = None,
+    step: Annotated[int, typer.Option(min=1, help="The step, as the console counts them: the first is 1.")] = 1,
+    skipped: Annotated[
+        int, typer.Option(min=0, help="Batches that the run had passed over by then, by its rolled_back events.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all token ids.")] = False,
+) -> None:
+    """Show the samples of a step's global batch: which source, which of its tokens, and how they begin.
+
+    The same on any number of ranks; in order of rank each takes a contiguous slice.
+    """
+    from phalanx.data import batch
+    from phalanx.data.loader import Loader
+    from phalanx.data.tokenizer import load_tokenizer
+    from phalanx.report import dataset
+    from phalanx.report.terminal import open_terminal
+    from phalanx.train.subject import spec_from_run, subject_of
+
+    wanted = _data_of(recipe.load(recipe_path, overrides or []))
+    done = _prepared(wanted, aside=as_json)
+    if wanted.model.vocab_size == "auto" and not wanted.model.from_hf and not wanted.model.preset:
+        wanted = recipe.update(wanted, {"model.vocab_size": done.vocab_size})
+    wanted, _ = recipe.resolve(wanted, device="cpu", world=1)
+    if wanted.task.kind in ("tag", "classify") and wanted.task.labels == "auto":
+        wanted = recipe.update(wanted, {"task.labels": ["one", "other"]})  # of which a batch's tokens do not depend
+    sets = subject_of(wanted, spec_from_run(wanted)).train(done.train)
+    found = batch.members(Loader(sets, wanted.train.global_batch, wanted.train.seed, rank=0), step - 1, skipped)
+    if as_json:
+        typer.echo(json.dumps({"step": step, "samples": [dataclasses.asdict(one) for one in found]}))
+        return
+    tokenizer = load_tokenizer(done.tokenizer_folder)
+    folders = [str(folder) for folder, _ in done.train]
+    dataset.show_batch(open_terminal(), step, found, [batch.beginning(one, tokenizer) for one in found], folders)
+
+
 @data_app.command("megatron")
 def data_megatron(
     token_set: Annotated[Path, typer.Argument(metavar="SET", help="A folder of token files.")],
@@ -154,11 +194,11 @@ def _data_of(whole: config.Config) -> config.Config:
     return wanted
 
 
-def _prepared(wanted: config.Config) -> "Prepared":
+def _prepared(wanted: config.Config, aside: bool = False) -> "Prepared":
     from phalanx.data.prepare_records import prepare_for
     from phalanx.report.progress import phases
 
-    with phases() as progress:
+    with phases(aside=aside) as progress:
         return prepare_for(wanted, progress)
 
 

@@ -1,6 +1,7 @@
 """The commands that start a run elsewhere than in this terminal, and look after it: launch, status, logs, cancel."""
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -11,13 +12,13 @@ from typing import Annotated
 
 import typer
 
-from phalanx import privacy, recipe, storage
+from phalanx import mirror, privacy, recipe, storage
 from phalanx.errors import ConfigError
 from phalanx.records import RunPaths, shown
 
 jobs_app = typer.Typer()
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its URL.")]
 
 
 @jobs_app.command()
@@ -136,7 +137,7 @@ def _next(paths: RunPaths, wait: bool) -> str:
 
 
 @jobs_app.command("keep", hidden=True)
-def keep(run: Run) -> None:
+def keep(run: Annotated[Path, typer.Argument()]) -> None:
     """What a launched run has on each of its nodes: an agent, kept going."""
     from phalanx import keeper
 
@@ -152,7 +153,8 @@ def keep(run: Run) -> None:
 @jobs_app.command()
 def status(
     run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="A run folder. Default: a line for each run in runs/.")
+        str | None,
+        typer.Argument(metavar="RUN", help="A run folder, or its URL. Default: a line for each run in runs/."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C.")] = False,
@@ -174,23 +176,24 @@ def status(
             return
 
 
-def _status(run: Path | None, as_json: bool) -> str:
+def _status(run: str | None, as_json: bool) -> str:
     from phalanx import jobs
     from phalanx.cluster import node_states
     from phalanx.report import standing
     from phalanx.report.terminal import open_terminal
 
     now = time.time()
-    folders = sorted(_runs()) if run is None else [run]
+    folders = list(map(str, _runs())) if run is None else [run]
     found = []
-    for paths in map(RunPaths, folders):
+    for folder in folders:
         try:
-            nodes = node_states.rows(paths) if paths.events.exists() else []
-            found.append(standing.standing(paths, now, jobs.scheduler_words(paths), nodes))
+            with mirror.records_of(folder) as paths:
+                nodes = node_states.rows(paths) if paths.events.exists() else []
+                found.append(standing.standing(paths, now, jobs.scheduler_words(paths), nodes))
         except PermissionError as error:
             if run is not None:
                 raise
-            typer.echo(f"{paths.shown} is left out: {error.filename} cannot be read ({error.strerror})", err=True)
+            typer.echo(f"{folder} is left out: {error.filename} cannot be read ({error.strerror})", err=True)
     if as_json:
         return json.dumps(found[0] if run is not None else found, indent=2, default=str) + "\n"
     terminal = open_terminal()
@@ -215,7 +218,7 @@ def _runs() -> Iterator[Path]:
 
 @jobs_app.command()
 def logs(
-    run: Run,
+    run: RunFolder,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on showing what is written, until the end.")
     ] = False,
@@ -226,24 +229,46 @@ def logs(
     ] = False,
 ) -> None:
     """What a run says: its progress (the leading node's), or the words of a node, a rank, or of the first that died."""
-    from phalanx import jobs
     from phalanx.report import logs as found
 
     if sum([rank is not None, node is not None, first_error]) > 1:
         raise ConfigError("--rank, --node and --first-error each say what to show; give one of them")
     if first_error and follow:
         raise ConfigError("--first-error is over already, so there is nothing to follow; leave --follow out")
-    paths = RunPaths(run)
-    if not paths.root.is_dir():
-        raise ConfigError(f"there is no run folder {run}; name the folder of a run")
-    if first_error:
-        for line in found.first_error(paths):
-            typer.echo(line)
-        return
+    with mirror.records_of(run) as paths:
+        if not paths.root.is_dir():
+            raise ConfigError(f"there is no run folder {run}; name the folder of a run")
+        if paths.url is not None:
+            mirror.list_logs(paths)
+        if first_error:
+            for line in found.first_error(paths, functools.partial(_fetch, paths)):
+                typer.echo(line)
+            return
+        _show_logs(paths, rank, node, follow)
+
+
+def _fetch(paths: RunPaths, file: Path) -> None:
+    if paths.url is not None:
+        mirror.refresh(paths, file)
+
+
+def _show_logs(paths: RunPaths, rank: int | None, node: int | None, follow: bool) -> None:
+    from phalanx import jobs
+    from phalanx.report import logs as found
+
+    looked = -mirror.PUSH_S
 
     def log() -> Path:
+        nonlocal looked
+        if paths.url is not None:
+            time.sleep(max(0.0, looked + mirror.PUSH_S - time.monotonic()))  # more often nothing is copied there
+            mirror.list_logs(paths)
         leads = None if rank is not None or node is not None else jobs.leading(paths)
-        return found.log_of(paths, rank, leads or node)  # of node 0 there may be others as well
+        file = found.log_of(paths, rank, leads or node)  # of node 0 there may be others as well
+        if paths.url is not None:
+            mirror.refresh(paths, file)
+            looked = time.monotonic()
+        return file
 
     if not follow:
         typer.echo(found.tail(log()), nl=False)
@@ -259,11 +284,13 @@ def logs(
 
 @jobs_app.command()
 def cancel(
-    run: Run,
+    run: RunFolder,
     now: Annotated[bool, typer.Option("--now", help="End it at once; what is not in a checkpoint is lost.")] = False,
 ) -> None:
     """Ask a run to finish its step, save and leave; or end it at once. `phalanx launch` goes on with it."""
     from phalanx import jobs
 
-    privacy.apply(Path(run))
-    typer.echo(jobs.cancel(RunPaths(run), now))
+    if not storage.is_url(run):
+        privacy.apply(Path(run))
+    with mirror.records_of(run) as paths:
+        typer.echo(jobs.cancel(paths, now))

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.text import Text
 
-from phalanx import fencing, keeper, links, privacy, recipe
+from phalanx import fencing, keeper, links, mirror, privacy, recipe
 from phalanx.cluster import node_states, placement, slurm, slurm_script
 from phalanx.cluster.rendezvous import look_again
 from phalanx.cluster.slurm import SlurmJob
@@ -200,6 +200,8 @@ def job_numbers(paths: RunPaths) -> list[str]:
 
 def running_here(paths: RunPaths) -> tuple[int, str] | None:
     """The process that runs a run without a scheduler, and its machine; None where there is none."""
+    if paths.url is not None:
+        return mirror.holder(paths)
     return keeper.holder(paths.keeper) or keeper.holder(paths.lock)
 
 
@@ -215,6 +217,8 @@ def leading(paths: RunPaths) -> int:
 
 def goes_on(paths: RunPaths) -> bool:
     """Whether more may yet be heard of a run. Where Slurm cannot be asked it is taken to go on."""
+    if paths.url is not None:
+        return mirror.holder(paths) is not None
     try:
         return not _is_over(paths, newest_job(paths)) or keeper.holder(paths.lock) is not None
     except PhalanxError:
@@ -351,6 +355,8 @@ def _without_a_word(paths: RunPaths, job: SlurmJob | None) -> str:
 
 def cancel(paths: RunPaths, now: bool) -> str:
     """Ask a run to save and leave, or end it at once; returns what was done, in words. Raises PhalanxError."""
+    if paths.url is not None:
+        return _cancel_at_url(paths, now)
     if not paths.root.is_dir():
         raise ConfigError(f"there is no run folder {paths.shown}; name the folder of a run")
     links.check(paths)  # before anything is written there
@@ -388,6 +394,24 @@ def cancel(paths: RunPaths, now: bool) -> str:
         if (held := keeper.holder(lock)) is not None and held[1] == platform.node():
             _signal(paths, held[0], signal.SIGKILL, needed=False)
     return f"process {pid} was killed; the newest checkpoint is what is left"
+
+
+def _cancel_at_url(paths: RunPaths, now: bool) -> str:
+    held = running_here(paths)
+    if held is None:
+        raise RunError(f"the run {paths.shown} is not going on, so there is nothing to cancel")
+    pid, host = held
+    if now:
+        raise RunError(
+            f"the run {paths.shown} is at a URL, by which it can be asked to stop, not be ended at once; leave --now "
+            f"out, or end process {pid} on {host}"
+        )
+    if not mirror.stop(paths):
+        raise RunError(
+            f"process {pid} on {host}, which holds the run {paths.shown}, has not answered for {mirror.STALE_S:.0f} s; "
+            "look whether that machine is still there"
+        )
+    return f"process {pid} on {host} was asked to stop: it finishes the step, saves and leaves"
 
 
 def _on_several_nodes(paths: RunPaths) -> bool:

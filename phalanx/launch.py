@@ -3,18 +3,16 @@
 import contextlib
 import dataclasses
 import functools
-import glob
 import math
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from rich.text import Text
 
 from phalanx import (
+    before_start,
     ending,
     faults,
     fitness,
@@ -86,35 +84,6 @@ def train(
         return ExitCode.STOPPED
 
 
-def shrink(wanted: Config, show: bool = True) -> Config:
-    """The recipe in tiny; says what it changed."""
-    from phalanx import shrink as tiny
-
-    agent.preload(["phalanx.data.chat"])  # with numpy, whose threads would forbid to fork later
-    tiny_hf = fork_call(_tiny_hf, recipe.to_yaml(wanted), timeout_s=None) if wanted.model.from_hf else None
-    config = tiny.shrunk(wanted, _is_here, tiny_hf)
-    if show:
-        terminal = open_terminal()
-        terminal.print("shrunk; what differs from the recipe:")
-        for line in tiny.changes(wanted, config):
-            terminal.print(Text(f"  {line}", style="dim"))
-    return config
-
-
-def _is_here(source: str) -> bool:
-    from phalanx.data.chat import TEMPLATES
-
-    built_in = source in ("stdlib", "stdlib-chat") or source in TEMPLATES
-    return built_in or bool(glob.glob(os.path.expanduser(source), recursive=True))
-
-
-def _tiny_hf(text: str) -> tuple[str, bool]:
-    from phalanx.train import copies
-    from phalanx.train.tiny import tiny_folder
-
-    return tiny_folder(copies.fetched(recipe.check(yaml.safe_load(text), "the recipe"), weights=False))
-
-
 def _train(
     wanted: Config,
     paths: RunPaths,
@@ -124,6 +93,8 @@ def _train(
     planned: Sequence[Fault],
 ) -> int:
     with stoppable():
+        if not paths.config.exists() and from_environment(environment, ()) is None:  # of a larger job one rank looks
+            before_start.look_at_data(wanted)
         found, accelerators = warmed(on_cpu)
     given = None if ranks is not None else from_environment(environment, accelerators)
     if given is not None:

@@ -28,7 +28,8 @@ from phalanx.records import MANIFEST, ExitCode, Kind, RunPaths, Url, read_lines,
 
 PUSH_S = 3.0  # between two looks for changed records
 PUSH_SHARE = 25  # a copy that took t is followed by a pause of at least this times t
-BEAT_S, STALE_S, SETTLE_S = 5.0, 30.0, 0.5
+BEAT_S, STALE_S, SETTLE_S, LOOK_S = 5.0, 30.0, 0.5, 0.5
+STOP = ".stop"  # exists at the URL while the process that holds the run is asked to stop
 
 Seen = dict[str, tuple[int, int]]  # name -> size and time of the version that has been copied
 
@@ -39,6 +40,16 @@ def working(url: str, cache: str, timeout_s: float, rank: int = 0) -> RunPaths:
     digest = hashlib.sha256(place.text.encode()).hexdigest()[:12]
     name = f"{place.name}-{digest}" + (f"-rank-{rank:05d}" if rank else "")
     return RunPaths(storage.local_cache(cache) / "runs" / name, place)
+
+
+@contextmanager
+def records_of(run: str) -> Iterator[RunPaths]:
+    """The files of a run, a folder or a URL, that is only read; one at a URL is fetched for as long."""
+    if not storage.is_url(run):
+        yield RunPaths(Path(run))
+        return
+    with looked_at(run) as paths:
+        yield paths
 
 
 @contextmanager
@@ -82,6 +93,26 @@ def fetch(paths: RunPaths, also: Sequence[str] = ()) -> None:
         paths.has_checkpoints.mkdir(exist_ok=True)
     elif paths.has_checkpoints.exists():
         paths.has_checkpoints.rmdir()
+
+
+def list_logs(paths: RunPaths) -> None:
+    """Make the names of a run's logs known in the local copy of its records: files that are empty until `refresh`."""
+    logs = paths.node_log(0).parent.name
+    for entry in storage.listing((_url(paths) / logs).text, recursive=True, timeout_s=_url(paths).timeout_s):
+        name = entry.url.rpartition(f"/{logs}/")[2]
+        local = paths.root / logs / name
+        if ".." not in name.split("/") and not local.exists():
+            local.parent.mkdir(parents=True, exist_ok=True)
+            local.touch()
+
+
+def refresh(paths: RunPaths, file: Path) -> None:
+    """Fetch one file of the records as it is now. Nothing happens where the URL has no such file."""
+    url = _url(paths)
+    incoming = paths.root / ".incoming"
+    with suppress(FileNotFoundError):
+        storage.download((url / str(file.relative_to(paths.root))).text, incoming, url.timeout_s)
+        os.replace(incoming, file)
 
 
 def _files(url: Url) -> list[str]:
@@ -183,7 +214,13 @@ def take(paths: RunPaths, pid: int, stale_s: float = STALE_S) -> None:
                 "another --run-dir"
             )
     token = uuid.uuid4().hex
-    mine = {"owner": token, "process": f"{pid} on {platform.node()}", "pid": pid, "machine": _machine(), "beat": 0}
+    mine = {
+        "owner": token,
+        "process": f"{pid} on {platform.node()}",
+        "pid": pid,
+        "machine": _machine(),
+        "beat": time.time(),
+    }
     write_atomic(_lease(paths), json.dumps(mine))
     _complaint(paths).unlink(missing_ok=True)  # of an earlier start
     _write_lease(paths, mine)
@@ -209,6 +246,45 @@ def release(paths: RunPaths) -> None:
 def in_use(paths: RunPaths) -> bool:
     """Whether some process holds the run, or held it when it was killed."""
     return _read_lease(paths) is not None
+
+
+def holder(paths: RunPaths) -> tuple[int, str] | None:
+    """The process that writes to the run, and its machine; None where there is none, or it has stopped renewing its
+    lease, by the clocks of both machines."""
+    held = _read_lease(paths)
+    if held is None or _has_ended(held) or type(held.get("pid")) is not int:
+        return None
+    beat = held.get("beat")
+    if not isinstance(beat, int | float) or abs(time.time() - beat) > STALE_S:
+        return None
+    return held["pid"], str(held.get("process")).rpartition(" on ")[2]
+
+
+def stop(paths: RunPaths) -> bool:
+    """Ask the process that holds the run, on whatever machine, to save and leave. Returns whether it has heard it: it
+    looks every BEAT_S."""
+    held, url = _read_lease(paths), _url(paths)
+    asked = (url / STOP).text
+    storage.write_bytes(asked, str((held or {}).get("owner")).encode(), timeout_s=url.timeout_s)
+    until = time.monotonic() + STALE_S
+    while time.monotonic() < until:
+        if not storage.exists(asked, url.timeout_s):
+            return True
+        time.sleep(LOOK_S)
+    storage.remove([asked], url.timeout_s)
+    return False
+
+
+def _is_asked_to_stop(paths: RunPaths) -> bool:
+    """Whether this process is asked to stop; what is asked of another one is of the past."""
+    url = _url(paths)
+    asked = (url / STOP).text
+    try:
+        owner = storage.read_bytes(asked, timeout_s=url.timeout_s).decode(errors="replace")
+    except FileNotFoundError:
+        return False
+    storage.remove([asked], url.timeout_s)
+    return owner == _mine(paths)["owner"]
 
 
 def _lease(paths: RunPaths) -> Path:
@@ -331,6 +407,8 @@ def _keep(paths: RunPaths, ending: threading.Event, lost: list[str]) -> None:
     while not ending.wait(BEAT_S):
         try:
             renew(paths)
+            if _is_asked_to_stop(paths):
+                os.kill(os.getppid(), signal.SIGTERM)
         except RunError as error:
             lost.append(str(error))
             _warn(paths, str(error))

@@ -1,6 +1,5 @@
 """`phalanx nodes`: listing the nodes of a run or of Slurm, taking one out of use and back."""
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Annotated
@@ -52,7 +51,7 @@ def _of_slurm() -> list[dict[str, str]]:
 
 
 def _of_run(run: str) -> list[dict[str, str]]:
-    with mirror.looked_at(run) if storage.is_url(run) else contextlib.nullcontext(RunPaths(Path(run))) as paths:
+    with mirror.records_of(run) as paths:
         return node_states.rows(paths)
 
 

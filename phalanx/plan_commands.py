@@ -335,11 +335,8 @@ def _every(text: str | None, what: str) -> float:
 
 @contextlib.contextmanager
 def _records_of(run: str) -> Iterator[RunPaths]:
-    """The files of a run that is only read; one at a URL is fetched for as long."""
-    if not storage.is_url(run):
-        yield RunPaths(_there(Path(run), "the run"))
-        return
-    with mirror.looked_at(run) as paths:
+    """The files of a run that is only read, a folder that is there or a URL."""
+    with mirror.records_of(run if storage.is_url(run) else str(_there(Path(run), "the run"))) as paths:
         yield paths
 
 

@@ -10,6 +10,7 @@ import re
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -34,8 +35,30 @@ BEGIN, END = "---\n", "...\n"  # of a YAML document
 FOUND_FOR_DEVICES = ("train.micro_batch", "train.compile", "memory.activations")
 
 
+EXPONENT = re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")  # a number to YAML 1.2 and to people, text to YAML 1.1
+EXPONENT_TAG = "tag:phalanx,2026:exponent"
+IMPLICIT = {
+    **yaml.SafeLoader.yaml_implicit_resolvers,
+    **{
+        first: [*yaml.SafeLoader.yaml_implicit_resolvers.get(first, []), (EXPONENT_TAG, EXPONENT)]
+        for first in "-+.0123456789"
+    },
+}
+
+
+def _with_exponent(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
+    """`1e3` as the whole number that it is, `1e-3` as a float."""
+    text = str(loader.construct_scalar(node))
+    value = float(text)
+    return int(Decimal(text)) if value.is_integer() else value
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader with two mends: a key's second value does not win in silence, and every mistake has a line."""
+    """YAML's safe loader with three changes: a key's second value does not win in silence, every mistake has a line,
+    and `1e3` is a number."""
+
+    yaml_implicit_resolvers = IMPLICIT
+    yaml_constructors = {**yaml.SafeLoader.yaml_constructors, EXPONENT_TAG: _with_exponent}  # noqa: RUF012
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -62,6 +85,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                     None, None, f"the key {key!r} appears twice", key_node.start_mark
                 )
         return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML's safe dumper, which quotes texts that `_UniqueKeyLoader` would read as numbers."""
+
+    yaml_implicit_resolvers = IMPLICIT
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
@@ -255,7 +284,7 @@ def resolve(
 
 def to_yaml(config: Config) -> str:
     """The configuration as a recipe that `load` reads back to the same value."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, default_flow_style=False)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, default_flow_style=False)
 
 
 def saved_text(config: Config) -> str:

@@ -70,7 +70,7 @@ class Kind(enum.StrEnum):
     CORRUPTED = "corrupted"  # step, ranks, parameters, devices, repaired
     SLOW = "slow"  # rank, host, factor, seconds
     INJECTED = "injected"  # rank, step, fault
-    WORKER_DIED = "worker_died"  # rank, pid, signal or exit_code, reason
+    WORKER_DIED = "worker_died"  # rank, pid, signal or exit_code, reason; of a signal also what it was doing
     RESTARTED = "restarted"  # attempt
     GAVE_UP = "gave_up"  # reason: why no other attempt is made
     NODE_JOINED = "node_joined"  # node, host, ranks

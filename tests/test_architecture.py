@@ -104,17 +104,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "remote_run": PLAIN | {"cluster", "report"},
     "fitness": PLAIN | {"cluster", "devices"},
     "deep_health": PLAIN | {"cluster", "devices", "report", "train"},
-    "health_nodes": PLAIN | {"cluster", "deep_health", "nodes", "report"},
+    "health_nodes": PLAIN | {"cluster", "deep_health", "meetings", "nodes", "report"},
     "node_commands": PLAIN | {"cluster", "report"},
     "doctor": PLAIN
     | {"accelerator", "cluster", "comm", "deep_health", "devices", "launch", "models", "parallel", "report", "train"},
     "doctor_commands": PLAIN | {"cluster", "doctor", "report"},
-    "health_commands": PLAIN | {"cluster", "deep_health", "health_nodes", "nodes", "report"},
+    "health_commands": PLAIN | {"cluster", "deep_health", "health_nodes", "meetings", "report"},
     "ending": PLAIN | {"checkpoint", "report"},
     "layouts": PLAIN | {"cluster", "devices", "plan", "train"},
     "foretelling": PLAIN | {"layouts", "plan"},
+    "before_start": PLAIN | {"cluster", "data", "report", "shrink", "train"},
     "launch": PLAIN
-    | {"devices", "fitness", "foretelling", "layouts", "remote_run", "ending", "shrink"}
+    | {"before_start", "devices", "fitness", "foretelling", "layouts", "remote_run", "ending"}
     | {"cluster", "report", "data", "train"},
     "generation": PLAIN | {"models", "data", "train"},
     "generation_over_ranks": PLAIN | {"accelerator", "cluster", "comm", "generation", "train"},
@@ -122,13 +123,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharding": PLAIN | {"accelerator", "models", "comm", "optim", "cluster", "sharded_model", "parallel"},
     "scripts": PLAIN | {"accelerator", "cluster", "comm", "parallel"},
     "compat": PLAIN | {"accelerator", "cluster", "comm", "models", "parallel", "scripts"},
-    "survey": PLAIN | {"cluster", "devices", "launch", "member", "nodes", "offers", "report", "train"},
+    "survey": PLAIN | {"cluster", "devices", "launch", "meetings", "member", "nodes", "offers", "report", "train"},
     "offers": PLAIN | {"cluster", "plan"},
     "recorder": PLAIN | {"cluster", "ending", "report"},
+    "meetings": PLAIN | {"cluster", "report"},
+    "participant": PLAIN | {"cluster", "devices", "fitness", "recorder", "report", "train"},
     "member": PLAIN
-    | {"cluster", "devices", "fitness", "launch", "offers", "recorder", "remote_run", "ending", "report", "train"},
+    | {"cluster", "devices", "fitness", "launch", "offers", "participant", "recorder", "remote_run", "ending", "report"}
+    | {"train"},
     "nodes": PLAIN
-    | {"cluster", "devices", "fitness", "launch", "member", "remote_run", "ending", "report", "train", "checkpoint"},
+    | {"cluster", "devices", "fitness", "launch", "meetings", "member", "participant", "remote_run", "ending", "report"}
+    | {"checkpoint", "train"},
+    "script_nodes": PLAIN
+    | {"cluster", "compat", "devices", "fitness", "meetings", "nodes", "participant", "recorder", "report", "train"},
     "data_commands": PLAIN | {"data", "report", "train"},
     "keeper": PLAIN | {"cluster", "ending"},
     "jobs": PLAIN | {"cluster", "keeper", "report"},
@@ -136,7 +143,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan_commands": PLAIN | {"data_commands", "models", "plan", "report"},
     "cli": PLAIN
     | {"compat", "data_commands", "plan_commands", "health_commands", "node_commands", "job_commands"}
-    | {"doctor_commands", "nodes", "survey", "launch", "generation", "generation_over_ranks", "report", "train"},
+    | {"doctor_commands", "before_start", "meetings", "nodes", "script_nodes", "survey", "launch", "report", "train"}
+    | {"generation", "generation_over_ranks"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -163,9 +171,10 @@ MAY_USE: dict[str, set[str]] = {
     "parallel": {"torch"},
     "checkpoint": {"torch", "safetensors"},
     "train": {"torch", "numpy", "yaml", "wandb"},
+    "before_start": {"rich", "yaml"},
     "launch": {"rich", "yaml"},
     "member": {"yaml"},
-    "nodes": {"rich"},
+    "meetings": {"rich"},
     "generation": {"torch", "transformers"},
     "generation_over_ranks": {"torch", "transformers"},
     "sharded_model": {"torch"},
@@ -202,9 +211,12 @@ ALSO_TORCH_FREE = (
     "phalanx.jobs",
     "phalanx.keeper",
     "phalanx.foretelling",
+    "phalanx.before_start",
     "phalanx.launch",
     "phalanx.layouts",
+    "phalanx.meetings",
     "phalanx.nodes",
+    "phalanx.script_nodes",
     "phalanx.survey",
     "phalanx.scripts.ranks",
     "phalanx.compat.run",

@@ -112,10 +112,10 @@ class Attempt:
 
     def _fork(self, placement: Placement) -> None:
         keep = [] if placement.store is None or placement.store.listen_fd is None else [placement.store.listen_fd]
-        interface = self.part.interface
-        taken = self.early.take(self.job, placement, interface)
+        job, interface = self.job, self.part.interface
+        taken = self.early.take(job, placement, interface)
         try:
-            pid, pidfd = taken or fork(lambda: run_worker(self.job.worker, placement, self.job.paths, interface), keep)
+            pid, pidfd = taken or fork(lambda: run_worker(job.worker, placement, job.paths, interface, job.logs), keep)
         except OSError as error:
             raise PhalanxError(
                 f"rank {placement.rank} was not started, as there is no room here for another process or open file "
@@ -128,7 +128,8 @@ class Attempt:
             paths.log(self.number, 0).parent.mkdir(parents=True, exist_ok=True)
             for rank in range(self.part.first_rank, self.part.first_rank + self.job.world):
                 paths.cause(self.number, rank).unlink(missing_ok=True)  # of an older run with the same number
-                paths.log(self.number, rank).touch()
+                if self.job.logs:
+                    paths.log(self.number, rank).touch()
         except OSError as error:
             raise RunError(
                 f"the workers' logs cannot be written under {paths.root} ({error.strerror}), so no worker was started; "
@@ -313,6 +314,8 @@ class Attempt:
         self.cause, details = end, end.details()
         if starved:
             details["reason"] += "; the kernel has killed something for want of memory meanwhile"
+        if end.signal is not None and end.host is None and (beat := self._last_beat(end.rank)) is not None:
+            details["doing"] = f"{beat.phase} of step {beat.step}"  # a signal leaves the rank itself no time to say so
         self.job.on_event(Kind.WORKER_DIED, {"attempt": self.number, **details})
         return int(ExitCode.FAILED if end.exit_code is None else end.exit_code)
 

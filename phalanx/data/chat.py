@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.data.record_layouts import as_message
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.data.tokens import token_dtype
 from phalanx.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from phalanx.data.sources import Record
+    from phalanx.data.sources import Format, Record
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Templates that write today's date would make other tokens tomorrow; they are given this one, Llama 3's own default.
@@ -66,6 +67,25 @@ def template_text(template: str | None) -> str | None:
             f"data.chat_template {template} cannot be read ({reason}); name a Jinja file or one of "
             f"{', '.join(TEMPLATES)}"
         ) from None
+
+
+def no_template(tokenizer: str, format: str) -> str:
+    """What is said where conversations are to be written, and nobody has said how."""
+    return (
+        f"{tokenizer} has no chat template, so data.format {format} cannot write conversations; set "
+        f"data.chat_template to a Jinja file or to {' or '.join(TEMPLATES)}"
+    )
+
+
+def check_record(record: "Record", format: "Format") -> None:
+    """Raises DataError for a record that is no conversation, or no prompt with its completion, whatever template would
+    write it."""
+    assert record.fields is not None
+    if format.format == "chat":
+        _conversation_of(record.fields, format.messages_key, record.where)
+    else:
+        _pair_of(record.fields, format.prompt_key, format.completion_key, record.where)
+    _tools(record.fields, record.where)
 
 
 class ChatEncoder:
@@ -131,21 +151,16 @@ class ChatEncoder:
             fields, where = record.fields, record.where
             assert fields is not None, "a record of text for an encoder of conversations"
             if self._format == "chat":
-                messages = _messages(_field(fields, self._messages_key, where, "data.messages_key"), where)
+                messages = _conversation_of(fields, self._messages_key, where)
                 rendered.append((*self._conversation(messages, _tools(fields, where), where), None))
                 continue
-            prompt = _field(fields, self._prompt_key, where, "data.prompt_key")
-            completion = _field(fields, self._completion_key, where, "data.completion_key")
+            prompt, completion = _pair_of(fields, self._prompt_key, self._completion_key, where)
             if isinstance(prompt, str) and isinstance(completion, str):
                 rendered.append((prompt + completion, [(len(prompt), len(prompt + completion))], False, prompt))
                 continue
-            if isinstance(prompt, str) or isinstance(completion, str):
-                raise DataError(
-                    f"{where} has a prompt and a completion of different kinds; make both texts or both lists of "
-                    "messages"
-                )
-            before, answer = _messages(prompt, where), _messages(completion, where)
-            text, start = self._split(before, before + answer, _tools(fields, where), where)
+            assert not isinstance(prompt, str)
+            assert not isinstance(completion, str)
+            text, start = self._split(prompt, prompt + completion, _tools(fields, where), where)
             rendered.append((text, [(start, len(text))], True, None))
         return rendered
 
@@ -206,10 +221,7 @@ class ChatEncoder:
             own = own.get("default")
         found = self._given or own
         if not found:
-            raise ConfigError(
-                f"the tokenizer in {self._folder} has no chat template, so data.format {self._format} cannot write "
-                f"conversations; set data.chat_template to a Jinja file or to {' or '.join(TEMPLATES)}"
-            )
+            raise ConfigError(no_template(f"the tokenizer in {self._folder}", self._format))
         self._template = str(found)
         return self._template
 
@@ -326,13 +338,30 @@ def _field(fields: dict[str, Any], key: str, where: str, knob: str) -> Any:
     return value
 
 
+def _conversation_of(fields: dict[str, Any], key: str, where: str) -> Messages:
+    return _messages(_field(fields, key, where, "data.messages_key"), where)
+
+
+def _pair_of(
+    fields: dict[str, Any], prompt_key: str, completion_key: str, where: str
+) -> tuple[str | Messages, str | Messages]:
+    """Prompt and completion: both texts, or both messages."""
+    prompt = _field(fields, prompt_key, where, "data.prompt_key")
+    completion = _field(fields, completion_key, where, "data.completion_key")
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise DataError(
+            f"{where} has a prompt and a completion of different kinds; make both texts or both lists of messages"
+        )
+    return (prompt, completion) if isinstance(prompt, str) else (_messages(prompt, where), _messages(completion, where))
+
+
 def _messages(value: Any, where: str) -> Messages:
     """Checked messages, without the keys whose value is null, which many templates take for text."""
     if not isinstance(value, list) or not value:
         found = "an empty list" if isinstance(value, list) else f"a {type(value).__name__}"
         raise DataError(f"{where} has {found} instead of messages; give it at least one, or delete the line")
     messages = []
-    for number, message in enumerate(value, 1):
+    for number, message in enumerate(map(as_message, value), 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f'{where}: message {number} has no "role"; write it as {{"role": ..., "content": ...}}')
         role, content = message["role"], message.get("content")

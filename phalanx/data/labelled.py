@@ -9,7 +9,7 @@ import json
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,13 @@ from phalanx.data.wordpiece import Specials
 from phalanx.errors import ConfigError, DataError
 from phalanx.records import shown
 
+if TYPE_CHECKING:
+    from phalanx.config import DataSection
+
 UNTAGGED = -1  # in the column of labels: no word begins with this piece
 DOCUMENT = "-DOCSTART-"
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
+FORMATS = {"tag": "tags", "classify": "classes"}  # task.kind -> how its records are read
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,19 @@ class LabelledSample:
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
+
+
+def format_of(data: "DataSection", kind: str, storage_timeout_s: float) -> Format:
+    """How the labelled records of a recipe are read, for the task `kind`."""
+    return Format(
+        FORMATS[kind],
+        text_key=data.text_key,
+        storage_timeout_s=storage_timeout_s,
+        tokens_key=data.tokens_key,
+        tags_key=data.tags_key,
+        label_key=data.label_key,
+        pair_key=data.pair_key,
+    )
 
 
 def labelled(file: SourceFile, format: Format, meter: Meter) -> Iterator[Labelled]:

@@ -17,6 +17,7 @@ from phalanx.data.order import order
 from phalanx.errors import DataError
 
 ORDER_BLOCK = 1024
+ALL = slice(None)
 
 
 class Rows(Protocol):
@@ -89,14 +90,18 @@ class Loader:
         assert sum(shares) == self.global_batch, f"shares {list(shares)} of a global batch of {self.global_batch}"
         assert self.sequences >= self.global_batch, "fewer sequences than a global batch"
         start, stop = self._slice(shares)
-        positions = np.arange(start, stop, dtype=np.int64) + (step + skipped) * self.global_batch
-        chosen, numbers = self._places(positions)
-        rows = self._rows(chosen, numbers)
         samples = [
-            self.sources[source].sample(int(row), int(position))
-            for source, row, position in zip(chosen, rows, positions, strict=True)
+            self.sources[source].sample(row, position)
+            for position, source, _, row in self.places(step, skipped, slice(start, stop))
         ]
         return _cut(samples, division.parts_of(self.rank))
+
+    def places(self, step: int, skipped: int = 0, part: slice = ALL) -> list[tuple[int, int, int, int]]:
+        """The samples of step `step`, or a `part` of them, in order: (position in the run, source, its epoch, row)."""
+        positions = np.arange(self.global_batch, dtype=np.int64)[part] + (step + skipped) * self.global_batch
+        chosen, numbers = self._places(positions)
+        epochs, rows = self._rows(chosen, numbers)
+        return list(zip(positions.tolist(), chosen.tolist(), epochs.tolist(), rows.tolist(), strict=True))
 
     def evaluation(self, division_of: Callable[[int], Division], limit: int) -> Iterator[list[list[Any]]]:
         """This rank's micro-batches of `limit` sequences, in batches, the same at every call and for every seed.
@@ -139,17 +144,20 @@ class Loader:
         before += blocks * np.array(self._quotas, np.int64)[chosen]
         return chosen, before
 
-    def _rows(self, chosen: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The row of its source that each of these sequences is."""
-        rows = np.empty_like(numbers)
+    def _rows(
+        self, chosen: NDArray[np.int64], numbers: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The epoch of its source and the row there that each of these sequences is."""
+        rows, of_each = np.empty_like(numbers), np.empty_like(numbers)
         for source in np.unique(chosen):
             name = f"source {source}" if len(self.sources) > 1 else ""
             count = self.sources[source].count
             epochs, indices = np.divmod(numbers, count)
+            of_each[chosen == source] = epochs[chosen == source]
             for epoch in np.unique(epochs[chosen == source]):  # a batch may end one epoch and begin the next
                 here = (chosen == source) & (epochs == epoch)
                 rows[here] = shuffled(self.seed, int(epoch), count, indices[here], name)
-        return rows
+        return of_each, rows
 
 
 def _cut(samples: list[Any], parts: int) -> list[list[Any]]:

@@ -67,10 +67,15 @@ class Windows:
     def warnings(self) -> list[str]:
         return []
 
+    def span(self, number: int) -> tuple[int, int]:
+        """The tokens [start, stop) of a window: `seq_len` inputs and one more, which is a label only."""
+        start = number * self._form.seq_len
+        return start, start + self._form.seq_len + 1
+
     def row(self, number: int) -> Row:
         seq_len = self._form.seq_len
-        start = number * seq_len
-        tokens = _tokens(self.file, start, start + seq_len + 1)
+        start, stop = self.span(number)
+        tokens = _tokens(self.file, start, stop)
         if not self._form.isolated:
             return Row(tokens)
         index = self.file.index

@@ -17,7 +17,7 @@ import numpy as np
 
 from phalanx import storage
 from phalanx.config import is_bert
-from phalanx.data import labelled, shards
+from phalanx.data import first_look, labelled, shards
 from phalanx.data.cache import Cache, describe, prune
 from phalanx.data.columns import Columns, ColumnsWriter, copy_into
 from phalanx.data.prepare import (
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 VERSION = 1
 GROUP = 1024  # records handed to the tokenizer at once
-FORMATS = {"tag": "tags", "classify": "classes"}  # task.kind -> how its records are read
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,11 @@ class Work:
 
 def prepare_for(config: "Config", progress: Progress | None = None) -> Prepared:
     """The data that a recipe's task needs, made if need be; `data.tokenizer` is not "auto"."""
+    first_look.check(config)
     timeout_s = config.resilience.storage_timeout_s
     kind: str = "masked" if config.task.kind == "auto" and is_bert(config) else config.task.kind
     kind = "shards" if config.data.format == "masked" else kind
-    if kind in (*FORMATS, "shards"):
+    if kind in (*labelled.FORMATS, "shards"):
         return prepare_records(config.data, kind, progress, storage_timeout_s=timeout_s)
     return prepare(config.data, progress, storage_timeout_s=timeout_s, pieces=kind == "masked")
 
@@ -98,7 +98,9 @@ def prepare_records(
     """
     assert data.tokenizer != "auto"
     progress = progress or silent
-    format = _format(data, kind, storage_timeout_s)
+    format = (
+        format_of(data, storage_timeout_s) if kind == "shards" else labelled.format_of(data, kind, storage_timeout_s)
+    )
     train, validation = asked_for(data, storage_timeout_s)
     everything = [*(wanted for wanted, _ in train), *validation.values()]
     for wanted in everything:
@@ -123,20 +125,6 @@ def prepare_records(
         joined = functools.partial(_joined, tokenizer_name=name, cache=cache)
         sets = made_sets(train, validation, keys, cache, build, joined)
     return Prepared(folder, tokenizer.vocab_size, tokenizer.eos_id, *sets)
-
-
-def _format(data: "DataSection", kind: str, storage_timeout_s: float) -> Format:
-    if kind == "shards":
-        return format_of(data, storage_timeout_s)
-    return Format(
-        FORMATS[kind],
-        text_key=data.text_key,
-        storage_timeout_s=storage_timeout_s,
-        tokens_key=data.tokens_key,
-        tags_key=data.tags_key,
-        label_key=data.label_key,
-        pair_key=data.pair_key,
-    )
 
 
 def _check_kinds(wanted: Wanted, kind: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from phalanx import storage
-from phalanx.data import megatron
+from phalanx.data import megatron, record_layouts
 from phalanx.data.conversations import conversations
 from phalanx.data.sources import (
     COMPRESSIONS,
@@ -230,6 +230,7 @@ def _unreadable_json(error: Exception) -> str:
 
 def _record(found: Any, format: Format, where: str) -> Record:
     """What a record holds. Conversations and prompts are looked into where they are encoded."""
+    found = record_layouts.normalised(found, format) if isinstance(found, dict) else found
     for key in format.columns():
         if not isinstance(found, dict) or key not in found:
             has = ", ".join(map(str, list(found)[:8])) if isinstance(found, dict) else "no object"
@@ -309,7 +310,7 @@ def _rows(chunk: Chunk, format: Format, meter: Meter) -> Iterator[Record]:
         batches = table.iter_batches(
             1024,
             row_groups=list(range(chunk.start, chunk.stop)),
-            columns=[key for key in (*format.columns(), *OPTIONAL_KEYS) if key in table.schema_arrow.names],
+            columns=_columns_of(table.schema_arrow.names, format),
             use_threads=False,
         )
         while True:
@@ -329,6 +330,14 @@ def _rows(chunk: Chunk, format: Format, meter: Meter) -> Iterator[Record]:
                 known = {key: _without_nulls(value) for key, value in fields.items()}
                 yield _record(known, format, f"{name}, row {row}")
     meter.bytes = chunk.size_bytes
+
+
+def _columns_of(names: list[str], format: Format) -> list[str]:
+    """The columns of a Parquet file that are read: those that the format names, or those of a layout known besides."""
+    named = [key for key in (*format.columns(), *OPTIONAL_KEYS) if key in names]
+    if all(key in names for key in format.columns()):
+        return named
+    return [*named, *(key for key in record_layouts.KEYS if key in names and key not in named)]
 
 
 def _without_nulls(value: Any) -> Any:

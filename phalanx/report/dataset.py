@@ -63,3 +63,17 @@ def _sample(console: Console, one: Any, number: int, runs: Sequence[tuple[str, b
         else:
             text.append(f"⟦{content}⟧" if learnt else content, "green" if learnt else "dim")
     console.print(text)
+
+
+def show_batch(console: Console, step: int, found: Sequence[Any], texts: Sequence[str], folders: Sequence[str]) -> None:
+    """Print the samples of a batch, `data.batch.Member`, a line each."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("position", "source", "epoch", "row", "which is", "and begins"):
+        table.add_column(name, no_wrap=name != "and begins", overflow="ellipsis")
+    for one, text in zip(found, texts, strict=True):
+        cells = (f"{one.position}", f"{one.source}", f"{one.epoch}", f"{one.row}", one.place)
+        table.add_row(*cells, Text(text, style="dim", no_wrap=True, overflow="ellipsis"))
+    console.print(f"[bold]step {step}: {len(found)} samples[/bold]")
+    console.print(table)
+    for number, folder in enumerate(folders):
+        console.print(Text(f"source {number} is {folder}", style="dim"), soft_wrap=True)

@@ -1,5 +1,10 @@
 """What the step records say of each device: its share of the work, how long it was busy, how long it waited for others.
 
+Of the ranks that the last step had, over the newest steps in a row with as many of them (the progress line: over a
+few, the closing table and the report: over all but the first), a device's **share** is how many of a step's sequences
+it does, and its part of the work that of all sequences of these steps. **Busy** is the part of their time in which it
+worked, and waiting is the rest. Ranks that are gone are in no row: their steps count before that.
+
 What an even split would have cost is reckoned from the same records: with equal shares the device that needs most time
 for one would have held up all. Not all of its time grows with its share; which part does is known where the devices
 were measured. Of a device that had no share and was not measured nobody knows what one would have taken, and then
@@ -7,6 +12,7 @@ nothing is said.
 """
 
 import html
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,7 +71,19 @@ class Step:
 
     def worked(self, rank: int) -> float:
         """The part of the step in which a rank worked; some of what it did may lie a little before or behind."""
-        return min(1.0, self.busy_s[rank] / self.step_s)
+        return busy([self], rank)
+
+
+def busy(steps: Sequence[Step], rank: int) -> float:
+    """The part of the time of some steps in which a rank worked."""
+    return min(1.0, sum(step.busy_s[rank] for step in steps) / sum(step.step_s for step in steps))
+
+
+def of_these_ranks(steps: Sequence[Step]) -> list[Step]:
+    """The newest steps in a row that have as many ranks as the last."""
+    world = len(steps[-1].shares) if steps else 0
+    newest = itertools.takewhile(lambda step: len(step.shares) == world, reversed(steps))
+    return list(newest)[::-1]
 
 
 def _grows(line: Line, was: tuple[int, float], other: tuple[int, float]) -> float:
@@ -98,6 +116,14 @@ class Summary:
     step_s: float
     even_s: float | None
     of_copies: bool = False
+    steps: int = 0
+
+    @property
+    def about(self) -> str:
+        """Of how many steps the numbers are."""
+        return (
+            f"of {self.steps} step{'' if self.steps == 1 else 's'} on these {'copies' if self.of_copies else 'ranks'}"
+        )
 
     @property
     def titles(self) -> tuple[str, ...]:
@@ -110,8 +136,10 @@ class Summary:
         if self.even_s is None:
             return ""
         ours, even = words.seconds(self.step_s), words.seconds(self.even_s)
-        if self.even_s <= 1.005 * self.step_s:
+        if abs(self.even_s - self.step_s) <= 0.005 * self.step_s:
             return f"an even split would have been as fast: {ours} a step"
+        if self.even_s < self.step_s:
+            return f"an even split would have been faster: {even} a step instead of {ours}"
         times = f"{self.even_s / self.step_s:.2f} times as long"
         instead = f": {even} a step instead of {ours}" if even != ours else f" as the {ours} of a step"
         return f"an even split would have taken {times}{instead}"
@@ -140,8 +168,7 @@ def summary(
 
     The first step is left out where there are others: whatever is compiled or set up in it is no part of the others.
     """
-    steps = [step for record in records if (step := step_of(record)) is not None]
-    steps = [step for step in steps if len(step.shares) == len(steps[-1].shares)]
+    steps = of_these_ranks([step for record in records if (step := step_of(record)) is not None])
     if not steps or len(steps[-1].shares) < 2:
         return None
     steps = steps[1:] or steps
@@ -156,8 +183,9 @@ def summary(
         done, busy_s = sum(step.shares[rank] for step in steps), sum(step.busy_s[rank] for step in steps)
         rate = done / busy_s if busy_s > 0 and done else None
         last = steps[-1].shares[rank]
-        devices.append(Device(rank, names.get(rank, ""), done / sequences, last, min(1.0, busy_s / whole_s), rate))
-    return Summary(tuple(devices), whole_s / len(steps), _mean([step.step_s for step in steps], evens), together)
+        devices.append(Device(rank, names.get(rank, ""), done / sequences, last, busy(steps, rank), rate))
+    mean_s = _mean([step.step_s for step in steps], evens)
+    return Summary(tuple(devices), whole_s / len(steps), mean_s, together, len(steps))
 
 
 def _mean(steps_s: Sequence[float], evens: Sequence[float | None]) -> float | None:
@@ -204,18 +232,24 @@ def _models(paths: RunPaths) -> list[str] | None:
     return [str(model) for model in models] if isinstance(models, list) else None
 
 
-def compact(step: Step) -> str:
-    """The last step in a few words, for a line that has little room."""
-    busy = [100 * step.worked(rank) for rank in range(len(step.busy_s))]
-    if len(busy) > DRAWN:
+def compact(steps: Sequence[Step]) -> str:
+    """The shares of the last of some steps and how busy its ranks were over them, for a line that has little room."""
+    steps = of_these_ranks(steps)
+    step, worked = steps[-1], [100 * busy(steps, rank) for rank in range(len(steps[-1].busy_s))]
+    if len(worked) > DRAWN:
         shares = f"{min(step.shares)} to {max(step.shares)}"
-        return f"shares {shares}, busy {min(busy):.0f} to {max(busy):.0f} %"
-    return f"shares {'+'.join(map(str, step.shares))}, busy {'/'.join(f'{part:.0f}' for part in busy)} %"
+        return f"shares {shares}, busy {min(worked):.0f} to {max(worked):.0f} %"
+    return f"shares {'+'.join(map(str, step.shares))}, busy {'/'.join(f'{part:.0f}' for part in worked)} %"
 
 
 def table(found: Summary) -> Table:
     """For a terminal; of many ranks the ones that waited least and most."""
-    shown = Table(caption=found.verdict or None, caption_justify="left", box=None, padding=(0, 2, 0, 0))
+    shown = Table(
+        caption="\n".join(filter(None, (found.about, found.verdict))),
+        caption_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     for title in found.titles:
         shown.add_column(title, justify="left" if title == "device" else "right", no_wrap=title != "device")
     for device in _few(found.devices):
@@ -223,7 +257,7 @@ def table(found: Summary) -> Table:
     return shown
 
 
-TITLES = ("device", "share", "of the work", "busy", "waiting", "sequences/s")
+TITLES = ("device", "share now", "of the work", "busy", "waiting", "sequences/s")
 
 
 def _cells(device: Device) -> tuple[str, ...]:
@@ -256,7 +290,7 @@ def card(found: Summary | None) -> list[str]:
     )
     what = "copies" if found.of_copies else "ranks"
     few = f"{2 * DRAWN} of {len(found.devices)} {what}" if len(found.devices) > 2 * DRAWN else ""
-    said = "; ".join(part for part in (found.verdict, few) if part)
+    said = "; ".join(part for part in (found.about, found.verdict, few) if part)
     body = f'<table class="inside"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
     title = f"<h3>Devices<span>{html.escape(said)}</span></h3>"
     return [f'<section class="card">{title}<div class="scroll">{body}</div></section>']
@@ -303,13 +337,13 @@ def _names(world: int) -> list[str]:
 
 def _values(step: Step, world: int) -> dict[str, float]:
     shares = [share / sum(step.shares) for share in step.shares]
-    busy = [step.worked(rank) for rank in range(len(step.busy_s))]
+    worked = [step.worked(rank) for rank in range(len(step.busy_s))]
     if world <= DRAWN:
         return {f"share_{rank}": share for rank, share in enumerate(shares)} | {
-            f"busy_{rank}": part for rank, part in enumerate(busy)
+            f"busy_{rank}": part for rank, part in enumerate(worked)
         }
     return {
         f"{name}_{key}": function(values)
-        for name, values in (("share", shares), ("busy", busy))
+        for name, values in (("share", shares), ("busy", worked))
         for key, function in (("least", min), ("median", statistics.median), ("greatest", max))
     }

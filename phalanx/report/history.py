@@ -126,25 +126,6 @@ def _when(record: Record) -> tuple[int, float]:
     return _attempt(record), words.number(record, "time") or 0.0
 
 
-def deaths(run: Run) -> dict[int, tuple[Record, int | None]]:
-    """By attempt, what brought it down, and after which step: the worker that died first (others may follow it down),
-    or else a node that was lost."""
-    # Where ranks start again for another reason than a failure, that is given.
-    failed = {
-        event.get("attempt") for event in run.events if event.get("kind") == Kind.RESTARTED and "reason" not in event
-    }
-    deaths: dict[int, tuple[Record, int | None]] = {}
-    for event, after_step in after_steps(run):
-        attempt = event.get("attempt", 1)
-        if event.get("kind") == Kind.WORKER_DIED:
-            known = deaths.get(attempt)
-            if known is None or known[0].get("kind") == Kind.NODE_LOST:
-                deaths[attempt] = event, after_step
-        elif event.get("kind") == Kind.NODE_LOST and type(attempt) is int and attempt + 1 in failed:
-            deaths.setdefault(attempt, (event, after_step))
-    return deaths
-
-
 def attempts(run: Run) -> int:
     numbers = [record.get("attempt") for record in [*run.kept, *run.lost, *run.events]]
     return max((number for number in numbers if isinstance(number, int)), default=1)

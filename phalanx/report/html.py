@@ -13,7 +13,8 @@ from plotly.offline import get_plotlyjs
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, write_atomic
 from phalanx.report import devices, evaluated, expected, inside, page, words
-from phalanx.report.history import POINTS, Record, Run, after_steps, attempts, deaths, read_run, smooth, status, thin
+from phalanx.report.history import POINTS, Record, Run, after_steps, attempts, read_run, smooth, status, thin
+from phalanx.report.incidents import incidents
 
 COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "data_s", "mfu", "mfu_causal", "memory_bytes")
 SHAPES = {  # how an event is drawn on the curves: (class, line from top to bottom)
@@ -242,8 +243,8 @@ def _tiles(run: Run) -> str:
     tiles.append(("peak memory", words.size(max(memory)) if memory else "-", "fullest rank"))
     tries = attempts(run)
     tiles.append(("total time", words.seconds(run.ended - run.began), f"{tries} attempt{'s' if tries > 1 else ''}"))
-    incidents = len(deaths(run))
-    tiles.append(("incidents", str(incidents), f"{len(run.lost)} steps walked again" if incidents else "none died"))
+    found = len(incidents(run))
+    tiles.append(("incidents", str(found), f"{len(run.lost)} steps walked again" if found else "none died"))
     return "".join(
         f'<div class="tile"><dt>{name}</dt><dd>{html.escape(value)}</dd><p>{html.escape(note)}</p></div>'
         for name, value, note in tiles
@@ -266,16 +267,9 @@ def _fixed(value: float | None) -> str:
 
 def _incidents(run: Run) -> str:
     """One line for each incident: what died or was lost, how long to the next step, how many steps came twice."""
-    lines = []
-    for attempt, (event, after_step) in deaths(run).items():
-        died = words.number(event, "time") or run.began
-        after = [record for record in [*run.kept, *run.lost] if record.get("attempt", 1) > attempt]
-        moments = [moment for moment in _numbers(after, "time") if moment >= died]
-        again = sum(1 for record in run.lost if record.get("attempt", 1) == attempt)
-        back = f"the next step was done {words.seconds(min(moments) - died)} later" if moments else "no step followed"
-        walked = f", {again} step{'s' if again != 1 else ''} walked again" if moments else ""
-        what = html.escape(words.sentence(event, after_step))
-        lines.append(f"<li><b>{what}</b><span>{back}{walked}</span></li>")
+    lines = [
+        f"<li><b>{html.escape(each.what)}</b><span>{html.escape(each.recovery)}</span></li>" for each in incidents(run)
+    ]
     return f'<ul class="incidents">{"".join(lines)}</ul>' if lines else ""
 
 

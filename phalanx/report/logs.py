@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, read_lines
@@ -106,10 +107,10 @@ def follow(find: Callable[[], Path], show: Callable[[str], None], ends: Callable
         time.sleep(LOOK_S)
 
 
-def first_error(paths: RunPaths) -> Iterator[str]:
+def first_error(paths: RunPaths, fetch: Callable[[Path], None]) -> Iterator[str]:
     """Lines that tell of the first real cause of the newest incident: the event, the traceback, the end of the log.
 
-    Raises RunError where nothing of the run has died.
+    `fetch` is called with each file before it is read. Raises RunError where nothing of the run has died.
     """
     died = [event for event in read_lines(paths.events) if event.get("kind") == Kind.WORKER_DIED]
     attempts = {event.get("attempt") for event in died}
@@ -122,17 +123,44 @@ def first_error(paths: RunPaths) -> Iterator[str]:
     if numbers:
         event = next(event for event in died if event.get("attempt") == numbers[-1])
         yield f"attempt {numbers[-1]}: {words.sentence(event)}"
+        if event.get("signal"):
+            yield from _known_of(paths, event)
         rank = event.get("rank")
         found = [(numbers[-1], rank)] if isinstance(rank, int) else []
     else:
         match = re.search(r"attempt-(\d+)/rank-(\d+)", causes[-1].as_posix())
         found = [(int(match[1]), int(match[2]))] if match else []
     for attempt, rank in found:
-        yield from _words_of(paths, attempt, rank)
+        yield from _words_of(paths, attempt, rank, fetch)
 
 
-def _words_of(paths: RunPaths, attempt: int, rank: int) -> Iterator[str]:
+def _known_of(paths: RunPaths, died: dict[str, Any]) -> Iterator[str]:
+    """What the records know of a rank that a signal ended, which had no time to say anything itself."""
+    attempt, rank = died.get("attempt"), died.get("rank")
+    if died.get("doing"):
+        yield f"  it was doing: {died['doing']}"
+    steps = [record.get("step") for record in read_lines(paths.metrics) if record.get("attempt") == attempt]
+    yield f"  the last step that the attempt has done: {steps[-1] if steps else 'none'}"
+    events = list(read_lines(paths.events))
+    for event in events[: events.index(died)]:
+        if event.get("kind") == Kind.INJECTED and (event.get("attempt"), event.get("rank")) == (attempt, rank):
+            yield f"  {words.sentence(event)}"
+    for event in events[events.index(died) :]:
+        after = event.get("kind") == Kind.HEALTH and event.get("after") == f"the death of rank {rank}"
+        if after or event.get("kind") in (Kind.INCIDENT, Kind.GAVE_UP):
+            yield f"  {words.sentence(event)}"
+    if died.get("signal") == "SIGKILL":
+        yield (
+            "  SIGKILL comes from outside and leaves a process no time for a word: the kernel sends it where memory"
+            " runs out (`dmesg -T` on that machine says so), and so do schedulers, container limits and people"
+        )
+
+
+def _words_of(paths: RunPaths, attempt: int, rank: int, fetch: Callable[[Path], None]) -> Iterator[str]:
     cause, log = paths.cause(attempt, rank), paths.log(attempt, rank)
+    for file in (cause, log):
+        if file.exists():
+            fetch(file)
     if cause.exists():
         try:
             tree = json.loads(cause.read_text(encoding="utf-8"))
@@ -140,5 +168,6 @@ def _words_of(paths: RunPaths, attempt: int, rank: int) -> Iterator[str]:
         except (OSError, ValueError, AttributeError):
             yield f"{cause} cannot be read"
     if log.exists():
-        yield f"==> {log} <=="
-        yield from tail(log).splitlines()[-LAST_LINES:]
+        lines = tail(log).splitlines()[-LAST_LINES:]
+        yield f"==> {log} <==" if lines else f"==> {log} is empty <=="
+        yield from lines

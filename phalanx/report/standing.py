@@ -14,14 +14,13 @@ from rich.text import Text
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths
 from phalanx.report import words
-from phalanx.report.history import Run, after_steps, attempts, read_run, status
+from phalanx.report.history import Run, attempts, read_run, status
+from phalanx.report.incidents import Incident, incidents, others
 
 RATE_STEPS = 20  # rate and time left follow from a median of these many steps
 NODES = 8  # each of which has a line on the screen; of more those only that something is to be said of
 MEANT, WELL = "in the run", ("", "ok", "unknown")  # of a node that nothing is to be said of
-INCIDENTS = 8  # shown on the screen; the JSON has them all
-SUMMED_UP = (Kind.WORKER_DIED, Kind.RESTARTED, Kind.NODE_LOST)  # by the line that follows once a step is done again
-ASKED_FOR = (Kind.STOPPED, Kind.SIGNALLED, Kind.WARNING)  # shown like what went wrong, but nothing broke
+INCIDENTS = 8  # and warnings, shown on the screen; the JSON has them all
 STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
 
 Facts = dict[str, Any]
@@ -72,7 +71,8 @@ def standing(
         "nodes": list(nodes),
         "checkpoint": _checkpoint(run),
         "goodput": goodput(run, now if running else None),
-        "incidents": incidents(run),
+        "incidents": [_incident(each) for each in incidents(run)],
+        "warnings": [_other(event, after) for event, after in others(run)],
         "last_line": run.last_line or None,  # of records that are empty yet
         "scheduler": scheduler,
     }
@@ -84,7 +84,7 @@ def _empty(paths: RunPaths, scheduler: Facts) -> Facts:
         "run": paths.shown, "name": paths.name, "state": "waiting" if waits else "not started",
         "tone": "warn" if waits else "quiet", "step": 0, "steps": None, "loss": None, "unit": "tokens",
         "tokens_per_s": None, "left_s": None, "attempts": 0, "ranks": None, "device": None, "hosts": None, "nodes": [],
-        "checkpoint": None, "goodput": None, "incidents": [], "last_line": None, "scheduler": scheduler,
+        "checkpoint": None, "goodput": None, "incidents": [], "warnings": [], "last_line": None, "scheduler": scheduler,
     }  # fmt: skip
 
 
@@ -114,22 +114,19 @@ def goodput(run: Run, now: float | None) -> Facts | None:
     return {"share": counted_s / wall_s, "counted_s": counted_s, "wall_s": wall_s, "lost_steps": len(run.lost)}
 
 
-def incidents(run: Run) -> list[Facts]:
-    """What went wrong, and what was done about it, oldest first: one line for each time that the ranks had to start
-    again, once they have come to another step."""
-    found: list[Facts] = []
-    open_at = 0  # where those begin that no line sums up yet
-    for event, step in after_steps(run):
-        kind = str(event.get("kind"))
-        tone = words.mark(kind).tone
-        if tone not in ("bad", "warn") or kind in ASKED_FOR:
-            continue
-        if kind == Kind.INCIDENT:
-            found[open_at:] = [each for each in found[open_at:] if each["kind"] not in SUMMED_UP]
-        text = words.sentence(event, step)
-        found.append({"time": words.number(event, "time"), "kind": kind, "step": step, "tone": tone, "text": text})
-        open_at = len(found) if kind == Kind.INCIDENT else open_at
-    return found
+def _incident(each: Incident) -> Facts:
+    kind, seconds = str(each.cause.get("kind")), each.seconds
+    text = f"{each.what}; {each.recovery}"
+    return {
+        "time": each.time, "kind": kind, "step": each.after_step, "tone": "bad" if seconds is None else "warn",
+        "text": text, "recovery_s": seconds,
+    }  # fmt: skip
+
+
+def _other(event: Facts, step: int | None) -> Facts:
+    kind = str(event.get("kind"))
+    tone, text = words.mark(kind).tone, words.sentence(event, step)
+    return {"time": words.number(event, "time"), "kind": kind, "step": step, "tone": tone, "text": text}
 
 
 def _total_steps(run: Run) -> int | None:
@@ -160,15 +157,16 @@ def screen(facts: Facts, now: float) -> RenderableType:
     grid.add_column(overflow="fold")
     for name, value in _rows(facts, now):
         grid.add_row(name, value)
-    found = facts["incidents"][-INCIDENTS:]
-    if not found:
-        return Panel.fit(grid, title=facts["name"], title_align="left", padding=(0, 1))
-    few = "" if len(found) == len(facts["incidents"]) else f", the last {len(found)} of {len(facts['incidents'])}"
-    lines = [Text(f"incidents{few}", style="bold")]
-    for incident in found:
-        line = Text(_clock(incident["time"], now), style="dim")
-        line.append(" ").append(words.mark(incident["kind"]).symbol, style=STYLES[incident["tone"]])
-        lines.append(line.append(f" {incident['text']}"))
+    lines = []
+    for name in ("incidents", "warnings"):
+        found = facts[name][-INCIDENTS:]
+        if found:
+            few = "" if len(found) == len(facts[name]) else f", the last {len(found)} of {len(facts[name])}"
+            lines.append(Text(f"{name}{few}", style="bold"))
+        for each in found:
+            line = Text(_clock(each["time"], now), style="dim")
+            line.append(" ").append(words.mark(each["kind"]).symbol, style=STYLES[each["tone"]])
+            lines.append(line.append(f" {each['text']}"))
     return Group(Panel.fit(grid, title=facts["name"], title_align="left", padding=(0, 1)), *lines)
 
 

@@ -99,6 +99,44 @@ def test_killed_and_resumed_on_another_machine(here: Path, bucket: str, s3_serve
     assert config.count(f"{bucket}/model") == 2  # the model's folder and the tokenizer's: as they are anywhere
 
 
+def looked_after(placement: Placement, folder: str, url: str, environment: dict[str, str]) -> dict[str, Any]:
+    """A run that would never end, and the commands that look after it, which know its URL alone."""
+    os.environ.update(environment)
+    register()
+    train = ["train", "recipe.yaml", "--ranks", "1", "train.steps=1000000", "--run-dir", url]
+    running = os.fork()
+    if running == 0:
+        os._exit(call(placement, folder, [train])[0][0])
+
+    def ask(*arguments: str) -> list[Any]:
+        return list(call(placement, folder, [list(arguments)])[0])
+
+    while True:  # the test's own limit of time ends it
+        code, out, _ = ask("status", url, "--json")
+        if code == 0 and json.loads(out)["step"] > 0 and json.loads(out)["scheduler"]:
+            break
+        time.sleep(0.2)
+    said = {"pid": running, "status": json.loads(out), "log": ask("logs", url), "now": ask("cancel", url, "--now")}
+    said["cancel"] = ask("cancel", f"{url}/")
+    said["code"] = os.waitstatus_to_exitcode(os.waitpid(running, 0)[1])
+    said["follow"], said["again"] = ask("logs", "-f", url), ask("cancel", url)
+    said["screen"], said["error"] = ask("status", url), ask("logs", "--first-error", url)
+    return said
+
+
+def test_a_run_at_a_url_is_looked_after_by_its_url(here: Path, bucket: str, s3_server: S3Server) -> None:
+    said = run_ranks(looked_after, 1, folder=str(here), url=f"{bucket}/run", environment=s3_server.environment)[0]
+    assert said["status"]["run"] == f"{bucket}/run" and said["status"]["state"] == "running"
+    assert said["status"]["scheduler"]["id"] == str(said["pid"])
+    assert said["log"][0] == said["follow"][0] == 0
+    assert said["now"][0] == ExitCode.CONFIG and f"end process {said['pid']}" in said["now"][2]
+    assert said["cancel"][0] == 0 and "it finishes the step, saves and leaves" in said["cancel"][1], said["cancel"]
+    assert said["code"] == ExitCode.STOPPED
+    assert f"the run {bucket}/run is not going on" in said["again"][2]
+    assert "stopped" in said["screen"][1]
+    assert f"no rank of {bucket}/run has died" in said["error"][2]
+
+
 def as_a_machine(placement: Placement, folder: str, arguments: list[str], environment: dict[str, str]) -> list[Any]:
     """One rank as torchrun starts it on a machine of its own, with a cache of its own."""
     ranks = {"RANK": placement.rank, "GROUP_RANK": placement.rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}

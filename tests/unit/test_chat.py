@@ -308,7 +308,7 @@ USER = {"role": "user", "content": "a"}
         ({"messages": {}}, "has a dict under 'messages' instead of a list of messages"),
         ({"messages": "hello"}, "has a str instead of messages"),
         ({"messages": []}, "has an empty list instead of messages"),
-        ({"messages": [{"from": "human", "value": "a"}]}, 'message 1 has no "role"'),
+        ({"messages": [{"author": "human", "value": "a"}]}, 'message 1 has no "role"'),
         ({"messages": [USER, "a"]}, 'message 2 has no "role"'),
         ({"messages": [USER, {"role": "gpt", "content": "b"}]}, "message 2 has the role 'gpt'; use one of system"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, 'message 2 has nothing as "content"'),

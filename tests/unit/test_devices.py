@@ -78,8 +78,21 @@ def test_nobody_is_shown_as_busy_for_longer_than_a_step() -> None:
     assert [device.busy for device in found.devices] == [1.0, 0.6]
     step = devices.step_of(over)
     assert step is not None
-    assert devices.compact(step) == "shares 3+3, busy 100/60 %"
+    assert devices.compact([step]) == "shares 3+3, busy 100/60 %"
     assert devices.columns([over], 2)["busy_0"] == [1.0]
+
+
+def test_line_and_table_mean_the_same_by_busy_and_leave_out_ranks_that_are_gone() -> None:
+    """Steps of two ranks before one of three say nothing of the ranks that there are now."""
+    found = [record(1, [8, 8], [0.1, 0.1]), record(2, [4, 4, 8], [0.1, 0.1, 0.1])]
+    newest = [record(3, [8, 8], [0.9, 0.5]), record(4, [10, 6], [0.9, 0.4]), record(5, [10, 6], [0.6, 0.6])]
+    summary = devices.summary([*found, *newest], {})
+    assert summary is not None and summary.steps == 2  # of the three the first is left out
+    assert [round(device.busy, 2) for device in summary.devices] == [0.75, 0.5]
+    steps = [step for each in [*found, *newest] if (step := devices.step_of(each)) is not None]
+    assert devices.compact(steps[:-2]) == "shares 8+8, busy 90/50 %"
+    assert devices.compact(steps[:1] + steps[-2:]) == "shares 10+6, busy 53/37 %"
+    assert devices.compact(steps[1:2] + steps[-2:]) == "shares 10+6, busy 75/50 %"
 
 
 def test_devices_that_were_not_measured_are_called_as_the_start_found_them(tmp_path: Path) -> None:
@@ -111,6 +124,9 @@ def test_a_summary_leaves_out_the_first_step_and_steps_of_other_worlds() -> None
     alike = devices.summary([record(1, [8, 8], [0.9, 0.9])], {})
     assert alike is not None
     assert alike.verdict == "an even split would have been as fast: 1.0 s a step"
+    wrong = devices.summary([record(1, [2, 10], [0.2, 1.0])], {})  # of two like ranks
+    assert wrong is not None
+    assert wrong.verdict == "an even split would have been faster: 600 ms a step instead of 1.0 s"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +217,7 @@ def test_the_report_has_a_table_and_curves_of_the_devices(tmp_path: Path) -> Non
     assert drawn["kept"]["share_0"] == [0.75, 0.75, 0.75, 0.75, 0.625]
     assert drawn["kept"]["busy_1"] == [0.8, 0.8, 0.8, 0.8, 0.95]
     text = html.write(paths).read_text()
-    assert "<h3>Devices<span>an even split would have taken" in text
+    assert "<h3>Devices<span>of 4 steps on these ranks; an even split would have taken" in text
     assert json.dumps([0.75] * 4)[1:-1].replace(" ", "") in text
 
 
@@ -228,7 +244,7 @@ def test_of_many_ranks_the_extremes_are_drawn(tmp_path: Path) -> None:
     assert found["share_least"] == [pytest.approx(1 / 210, rel=1e-5)] * 2 + [None]
     assert found["busy_greatest"] == [0.69, 0.69, None]
     assert [column for _, column, _ in devices.traces(ranks)[1]] == ["busy_least", "busy_median", "busy_greatest"]
-    assert devices.compact(Step(tuple(range(1, 21)), tuple([0.5] * 20), 1.0)) == "shares 1 to 20, busy 50 to 50 %"
+    assert devices.compact([Step(tuple(range(1, 21)), tuple([0.5] * 20), 1.0)]) == "shares 1 to 20, busy 50 to 50 %"
     whole = devices.summary(many, {})
     assert whole is not None
     assert len(devices.card(whole)[0].split("<tr>")) == 1 + 1 + 16

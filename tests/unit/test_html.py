@@ -86,7 +86,7 @@ def test_report_of_a_run_with_a_death(tmp_path: Path) -> None:
     for words in ("night-run", "finished", "12.4M parameters", "2 ranks", "tiny", "perplexity 7.4", "of 20"):
         assert words in page.text
     assert "rank 1 (pid 77) was killed by SIGKILL after step 12" in page.text
-    assert "the next step was done 1 min 38 s later, 2 steps walked again" in page.text  # 1112 s - 1012.5 s
+    assert "training went on with step 11 after 1 min 38 s, 2 steps walked again" in page.text  # 1112 s - 1012.5 s
     assert page.text.count("walked again") >= 2
     assert page.data["kept"]["step"] == list(range(1, 21))
     assert page.data["kept"]["attempt"] == [1] * 10 + [2] * 10

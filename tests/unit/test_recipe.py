@@ -37,6 +37,30 @@ def refusal(text: str, *overrides: str) -> str:
 # ----------------------------------------------------------------------------------------------------- what is accepted
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e3", 1000), ("1.5e3", 1500), ("2E+2", 200), ("5e0", 5), ("'7'", 7), ("8.0", 8)]
+)
+def test_a_number_with_an_exponent_is_whole_where_its_value_is(text: str, value: int) -> None:
+    assert read(GOOD, f"train.steps={text}").train.steps == value
+    assert read(f"{GOOD}train: {{steps: {text}}}").train.steps == value
+
+
+def test_exponents_are_numbers_wherever_a_recipe_has_some() -> None:
+    config = read(GOOD, "balance.work=[1e0, 15]", "train.global_batch=16", "optim.lr=1e-3")
+    assert (config.balance.work, config.optim.lr) == ([1, 15], 1e-3)
+    of_task = recipe.parse_yaml("task: {options: {width: 1e3, rate: 1e-3}}", "r.yaml")["task"]["options"]
+    assert of_task == {"width": 1000, "rate": 1e-3} and type(of_task["width"]) is int
+    assert "train.steps must be a whole number, not 12.5" in refusal(GOOD, "train.steps=1.25e1")
+    assert "train.steps must be a finite number, not inf" in refusal(GOOD, "train.steps=1e400")
+
+
+def test_text_that_looks_like_such_a_number_is_text_again_when_it_was_saved() -> None:
+    config = read(GOOD, "data.source='1e3'")
+    assert config.data.source == ["1e3"]
+    assert read(recipe.to_yaml(config)) == config
+    assert yaml.safe_load(recipe.to_yaml(config))["data"]["source"] == ["1e3"]
+
+
 def test_anchors_and_merged_keys_work() -> None:
     config = read(
         "train: &t {steps: 7, seed: 3}\n" + GOOD.replace("{", "{<<: &s {layers: 9, kv_heads: 1}, ") + "data: {}"
@@ -293,6 +317,7 @@ FREE = {
     "train.compile": True,
     "train.deterministic": True,
     "train.eval_every": 3,
+    "train.patience": 3,
     "train.eval_sequences": 3,
     "train.profile": "2-3",
     "train.memory_snapshot": 2,
@@ -322,6 +347,7 @@ FREE = {
     "resilience.rollback_steps": 7,
     "resilience.checksum_every": 7,
     "checkpoint.every": 2,
+    "checkpoint.best": True,
     "checkpoint.keep": 1,
     "resilience.max_restarts": 0,
     "resilience.memory": False,

@@ -79,7 +79,7 @@ MALFORMED = [
     # values of the wrong kind
     ("train: {steps: many}", "train.steps must be a whole number, not 'many'"),
     ("train: {steps: 1.5}", "train.steps must be a whole number, not 1.5"),
-    ("train: {steps: 1e3}", "train.steps must be a whole number, not '1e3'"),
+    ("train: {steps: 15e-1}", "train.steps must be a whole number, not 1.5"),
     ("train: {steps: true}", "train.steps is a number, not true or false"),
     ("train: {steps: null}", "train.steps must be a whole number, not None"),
     ("train: {steps: ''}", "train.steps must be a whole number, not ''"),

@@ -15,7 +15,7 @@ from phalanx import job_commands, jobs
 from phalanx.cluster import node_requests, node_states
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, append_line
-from phalanx.report import logs, standing
+from phalanx.report import html, logs, standing
 
 BEGAN = 1_000_000.0
 
@@ -56,8 +56,11 @@ def test_the_facts_of_a_run(paths: RunPaths) -> None:
     assert (facts["ranks"], facts["hosts"], facts["attempts"]) == (2, ["n1", "n2"], 3)
     assert facts["left_s"] == 8.0
     assert facts["checkpoint"] == {"step": 5, "time": BEGAN + 16.5}
-    assert [incident["kind"] for incident in facts["incidents"]] == [Kind.WORKER_DIED, Kind.RESTARTED]
-    assert "rank 1 was killed by SIGKILL after step 4" in facts["incidents"][0]["text"]
+    (incident,) = facts["incidents"]
+    assert (incident["kind"], incident["step"], incident["recovery_s"]) == (Kind.WORKER_DIED, 4, 3.0)
+    assert incident["text"] == (
+        "rank 1 was killed by SIGKILL after step 4; training went on with step 3 after 3.0 s, 2 steps walked again"
+    )
     json.dumps(facts)
 
 
@@ -188,44 +191,74 @@ def test_nodes_and_their_health_are_on_the_screen(paths: RunPaths) -> None:
     assert "1 n2, lost" in text
 
 
-def test_an_incident_is_one_line_once_it_is_over(paths: RunPaths) -> None:
-    def texts() -> list[str]:
-        return [incident["text"] for incident in standing.standing(paths, BEGAN + 3620)["incidents"]]
+def incidents_of(paths: RunPaths) -> list[str]:
+    return [incident["text"] for incident in standing.standing(paths, BEGAN + 3620)["incidents"]]
 
-    assert len(texts()) == 2  # the death and what is done about it
-    event(
-        paths,
-        Kind.INCIDENT,
-        12,
-        attempt=2,
-        what="rank 1 on n1: killed",
-        done="all ranks start again",
-        step=3,
-        seconds=3.0,
-    )
-    assert texts() == ["rank 1 on n1: killed; all ranks start again; training went on with step 3 after 3.0 s"]
+
+def test_what_the_run_says_of_an_incident_is_what_all_say(paths: RunPaths) -> None:
+    """The agent's own clock has measured it: screen, report and console have one number."""
+    how = {"what": "rank 1 on n1: killed", "done": "all ranks start again", "step": 3, "seconds": 2.5}
+    event(paths, Kind.INCIDENT, 12, attempt=2, **how)
+    went_on = "training went on with step 3 after 2.5 s, 2 steps walked again"
+    assert incidents_of(paths) == [f"rank 1 on n1: killed; all ranks start again; {went_on}"]
+    page = html.write(paths).read_text()
+    assert went_on in page and "<dt>incidents</dt><dd>1</dd>" in page
+
+
+def test_what_is_no_incident(paths: RunPaths) -> None:
+    """What was asked for, nodes that come and go without a start, and what only deserves a look."""
+    event(paths, Kind.INJECTED, 8, rank=1, step=5, fault="kill:rank=1,step=5")
+    event(paths, Kind.NODE_JOINED, 18, attempt=3, node=2, host="n3")
+    event(paths, Kind.NODE_LOST, 18, attempt=3, node=2, host="n3", reason="it was a spare")
+    event(paths, Kind.RESTARTED, 19, attempt=4, reason="node 2 has come back")
     event(paths, Kind.CHECKPOINT_FAILED, 13, attempt=2, step=4, reason="full")
+    assert len(incidents_of(paths)) == 1
+    facts = standing.standing(paths, BEGAN + 3620)
+    assert [warning["kind"] for warning in facts["warnings"]] == [Kind.CHECKPOINT_FAILED]
+    text = shown(standing.screen(facts, BEGAN + 3620))
+    assert text.index("incidents") < text.index("warnings") < text.index("checkpoint of step 4")
+
+
+def test_failures_without_a_step_between_are_one_incident_and_one_without_an_end_says_so(paths: RunPaths) -> None:
     event(paths, Kind.WORKER_DIED, 3620, attempt=3, rank=0, signal="SIGKILL")
-    assert [text.split(";")[0][:20] for text in texts()] == [
-        "rank 1 on n1: killed",
-        "checkpoint of step 4",
-        "rank 0 was killed by",
-    ]
+    event(paths, Kind.RESTARTED, 3621, attempt=4)
+    event(paths, Kind.WORKER_DIED, 3622, attempt=4, rank=1, exit_code=1)
+    event(paths, Kind.GAVE_UP, 3623, attempt=4, reason="twice is enough")
+    assert [text.split(";")[1] for text in incidents_of(paths)][1:] == [" not started again: twice is enough"]
+    step(paths, 6, 3630, attempt=5)
+    assert incidents_of(paths)[1].endswith("training went on with step 6 after 10.0 s, 1 step walked again")
 
 
 # ----------------------------------------------------------------------------------------------------------------- logs
 
 
 def test_the_first_error_is_the_cause_of_the_newest_incident(paths: RunPaths) -> None:
+    fetched: list[Path] = []
     for attempt, rank, text in ((1, 0, "lost a peer"), (1, 1, "the real cause"), (2, 0, "fine")):
         paths.log(attempt, rank).parent.mkdir(parents=True, exist_ok=True)
         paths.log(attempt, rank).write_text(f"line\n{text}\n")
     paths.cause(1, 1).write_text(json.dumps({"traceback": "Traceback: ValueError"}))
-    lines = list(logs.first_error(paths))
+    lines = list(logs.first_error(paths, fetched.append))
+    assert fetched == [paths.cause(1, 1), paths.log(1, 1)]  # no more than is read
     assert lines[0] == "attempt 1: rank 1 was killed by SIGKILL"
     assert "Traceback: ValueError" in lines and lines[-1] == "the real cause"
     with pytest.raises(RunError, match="has died, so there is no first error"):
-        list(logs.first_error(RunPaths(paths.root / "none")))
+        list(logs.first_error(RunPaths(paths.root / "none"), fetched.append))
+
+
+def test_of_a_killed_rank_all_that_the_records_know_is_said(paths: RunPaths) -> None:
+    event(paths, Kind.INJECTED, 9, attempt=4, rank=1, fault="kill:rank=1,step=5")
+    event(paths, Kind.INJECTED, 9, attempt=4, rank=0, fault="kill:rank=0,step=6")
+    event(paths, Kind.WORKER_DIED, 10, attempt=4, rank=1, signal="SIGKILL", doing="backward of step 5")
+    event(paths, Kind.HEALTH, 11, attempt=4, host="n1", after="the death of rank 1", verdict="ok", findings=[])
+    append_line(paths.metrics, {"step": 4, "attempt": 4})
+    append_line(paths.metrics, {"step": 5, "attempt": 5})
+    paths.log(4, 1).parent.mkdir(parents=True)
+    paths.log(4, 1).touch()
+    text = "\n".join(logs.first_error(paths, lambda file: None))
+    for known in ("doing: backward of step 5", "has done: 4", "kill:rank=1,step=5", "wrong with n1", "is empty"):
+        assert known in text
+    assert "SIGKILL comes from outside" in text and "rank=0" not in text
 
 
 def test_logs_are_found_or_what_there_is_is_said(paths: RunPaths) -> None:
