@@ -186,9 +186,14 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run that trains adapters: the whole model with them in it.")
     ] = False,
+    step: Annotated[int | None, typer.Option(min=1, help="The checkpoint of this step. Default: the newest.")] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The checkpoint with the least held-out loss (see checkpoint.best).")
+    ] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder; adapters as a folder that PEFT loads."""
     from phalanx.report.progress import phases
+    from phalanx.train.best import of_events
     from phalanx.train.export import EXPORT_DTYPES, export_run
     from phalanx.train.folder import saved_config
 
@@ -197,7 +202,10 @@ def export(
     target = Url(folder.rstrip("/"), storage.TIMEOUT_S) if storage.is_url(folder) else Path(folder)
     with phases() as progress, _looked_at(run) as paths:
         show = functools.partial(progress, "export")
-        step = export_run(paths, target, dtype, show, merge=merge, note=paths.url is None)
+        wanted = of_events(paths).step if best else step
+        if best and wanted is None:
+            raise ConfigError(f"{shown(run)} has not been evaluated, so none of its checkpoints is the best")
+        step = export_run(paths, target, dtype, show, merge=merge, note=paths.url is None, step=wanted)
         if paths.url is not None:
             mirror.note(paths, Kind.EXPORTED, folder=str(target), step=step)
         trained = saved_config(paths)

@@ -204,7 +204,8 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
         case Kind.FINISHED:
             took = number(event, "seconds")
             last = " in the last attempt" if (number(event, "attempt") or 1) > 1 else ""
-            return "finished" + _after(event, after_step) + (f", {seconds(took)}{last}" if took is not None else "")
+            spent = f", {seconds(took)}{last}" if took is not None else ""
+            return "finished" + _after(event, after_step) + spent + _because(event)
         case Kind.EXPORTED:
             return f"exported to {event.get('folder', '?')}"
         case Kind.PROFILED:
