@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from phalanx import meetings
+from phalanx import cli, meetings, script_nodes
 from phalanx.cluster import slurm, slurm_script
 from phalanx.cluster.slurm_script import Asked
 from phalanx.cluster.slurm_step import AUTO_RESUME, Step, step_of
@@ -284,6 +285,21 @@ def test_a_script_on_one_node_is_started_again_where_that_was_asked_for(
     assert found == code, said
     assert len(list(tmp_path.glob("try*"))) == times
     assert said.count("all ranks are started again") == times - 1
+
+
+def test_a_script_as_one_task_on_each_node_is_that_nodes_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").touch()
+    met: list[Any] = []
+    monkeypatch.setattr(script_nodes, "run", lambda script, paths, ranks, meeting: met.append((script, meeting)) or 0)
+    step = STEP | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_PROCID": "2", AUTO_RESUME: "1"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    words = ["run", "--spares", "1", "--run-dir", str(tmp_path / "run"), str(tmp_path / "script.py"), "--spares"]
+    done = CliRunner().invoke(cli.app, words, obj=step)
+    assert done.exit_code == 0, done.output
+    ((script, meeting),) = met
+    assert (meeting.nodes, meeting.spares, meeting.node, script.least_nodes) == (2, 1, 2, 2)
+    assert meeting.place.folder == RunPaths(tmp_path / "run").meet and script.arguments == ("--spares",)
 
 
 def test_ranks_of_srun_on_several_nodes_are_not_and_that_is_said(
