@@ -130,15 +130,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"cluster", "devices", "fitness", "launch", "offers", "recorder", "remote_run", "ending", "report", "train"},
     "nodes": PLAIN
     | {"cluster", "devices", "fitness", "launch", "member", "remote_run", "ending", "report", "train", "checkpoint"},
-    "data_commands": PLAIN | {"data", "report", "train"},
+    "help_texts": {"config"},
+    "data_commands": PLAIN | {"data", "help_texts", "report", "train"},
     "keeper": PLAIN | {"cluster", "ending"},
     "jobs": PLAIN | {"cluster", "keeper", "report"},
-    "job_commands": PLAIN | {"cluster", "jobs", "keeper", "report"},
+    "job_commands": PLAIN | {"cluster", "help_texts", "jobs", "keeper", "report"},
     "plan_commands": PLAIN | {"data_commands", "models", "plan", "report"},
     "cli": PLAIN
     | {"compat", "data_commands", "plan_commands", "health_commands", "node_commands", "job_commands"}
-    | {"doctor_commands", "before_start", "nodes", "survey", "launch", "generation", "generation_over_ranks", "report"}
-    | {"train"},
+    | {"doctor_commands", "before_start", "help_texts", "nodes", "survey", "launch", "generation"}
+    | {"generation_over_ranks", "report", "train"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -190,6 +191,7 @@ TORCH_FREE = (*PLAIN, "cluster", "plan", "report")
 # Modules above that level which a command line still has to import without torch.
 ALSO_TORCH_FREE = (
     "phalanx.cli",
+    "phalanx.help_texts",
     "phalanx.data_commands",
     "phalanx.doctor_commands",
     "phalanx.doctor.examination",
