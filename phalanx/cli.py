@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx import __version__, config, explain, faults, mirror, privacy, recipe, shared_secret, storage
+from phalanx import __version__, config, explain, faults, help_texts, mirror, privacy, recipe, shared_secret, storage
 from phalanx.axes import Axes
 from phalanx.data_commands import Overrides, data_app
 from phalanx.doctor_commands import doctor_command
@@ -30,33 +30,47 @@ app = typer.Typer(
     help="Train large models on the GPUs you really have, with one loss curve.",
     epilog="Any command takes --debug: errors then show where they come from.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": help_texts.HELP},
 )
 config_app = typer.Typer(help="Look at recipes and their keys.", no_args_is_help=True)
-app.add_typer(config_app, name="config")
-app.add_typer(data_app, name="data")
-app.add_typer(nodes_app, name="nodes")
-app.command("doctor")(doctor_command)
-app.command("health")(health_command)
-app.command("plan")(plan_command)
-app.add_typer(jobs_app)
-
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/demo.yaml.")]
 NodeCount = Annotated[
-    int | None, typer.Option("--nodes", min=1, help="Nodes of the run, each of which is started by this command.")
+    int | None,
+    typer.Option(
+        "--nodes",
+        min=1,
+        help="Nodes of the run, each of which is started by this command.",
+        rich_help_panel=help_texts.SEVERAL_NODES,
+    ),
 ]
-NodeRank = Annotated[int | None, typer.Option(min=0, help="Which of the nodes this one is, from 0.")]
+NodeRank = Annotated[
+    int | None,
+    typer.Option(min=0, help="Which of the nodes this one is, from 0.", rich_help_panel=help_texts.SEVERAL_NODES),
+]
 Spares = Annotated[
-    int | None, typer.Option(min=0, help="Nodes beyond --nodes that wait, ready to take the place of a lost one.")
+    int | None,
+    typer.Option(
+        min=0,
+        help="Nodes beyond --nodes that wait, ready to take the place of a lost one.",
+        rich_help_panel=help_texts.SEVERAL_NODES,
+    ),
 ]
 Rendezvous = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Where nodes meet: tcp://HOST:PORT of node 0, or file:///FOLDER they share."),
+    typer.Option(
+        metavar="URL",
+        help="Where nodes meet: tcp://HOST:PORT of node 0, or file:///FOLDER they share.",
+        rich_help_panel=help_texts.SEVERAL_NODES,
+    ),
 ]
 RendezvousTimeout = Annotated[
-    float | None, typer.Option(min=1.0, help="Seconds that nodes wait for a missing one. Default: 600.")
+    float | None,
+    typer.Option(
+        min=1.0,
+        help="Seconds that nodes wait for a missing one. Default: 600.",
+        rich_help_panel=help_texts.SEVERAL_NODES,
+    ),
 ]
 PROMPT = "def "
 # Of `phalanx run`, each with a value behind it.
@@ -94,7 +108,7 @@ def _looked_at(run: str) -> Iterator[RunPaths]:
         yield paths
 
 
-@app.command()
+@app.command(rich_help_panel=help_texts.TRAIN)
 def train(
     context: typer.Context,
     recipe_path: RecipeFile,
@@ -112,12 +126,24 @@ def train(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what it would be: parameters, memory, FLOPs. Reads no data.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only say what it would be: parameters, memory, FLOPs. Reads no data.",
+            rich_help_panel=help_texts.TRYING,
+        ),
     ] = False,
     shrink: Annotated[
-        bool, typer.Option("--shrink", help="Train a tiny copy of the recipe on CPU, in a run folder of its own.")
+        bool,
+        typer.Option(
+            "--shrink",
+            help="Train a tiny copy of the recipe on CPU; without --run-dir its folder's name ends in -shrunk.",
+            rich_help_panel=help_texts.TRYING,
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --dry-run: print JSON.", rich_help_panel=help_texts.TRYING)
+    ] = False,
     node_count: NodeCount = None,
     node_rank: NodeRank = None,
     spares: Spares = None,
@@ -125,7 +151,11 @@ def train(
     rendezvous_timeout: RendezvousTimeout = None,
     inject: Annotated[
         list[str] | None,
-        typer.Option(metavar="FAULT", help="Have something go wrong, such as kill:rank=1,step=7. May be repeated."),
+        typer.Option(
+            metavar="FAULT",
+            help="Have something go wrong, such as kill:rank=1,step=7. May be repeated.",
+            rich_help_panel=help_texts.TRYING,
+        ),
     ] = None,
 ) -> None:
     """Train a model; in a folder that holds the same run already, go on where it stopped.
@@ -146,7 +176,7 @@ def train(
     place = run_dir if run_dir is not None else f"runs/{recipe_path.stem}"
     if shrink:
         wanted = before_start.shrink(wanted, show=not as_json)
-        place = f"{place.rstrip('/')}-shrunk"
+        place = run_dir if run_dir is not None else f"{place}-shrunk"
     if dry_run:
         laid = None
         if wanted.parallel.layout == "auto":
@@ -173,7 +203,7 @@ def _dry_run(wanted: config.Config, ranks: int, as_json: bool, laid: dict[str, A
         sizes.show(found)
 
 
-@app.command()
+@app.command(rich_help_panel=help_texts.MODEL)
 def export(
     run: RunFolder,
     folder: Annotated[str, typer.Argument(help="The folder or URL to write; nothing may be there yet.")],
@@ -212,7 +242,7 @@ def export(
     typer.echo(f"step {step} of {shown(run)} is now the {made} {shown(folder)}")
 
 
-@app.command()
+@app.command(rich_help_panel=help_texts.MODEL)
 def generate(
     model: Annotated[str, typer.Argument(help="A run folder, a Hugging Face folder, an adapter folder, or a URL.")],
     prompt: Annotated[
@@ -261,7 +291,7 @@ def generate(
         generation.complete(model, prompt if prompt is not None else PROMPT, sampling, show)
 
 
-@app.command()
+@app.command(rich_help_panel=help_texts.MACHINES)
 def hardware(
     context: typer.Context,
     recipe_path: RecipeFile,
@@ -289,7 +319,10 @@ def hardware(
     raise typer.Exit(survey.survey(wanted, ranks, out.expanduser(), as_json, meeting=meeting))
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    rich_help_panel=help_texts.TRAIN,
+)
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script.")],
@@ -353,7 +386,7 @@ def run(
     raise typer.Exit(script_run.run(script, arguments or [], os.environ, nproc, smp_config, max_restarts))
 
 
-@app.command()
+@app.command(rich_help_panel=help_texts.WATCH)
 def report(run: RunFolder) -> None:
     """Write report.html from a run's records alone; a run that is going on may be looked at too."""
     from phalanx.report import html
@@ -375,8 +408,9 @@ def config_schema() -> None:
 def config_explain(
     key: Annotated[str, typer.Argument(metavar="KEY", help="Such as optim.lr, or a section, such as optim.")] = "",
 ) -> None:
-    """Say what a key means and which values it takes; of a section, or of all keys, a line each."""
-    width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
+    """Say what a key means and which values it takes; of a section, or of all keys, what each means."""
+    # Elsewhere than in a terminal a line stays one, for grep.
+    width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 10_000
     typer.echo(explain.explain(key, width))
 
 
@@ -393,14 +427,22 @@ def config_show(
 def config_presets() -> None:
     """List the model shapes that `model.preset` knows."""
     from phalanx.models.spec import PRESETS, parameter_count
+    from phalanx.report import words
 
     room = max(map(len, PRESETS))
     for name, spec in PRESETS.items():
         shape = f"{spec.layers} layers, width {spec.hidden}, {spec.heads} heads ({spec.kv_heads} kv)"
-        typer.echo(
-            f"{name:{room}} {parameter_count(spec) / 1e9:7.2f} billion parameters, {shape}, "
-            f"vocabulary {spec.vocab_size}"
-        )
+        number = words.count(parameter_count(spec))
+        typer.echo(f"{name:{room}} {number:>6} parameters, {shape}, vocabulary {spec.vocab_size}")
+
+
+app.add_typer(config_app, name="config", rich_help_panel=help_texts.DATA)
+app.add_typer(data_app, name="data", rich_help_panel=help_texts.DATA)
+app.add_typer(nodes_app, name="nodes", rich_help_panel=help_texts.MACHINES)
+app.command("doctor", rich_help_panel=help_texts.MACHINES)(doctor_command)
+app.command("health", rich_help_panel=help_texts.MACHINES)(health_command)
+app.command("plan", rich_help_panel=help_texts.MACHINES)(plan_command)
+app.add_typer(jobs_app)
 
 
 def _version(value: bool) -> None:
@@ -458,7 +500,9 @@ def main() -> None:
     arguments = [argument for argument in ours if argument != "--debug"] + of_script
     try:
         # What commands start, and what it starts, has no use for the secret by which nodes meet.
-        app(args=arguments, prog_name="phalanx", obj=shared_secret.withdrawn())
+        command = typer.main.get_command(app)
+        help_texts.spell_alike(command)
+        command(args=arguments, prog_name="phalanx", obj=shared_secret.withdrawn())
     except PhalanxError as error:
         if debug:
             traceback.print_exc()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx import config, recipe, storage
+from phalanx import config, help_texts, recipe, storage
 from phalanx.errors import ConfigError
 from phalanx.records import shown
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 data_app = typer.Typer(help="Prepare training data ahead of a run, and look at it.", no_args_is_help=True)
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys to change, such as optim.lr=3e-4.")
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Keys to change, such as optim.lr=3e-4.", autocompletion=help_texts.keys),
 ]
 
 

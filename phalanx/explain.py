@@ -1,5 +1,6 @@
 """What a key of a recipe means, in words; made from `config.py` alone."""
 
+import functools
 import json
 import textwrap
 from typing import Any
@@ -10,13 +11,15 @@ from phalanx.config import leaves
 from phalanx.errors import ConfigError
 from phalanx.recipe import FOUND_ANEW, FOUND_FOR_DEVICES, nearest
 
+LEAST_SHARE = 0.7  # of a line, that names and defaults may take before what keys mean goes below them
 EXACT = 2**53  # a limit that only keeps numbers exact
 
 
 def explain(key: str, width: int) -> str:
-    """What a key means, which values it takes and what becomes of it; of a section, or of all keys (""), a line each.
+    """What a key means, which values it takes and what becomes of it; of a section, or of all keys (""), what each is.
 
-    Lines of a key have at most `width` characters. Raises ConfigError for a key that there is not.
+    Lines have at most `width` characters, and nothing is cut: what does not fit goes on below. Raises ConfigError for a
+    key that there is not.
     """
     known = dict(leaves())
     if key in known:
@@ -27,7 +30,11 @@ def explain(key: str, width: int) -> str:
     name_room = 2 + max(map(len, listed))
     value_room = 1 + min(24, max(len(default(info)) for info in listed.values()))
     rows = [f"{name:{name_room}}{default(info):{value_room}} {info.description}" for name, info in listed.items()]
-    return "\n".join(row if len(row) <= width else f"{row[: width - 3]}..." for row in rows)
+    below = " " * (name_room + value_room + 1)
+    if len(below) > width * LEAST_SHARE:  # beside names and defaults hardly a word would fit
+        below = "    "
+    wrap = functools.partial(textwrap.wrap, width=width, subsequent_indent=below, break_long_words=False)
+    return "\n".join(line for row in rows for line in wrap(row, break_on_hyphens=False))
 
 
 def _in_full(key: str, info: Any, width: int) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx import mirror, privacy, recipe, storage
+from phalanx import help_texts, mirror, privacy, recipe, storage
 from phalanx.errors import ConfigError
 from phalanx.records import RunPaths, shown
 
@@ -21,7 +21,7 @@ jobs_app = typer.Typer()
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its URL.")]
 
 
-@jobs_app.command()
+@jobs_app.command(rich_help_panel=help_texts.TRAIN)
 def launch(
     recipe_path: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/demo.yaml.")],
     words: Annotated[
@@ -150,7 +150,7 @@ def keep(run: Annotated[Path, typer.Argument()]) -> None:
     raise typer.Exit(code)
 
 
-@jobs_app.command()
+@jobs_app.command(rich_help_panel=help_texts.WATCH)
 def status(
     run: Annotated[
         str | None,
@@ -216,7 +216,7 @@ def _runs() -> Iterator[Path]:
                 yield folder
 
 
-@jobs_app.command()
+@jobs_app.command(rich_help_panel=help_texts.WATCH)
 def logs(
     run: RunFolder,
     follow: Annotated[
@@ -282,7 +282,7 @@ def _show_logs(paths: RunPaths, rank: int | None, node: int | None, follow: bool
         found.follow(log, lambda text: typer.echo(text, nl=False), lambda: not goes_on())
 
 
-@jobs_app.command()
+@jobs_app.command(rich_help_panel=help_texts.WATCH)
 def cancel(
     run: RunFolder,
     now: Annotated[bool, typer.Option("--now", help="End it at once; what is not in a checkpoint is lost.")] = False,

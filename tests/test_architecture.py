@@ -136,15 +136,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"checkpoint", "train"},
     "script_nodes": PLAIN
     | {"cluster", "compat", "devices", "fitness", "meetings", "nodes", "participant", "recorder", "report", "train"},
-    "data_commands": PLAIN | {"data", "report", "train"},
+    "help_texts": {"config"},
+    "data_commands": PLAIN | {"data", "help_texts", "report", "train"},
     "keeper": PLAIN | {"cluster", "ending"},
     "jobs": PLAIN | {"cluster", "keeper", "report"},
-    "job_commands": PLAIN | {"cluster", "jobs", "keeper", "report"},
+    "job_commands": PLAIN | {"cluster", "help_texts", "jobs", "keeper", "report"},
     "plan_commands": PLAIN | {"data_commands", "models", "plan", "report"},
     "cli": PLAIN
     | {"compat", "data_commands", "plan_commands", "health_commands", "node_commands", "job_commands"}
-    | {"doctor_commands", "before_start", "meetings", "nodes", "script_nodes", "survey", "launch", "report", "train"}
-    | {"generation", "generation_over_ranks"},
+    | {"doctor_commands", "before_start", "help_texts", "meetings", "nodes", "script_nodes", "survey", "launch"}
+    | {"generation", "generation_over_ranks", "report", "train"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -196,6 +197,7 @@ TORCH_FREE = (*PLAIN, "cluster", "plan", "report")
 # Modules above that level which a command line still has to import without torch.
 ALSO_TORCH_FREE = (
     "phalanx.cli",
+    "phalanx.help_texts",
     "phalanx.data_commands",
     "phalanx.doctor_commands",
     "phalanx.doctor.examination",

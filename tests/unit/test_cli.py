@@ -13,7 +13,7 @@ import pytest
 import typer
 import yaml
 
-from phalanx import __version__, cli, jobs, recipe
+from phalanx import __version__, cli, help_texts, jobs, recipe
 from phalanx.config import Config, leaves
 from phalanx.errors import RunError
 from phalanx.models.spec import PRESETS
@@ -179,14 +179,47 @@ def test_show_prints_a_recipe_that_means_the_same(here: Path) -> None:
     assert set(yaml.safe_load(done.stdout)) == set(Config.model_fields)
 
 
+def test_help_is_by_task_and_fits_into_80_columns() -> None:
+    """Options take one of a few placeholders, and flags none; nothing is folded within a word or cut."""
+    command = typer.main.get_command(cli.app)
+    help_texts.spell_alike(command)
+
+    def all_of(one: Any) -> Iterator[Any]:
+        yield one
+        for child in getattr(one, "commands", {}).values():
+            yield from all_of(child)
+
+    for one in all_of(command):
+        for parameter in one.params:
+            flag = parameter.param_type_name == "option" and parameter.is_flag
+            assert parameter.param_type_name == "argument" or flag == (parameter.metavar == ""), (one.name, parameter)
+    narrow = {"COLUMNS": "80", "TERM": "dumb"}
+    done = phalanx("--help", environment=narrow)
+    panels = re.findall(r"─ ([A-Z][a-z ]+) ─", done.stdout)
+    assert panels[0] == "Options" and panels[1] == help_texts.TRAIN and len(panels) == 6 and "Commands" not in panels
+    done = phalanx("train", "-h", environment=narrow)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "<" not in done.stdout and "…" not in done.stdout
+    assert re.search(r"--ranks +N \[x>=1\] +Local ranks", done.stdout) and "Several nodes" in done.stdout
+    assert re.search(r"--help +-h +Show this", done.stdout)
+
+
+def test_shells_complete_commands_and_keys_of_recipes() -> None:
+    asked = {"_PHALANX_COMPLETE": "complete_bash", "COMP_WORDS": "phalanx train r.yaml optim.l", "COMP_CWORD": "3"}
+    assert phalanx(environment=asked).stdout.splitlines() == ["optim.lr="]
+    assert phalanx(environment=asked | {"COMP_WORDS": "phalanx sta", "COMP_CWORD": "1"}).stdout.splitlines() == [
+        "status"
+    ]
+    assert "complete" in phalanx("--show-completion", "bash").stdout
+
+
 def test_presets_are_listed() -> None:
     done = phalanx("config", "presets")
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(PRESETS)
-    assert re.search(
-        r"^llama-3-8b +8\.03 billion parameters, 32 layers, width 4096, 32 heads \(8 kv\)", done.stdout, re.M
-    )
-    assert len({line.index(" billion") for line in lines}) == 1
+    assert re.search(r"^llama-3-8b +8\.03B parameters, 32 layers, width 4096, 32 heads \(8 kv\)", done.stdout, re.M)
+    assert re.search(r"^bert-tiny +4\.4\d?M parameters", done.stdout, re.M)
+    assert len({line.index(" parameters") for line in lines}) == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.config import leaves
 from phalanx.errors import ConfigError
-from phalanx.explain import explain
+from phalanx.explain import default, explain
 
 
 def test_a_key_is_explained_with_all_that_is_known_of_it() -> None:
@@ -31,13 +31,21 @@ def test_every_key_can_be_explained(key: str) -> None:
 
 
 def test_a_section_and_all_keys_are_listed_with_a_line_each() -> None:
-    assert [line.split()[:2] for line in explain("checkpoint", 80).splitlines()] == [
+    assert [line.split()[:2] for line in explain("checkpoint", 300).splitlines()] == [
         ["checkpoint.every", "100"],
         ["checkpoint.keep", "3"],
     ]
-    assert [line.split()[0] for line in explain("", 80).splitlines()] == [key for key, _ in leaves()]
-    assert max(map(len, explain("", 80).splitlines())) == 80
+    lines = explain("", 80).splitlines()
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == [key for key, _ in leaves()]
+    assert max(map(len, lines)) <= 80
     assert explain("model.lora", 300).count("\n") == explain("", 300).count("\nmodel.lora.") - 1
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 300])
+def test_nothing_of_what_keys_mean_is_cut(width: int) -> None:
+    text = " ".join(explain("", width).split())
+    for key, info in leaves():
+        assert f"{key} {default(info)} {' '.join(info.description.split())}" in text
 
 
 def test_a_key_that_there_is_not_is_refused_with_its_neighbour() -> None:
