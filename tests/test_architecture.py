@@ -148,8 +148,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan_commands": PLAIN | {"data_commands", "models", "plan", "report"},
     "cli": PLAIN
     | {"compat", "data_commands", "plan_commands", "health_commands", "node_commands", "job_commands"}
-    | {"doctor_commands", "before_start", "config_commands", "help_texts", "meetings", "nodes", "script_nodes", "survey"}
-    | {"demo", "launch", "generation", "generation_over_ranks", "recipe_commands", "report", "train"},
+    | {"doctor_commands", "before_start", "config_commands", "help_texts", "meetings", "nodes", "script_nodes"}
+    | {"survey", "demo", "launch", "generation", "generation_over_ranks", "recipe_commands", "report", "train"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -165,7 +165,7 @@ MAY_USE: dict[str, set[str]] = {
     "storage": {"fsspec"},
     "integrity": {"numpy"},
     "cluster": {"pydantic", "pynvml"},
-    "report": {"rich", "yaml"},
+    "report": {"plotly", "rich", "yaml"},
     "accelerator": {"torch"},
     "phases": {"torch"},
     "models": {"torch", "safetensors"},  # never transformers: its models are a reference, not a part
