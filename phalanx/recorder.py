@@ -292,6 +292,6 @@ def _record(events: int, told: int, replaces: bool, paths: RunPaths, steps: int,
             follower.poll()
         follower.poll()
         shown.incidents.end({})
-        follower.poll()
+        follower.poll(last=True)
         shown.console.close()
     return 0
