@@ -8,6 +8,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,7 +73,11 @@ RendezvousTimeout = Annotated[
     ),
 ]
 PROMPT = "def "
-RUN_OPTIONS = ("--nproc", "--smp-config")  # of `phalanx run`, each with a value behind it
+# Of `phalanx run`, each with a value behind it.
+RUN_OPTIONS = (
+    "--nproc", "--smp-config", "--nodes", "--node-rank", "--spares", "--min-nodes", "--rendezvous",
+    "--rendezvous-timeout", "--max-restarts", "--run-dir",
+)  # fmt: skip
 
 
 def _run_dir(text: str) -> str:
@@ -157,11 +162,11 @@ def train(
 
     Uses the accelerators there are, or CPU ranks. Under torchrun or srun it joins the ranks that were started.
     """
-    from phalanx import before_start, launch, nodes
+    from phalanx import before_start, launch, meetings, nodes
 
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run; add that or leave it out")
-    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj, spares)
+    meeting = meetings.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj, spares)
     if meeting is not None and dry_run:
         raise ConfigError("--dry-run looks at a recipe on this machine alone; leave --nodes out")
     planned = faults.parse(inject or [])
@@ -181,7 +186,7 @@ def train(
     paths = _run_paths(place, wanted)
     privacy.apply(paths.root, wanted.storage.private)
     if meeting is None:
-        meeting = nodes.meeting_of_slurm(paths, os.environ, spares)
+        meeting = meetings.meeting_of_slurm(paths, os.environ, spares)
     if meeting is not None:
         raise typer.Exit(nodes.train(wanted, paths, ranks, meeting, on_cpu=shrink, planned=planned))
     raise typer.Exit(launch.train(wanted, paths, ranks, os.environ, on_cpu=shrink, planned=planned))
@@ -208,9 +213,14 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run that trains adapters: the whole model with them in it.")
     ] = False,
+    step: Annotated[int | None, typer.Option(min=1, help="The checkpoint of this step. Default: the newest.")] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The checkpoint with the least held-out loss (see checkpoint.best).")
+    ] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder; adapters as a folder that PEFT loads."""
     from phalanx.report.progress import phases
+    from phalanx.train.best import of_events
     from phalanx.train.export import EXPORT_DTYPES, export_run
     from phalanx.train.folder import saved_config
 
@@ -219,7 +229,10 @@ def export(
     target = Url(folder.rstrip("/"), storage.TIMEOUT_S) if storage.is_url(folder) else Path(folder)
     with phases() as progress, _looked_at(run) as paths:
         show = functools.partial(progress, "export")
-        step = export_run(paths, target, dtype, show, merge=merge, note=paths.url is None)
+        wanted = of_events(paths).step if best else step
+        if best and wanted is None:
+            raise ConfigError(f"{shown(run)} has not been evaluated, so none of its checkpoints is the best")
+        step = export_run(paths, target, dtype, show, merge=merge, note=paths.url is None, step=wanted)
         if paths.url is not None:
             mirror.note(paths, Kind.EXPORTED, folder=str(target), step=step)
         trained = saved_config(paths)
@@ -299,9 +312,9 @@ def hardware(
     Those of this machine, or of all nodes that this command is started on; node 0 then shows and writes what all have
     found. `phalanx train` does it by itself; with balance.hardware=FILE it takes what was measured before.
     """
-    from phalanx import nodes, survey
+    from phalanx import meetings, survey
 
-    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj)
+    meeting = meetings.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj)
     wanted = recipe.load(recipe_path, overrides or [])
     raise typer.Exit(survey.survey(wanted, ranks, out.expanduser(), as_json, meeting=meeting))
 
@@ -311,6 +324,7 @@ def hardware(
     rich_help_panel=help_texts.TRAIN,
 )
 def run(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGUMENTS", help="What the script itself is given.")
@@ -321,14 +335,55 @@ def run(
     smp_config: Annotated[
         Path | None, typer.Option(help="Settings of SageMaker's model parallel library, a JSON file.")
     ] = None,
+    node_count: NodeCount = None,
+    node_rank: NodeRank = None,
+    spares: Spares = None,
+    min_nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes with which it still goes on, without a spare. Default: --nodes.")
+    ] = None,
+    rendezvous: Rendezvous = None,
+    rendezvous_timeout: RendezvousTimeout = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Times that ranks start again after failing early. Default: 3 on several nodes, or 0."
+        ),
+    ] = None,
+    run_dir: Annotated[
+        str | None,
+        typer.Option(
+            parser=_run_dir,
+            metavar="FOLDER",
+            help="Where nodes keep records; they share it. Default: runs/ and the script's name.",
+        ),
+    ] = None,
+    no_health: Annotated[bool, typer.Option("--no-health", help="Start on nodes that are not fit, too.")] = False,
 ) -> None:
     """Run a script of your own on local ranks, one written for SageMaker's library too. Options come before it.
 
-    Under torchrun or srun it is one of the ranks that were started.
+    On several nodes, each started by this command, it is started again from its own checkpoints when something dies.
+    Under torchrun, srun or mpirun it is one of the ranks that were started.
     """
+    from phalanx import meetings, script_nodes
     from phalanx.compat import run as script_run
 
-    raise typer.Exit(script_run.run(script, arguments or [], os.environ, nproc, smp_config))
+    meeting = meetings.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj, spares)
+    if run_dir is not None and storage.is_url(run_dir):
+        raise ConfigError(f"--run-dir {shown(run_dir)} is a URL; of a script, name a folder that all nodes share")
+    paths = RunPaths(Path(run_dir if run_dir is not None else f"runs/{Path(script).stem}"))
+    if meeting is None:
+        meeting = meetings.meeting_of_slurm(paths, os.environ, spares)
+    if meeting is not None:
+        privacy.apply(paths.root)
+        meeting = replace(meeting, aside=True)
+        wanted = script_nodes.script_of(
+            script, arguments or [], smp_config, meeting, min_nodes, max_restarts, not no_health
+        )
+        raise typer.Exit(script_nodes.run(wanted, paths, nproc, meeting))
+    given = {"--min-nodes": min_nodes, "--run-dir": run_dir, "--no-health": no_health or None}
+    for name in [name for name, value in given.items() if value is not None]:
+        raise ConfigError(f"{name} belongs to a script on several nodes; give --nodes too, or leave it out")
+    raise typer.Exit(script_run.run(script, arguments or [], os.environ, nproc, smp_config, max_restarts))
 
 
 @app.command(rich_help_panel=help_texts.WATCH)

@@ -149,6 +149,9 @@ class TrainSection(Section):
     deterministic: bool = knob(False, "only kernels that give the same bits each time; slower")
     compile: bool | Auto = knob("auto", "torch.compile each block; auto: on accelerators where a trial succeeds")
     eval_every: CountOrZero = knob(0, "steps between evaluations on held-out data; 0: only at the end")
+    patience: CountOrZero = knob(
+        0, "evaluations in a row with no lower held-out loss after which training ends; 0: it goes on to train.steps"
+    )
     eval_sequences: CountOrZero = knob(64, "held-out sequences of one evaluation of each set; 0: none at all")
     profile: Steps | None = knob(None, "first-last steps to trace with torch.profiler, such as 10-12")
     memory_snapshot: CountOrZero = knob(0, "step whose allocations are recorded in a memory snapshot; 0: none")
@@ -306,6 +309,7 @@ class CheckpointSection(Section):
 
     every: CountOrZero = knob(100, "steps between checkpoints; 0: only at the end and when asked to stop")
     keep: Count = knob(3, "newest checkpoints kept")
+    best: bool = knob(False, "keep the checkpoint of the evaluation with the least held-out loss beside these")
 
 
 class StorageSection(Section):

@@ -35,12 +35,12 @@ class Device:
     cores: int = 0  # of a CPU, that this process may use
 
 
-def warmed(on_cpu: bool) -> tuple[dict[str, Device], list[str]]:
+def warmed(on_cpu: bool, preload: Sequence[str] = PRELOAD) -> tuple[dict[str, Device], list[str]]:
     """Import what workers need. Returns this machine's devices by name, and names of accelerators that may be used."""
     terminal = open_terminal()
     if terminal.is_terminal:
         terminal.print("[dim]importing torch[/dim]", end="\r")
-    agent.preload(PRELOAD)
+    agent.preload(preload)
     found = {row[0]: Device(*row) for row in fork_call(_devices, timeout_s=DEVICES_TIMEOUT_S)}
     return found, [name for name in found if name != "cpu" and not on_cpu]
 

@@ -26,16 +26,19 @@ SUSPICIOUS = 2  # times that a device has held something wrong, from which on it
 
 
 def checked(config: Config, paths: RunPaths, devices: Sequence[Device]) -> dict[str, Any] | None:
+    """The same as `fit`, unless `resilience.health` is off."""
+    return None if config.resilience.health == "off" else fit(paths, devices, "resilience.health=off")
+
+
+def fit(paths: RunPaths, devices: Sequence[Device], otherwise: str) -> dict[str, Any] | None:
     """Look at this node before it is trained on. Returns the details of an event where something is worth a look, else
-    None; raises Unhealthy where the node is not fit. Does nothing where `resilience.health` is off."""
-    if config.resilience.health == "off":
-        return None
+    None; raises Unhealthy where the node is not fit, with what to write to start `otherwise`."""
     findings = [*health.quick(paths.root, used(devices)), *suspected(paths, devices)]
     unfit = at_least(findings, Severity.RESET)
     if unfit:
         raise Unhealthy(
             f"{socket.gethostname()} is not fit to be trained on: {'; '.join(sentences(unfit))} "
-            "(resilience.health=off starts all the same)"
+            f"({otherwise} starts all the same)"
         )
     seen = at_least(findings, Severity.WATCH)
     return details(seen, findings) if seen else None

@@ -8,7 +8,7 @@ reads one asks `misfit` first. No torch here: it is `train/measure.py` that meas
 import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from phalanx.records import RunPaths, write_atomic
 
 VERSION = 1
 ALIKE = 1.15  # ratio of the times of two devices of one model
+UNLIKE = 1.25  # one that is worth measuring again
 AGAIN = "measure again with `phalanx hardware`, or delete the file"
 # Of seconds, bytes and bytes a second in a file: nothing beyond was measured, and squares of these are still floats.
 LEAST, MOST = 1e-18, 1e18
@@ -183,22 +184,66 @@ def speeds(hardware: Hardware) -> list[Speed]:
     known = [found for found in lines if found is not None]
     if len(known) < len(lines):
         return [Speed(1.0, 0.0, device.most) for device in hardware.devices]
-    for model in sorted({device.model for device in hardware.devices}):
-        ranks = [device.rank for device in hardware.devices if device.model == model]
-        # At the size at which all were measured, so that fixed costs count too.
-        size = min(hardware.devices[rank].times[-1][0] for rank in ranks)
-        took = [known[rank][0] + size * known[rank][1] for rank in ranks]
-        if max(took) <= ALIKE * min(took):
+    for took in _by_model(hardware, known).values():
+        if max(took.values()) <= ALIKE * min(took.values()):
             mean = (
-                sum(known[rank][0] for rank in ranks) / len(ranks),
-                sum(known[rank][1] for rank in ranks) / len(ranks),
+                sum(known[rank][0] for rank in took) / len(took),
+                sum(known[rank][1] for rank in took) / len(took),
             )
-            for rank in ranks:
+            for rank in took:
                 known[rank] = mean
     return [
         Speed(sequence_s, fixed_s, device.most)
         for (fixed_s, sequence_s), device in zip(known, hardware.devices, strict=True)
     ]
+
+
+def _by_model(hardware: Hardware, lines: Sequence[tuple[float, float]]) -> dict[str, dict[int, float]]:
+    """Seconds of each rank, by the model of its device, at the size at which all of that model were measured: so fixed
+    costs count, too."""
+    found: dict[str, dict[int, float]] = {}
+    for model in sorted({device.model for device in hardware.devices}):
+        ranks = [device.rank for device in hardware.devices if device.model == model]
+        size = min(hardware.devices[rank].times[-1][0] for rank in ranks)
+        found[model] = {rank: lines[rank][0] + size * lines[rank][1] for rank in ranks}
+    return found
+
+
+def unlike(hardware: Hardware) -> str | None:
+    """Which devices of one model differ so much that it may be due to who else uses a machine, as a sentence; None
+    where none do, or where one could not be measured."""
+    lines = [line(device.times) for device in hardware.devices]
+    known = [found for found in lines if found is not None]
+    for model, took in _by_model(hardware, known).items() if len(known) == len(lines) else ():
+        fast, slow = min(took, key=lambda rank: took[rank]), max(took, key=lambda rank: took[rank])
+        if took[slow] > UNLIKE * took[fast]:
+            return (
+                f"once more, since rank {slow} takes {took[slow] / took[fast]:.1f} times as long as rank {fast}, both "
+                f"of {model}: other work on a machine may be the cause"
+            )
+    return None
+
+
+def faster(one: Hardware, other: Hardware) -> Hardware:
+    """Of two measurements of the same devices the better of each figure: what disturbs only slows."""
+    devices = []
+    for first, second in zip(one.devices, other.devices, strict=True):
+        times = dict(first.times)
+        for size, seconds in second.times:
+            times[size] = min(seconds, times.get(size, seconds))
+        copies = [each.host_to_device_bytes_per_s or 0.0 for each in (first, second)]
+        carries = [each.carries_s_per_byte or 0.0 for each in (first, second)]
+        devices.append(
+            replace(
+                second,
+                most=max(first.most, second.most),
+                times=tuple(sorted(times.items())),
+                host_to_device_bytes_per_s=max(copies) or None,
+                carries_s_per_byte=min(carries) or None,
+            )
+        )
+    links = [link for link in (one.link, other.link) if link is not None]
+    return replace(other, devices=tuple(devices), link=max(links, key=lambda link: link.bytes_per_s, default=None))
 
 
 def line(times: Sequence[tuple[int, float]]) -> tuple[float, float] | None:

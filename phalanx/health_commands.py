@@ -67,9 +67,9 @@ def health_command(
 
     Exit code 0 where it may be trained on, 3 where not.
     """
-    from phalanx import deep_health, health_nodes, nodes
+    from phalanx import deep_health, health_nodes, meetings
 
-    meeting = nodes.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj)
+    meeting = meetings.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj)
     if not deep and (seconds is not None or diag_level is not None):
         named = "--seconds" if seconds is not None else "--diag-level"
         raise ConfigError(f"{named} is about what --deep does; give that too, or leave it out")

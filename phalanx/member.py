@@ -1,18 +1,13 @@
 """What one of several nodes runs of a training run, from the moment when all have met: its ranks and, while it leads,
 what all of them need.
-
-Any node may come to lead. It then writes the records and shows the run, prepares other divisions of the ranks, and can
-be found by nodes that come back.
 """
 
 import contextlib
 import dataclasses
 import functools
 import json
-import os
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,32 +28,27 @@ from phalanx import (
     state_file,
 )
 from phalanx.axes import axes_of
-from phalanx.cluster import epochs, rendezvous, succession
+from phalanx.cluster import succession
 from phalanx.cluster.affairs import Policy
-from phalanx.cluster.circle import Claim
 from phalanx.cluster.fork import fork_call
 from phalanx.cluster.job import Job
-from phalanx.cluster.leader import Leader, Plan, take_lead
-from phalanx.cluster.peer import Peer, run
+from phalanx.cluster.leader import Leader, Plan
+from phalanx.cluster.peer import Peer
 from phalanx.cluster.rendezvous import look_again
-from phalanx.cluster.stopping import Signals
 from phalanx.cluster.wire import Message
 from phalanx.config import Config
 from phalanx.devices import Device
-from phalanx.errors import ConfigError, RunError
+from phalanx.errors import ConfigError
 from phalanx.faults import Fault
-from phalanx.kept import Held
 from phalanx.launch import Prepared
-from phalanx.recorder import Again, Recorder
-from phalanx.records import BASE_WEIGHTS, ExitCode, Kind, RunPaths, write_atomic, write_event
+from phalanx.participant import CHECK_S, Participant, Tend, check_folder, signed
+from phalanx.recorder import Hold, Recorder
+from phalanx.records import BASE_WEIGHTS, ExitCode, Kind, RunPaths, write_event
 from phalanx.remote_run import fetch_records
 from phalanx.report import words
 from phalanx.shared_memory import SharedMemory
 
 WEIGHTS = "model.from_hf"  # what a new run begins with: each rank reads its own part of it
-CHECK_S = 120.0  # what a look at this node may take, before it is trained on
-SEEN_S = 3.0  # what a network file system gets to show what another node has just written
-Tend = Callable[[], None]
 
 
 def policy_of(config: Config, nodes: int) -> Policy:
@@ -95,18 +85,10 @@ def offer_of(
     nodes: int,
     first: bool = True,
 ) -> Message:
-    """What all nodes are told of a division; the sign by which they know the run folder is there from now on. That
-    stays, where it is not the `first` one: what was offered before may yet be gone on with."""
-    sign = None
-    if paths.url is None:
-        with contextlib.suppress(OSError):
-            sign = None if first else paths.sign.read_text(encoding="utf-8")
-        if not sign:
-            sign = secrets.token_hex(8)
-            write_atomic(paths.sign, sign)
+    """What all nodes are told of a division."""
     return {
         "config": config_for_all(wanted, prepared),
-        "sign": sign,
+        "sign": signed(paths, first) if paths.url is None else None,
         "data": json.loads(paths.data.read_text(encoding="utf-8")),
         "weights": prepared.weights,
         "world": sum(ranks for _, ranks in plan),
@@ -118,55 +100,33 @@ def offer_of(
     }
 
 
-@dataclass(frozen=True)
-class Where:
-    """This node's number, how many train, and the folder where they meet, if it is one."""
-
-    node: int
-    nodes: int
-    meeting: Path | None
-
-
 @dataclass
-class Member:
-    """`said`: what this node says of itself; `memory`: its run's folder in shared memory, which it holds; `say` is for
-    the user who sits here, while another node leads."""
+class Member(Participant):
+    """`memory`: its run's folder in shared memory, which it holds."""
 
     wanted: Config
-    paths: RunPaths
-    devices: Sequence[Device]
-    where: Where
-    said: Message
     memory: SharedMemory
-    say: Callable[[str], None]
     asked: Sequence[Fault] = ()  # to go wrong, by the command of this node
-    recorder: Recorder | None = None
-    first_attempt: int = 0
-    committed: int = 0
     planned: tuple[Fault, ...] = ()
-    held: Mapping[int, tuple[Held, ...]] = field(default_factory=dict)  # in nodes' memories, since a job before
-    code: int = int(ExitCode.FAILED)
-    cut_off: bool = False
     records: RunPaths = field(init=False)  # of the run, as they are seen from here
     begun: bool = False  # whether what this machine had kept as another node was looked for
-    unfit: str | None = None  # why this node, the first one, does no more than bring all together
     known: bytes = b""  # by which its state files are told from others; asked for early, as later its folder may hang
     limits: Callable[[], bool] = field(init=False)
-    watch: fitness.Watch = field(init=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.memory.why is not None:
             self.say(f"{self.memory.why}, so no step is kept in memory on any node")
         self.records = self.paths
         self.limits = hardware.lowered(self.paths)
-        self.watch = fitness.Watch(self.paths, fitness.used(self.devices), self._seen)
 
-    def _seen(self, attempt: int, seen: dict[str, Any]) -> None:
-        """What was found on this node after a death; in a child."""
-        if self.recorder is not None:
-            write_event(self.paths.events, Kind.HEALTH, attempt, **seen)
-        else:
-            self.say(words.sentence({"kind": Kind.HEALTH, **seen}))
+    @property
+    def looks(self) -> bool:
+        return self.wanted.resilience.health != "off"
+
+    @property
+    def grace_s(self) -> float:
+        return self.wanted.comm.timeout_s
 
     @property
     def shared(self) -> Path:
@@ -177,11 +137,6 @@ class Member:
         """What is done beside ranks, now and then."""
         self.watch.tend()
         self.memory.touch()  # or a run of days would be taken for one that was left behind, once it is killed
-
-    @property
-    def claim(self) -> Claim | None:
-        """Creates the files of epochs; a URL has none."""
-        return None if self.paths.url is not None else functools.partial(epochs.claim, self.paths)
 
     # ------------------------------------------------------------------------------------------------------ its ranks
 
@@ -205,9 +160,7 @@ class Member:
             fetch_records(paths, tend)
             self.limits = hardware.lowered(paths)  # where this node's ranks note theirs
         self.tidy(paths, tend)
-        ranks = dict(zip(offer["seats"], (ranks for ranks, _ in offer["slots"]), strict=True))
-        # Of one that has come back with fewer devices than its ranks had, as many as it has: it cannot take them again.
-        mine = min(len(self.devices), ranks.get(self.where.node, max(ranks.values())))
+        mine = self.ranks_of(offer)
         # In a child: devices and disks may take their time, and an agent may not.
         noticed = fork_call(fitness.checked, config, paths, self.devices, timeout_s=CHECK_S, meanwhile=tend)
         if noticed is not None:
@@ -281,18 +234,6 @@ class Member:
         look_again(self.paths.limit(0).parent)  # another node may have written it
         return self.limits()
 
-    def _note(self, world: int, kind: str, details: dict[str, Any]) -> None:
-        if kind == Kind.WORKER_DIED and self.wanted.resilience.health != "off":
-            self.watch.look(details["attempt"], f"the death of rank {details['rank']}")
-        if self.recorder is not None:
-            self.recorder.note(kind, details)
-        elif kind == Kind.ATTEMPT_STARTED:
-            ranks = sorted(details["pids"])
-            which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-            self.say(f"attempt {details['attempt']} started: {which} of {world} here")
-        else:
-            self.say(words.sentence({"kind": kind, **details}))
-
     # --------------------------------------------------------------------------------------------------------- leading
 
     def begin(
@@ -309,43 +250,27 @@ class Member:
         self.first_attempt, self.committed = prepared.attempt, ending.committed(self.paths)
         # Here and not by the recorder, some time later: by the first event of all the run is known.
         event = write_event(self.paths.events, Kind.RUN_STARTED, prepared.attempt, **facts)
-        self.recorder = Recorder(self.paths, prepared.config.train.steps, prepared.unit)
-        self.recorder.show(Kind.RUN_STARTED, event)
-        if prepared.planned is not None:
-            self.recorder.note(Kind.PLANNED, {"attempt": prepared.attempt, **prepared.planned})
-        if noticed is not None:
-            self.recorder.note(Kind.HEALTH, {"attempt": prepared.attempt, **noticed})
-        for each in lost:
-            self.recorder.note(Kind.NODE_LOST, {"attempt": prepared.attempt, **each})
+        later = [] if prepared.planned is None else [(Kind.PLANNED, prepared.planned)]
+        later += [] if noticed is None else [(Kind.HEALTH, noticed)]
+        later += [(Kind.NODE_LOST, each) for each in lost]
+        recorder = Recorder(self.paths, prepared.config.train.steps, prepared.unit)
+        self.record(recorder, event, later)
         for message in prepared.warnings:
-            self.recorder.show(Kind.WARNING, {"message": message})
+            recorder.show(Kind.WARNING, {"message": message})
+
+    def succeed(self, offer: Message, hold: Hold) -> Recorder:
+        self.first_attempt = int(offer["attempt"])
+        self.planned = faults.from_plain(offer["faults"])
+        return Recorder(self.paths, int(offer["steps"]), str(offer["unit"]), hold, later=True)
 
     def lead(self, peer: Peer) -> Leader:
         """Lead from now on."""
-        offer = peer.offer
-        assert offer is not None
-        if self.recorder is None:
-            self.first_attempt = int(offer["attempt"])
-            self.planned = faults.from_plain(offer["faults"])
-            hold = functools.partial(self._found, peer.secret, peer.circle.me.address, peer.circle.me.port)
-            self.recorder = Recorder(self.paths, int(offer["steps"]), str(offer["unit"]), hold, later=True)
         if self.paths.url is not None and peer.circle.before is not None:
             peer.over = (
                 int(ExitCode.FAILED),
                 "node 0, which alone may write to the run's URL, was lost; start all again",
             )
-        heard = (self.recorder.safe, self.recorder.asked)
-        return take_lead(
-            peer, self.said, self.first_attempt, self.committed, self.prepare, self._tell, *heard, held=self.held,
-            unfit=self.unfit,
-        )  # fmt: skip
-
-    def _tell(self, kind: str, details: dict[str, Any]) -> None:
-        """Record what the leader says; a death on this node is looked into."""
-        assert self.recorder is not None
-        if kind == Kind.WORKER_DIED and "host" not in details and self.wanted.resilience.health != "off":
-            self.watch.look(details["attempt"], f"the death of rank {details['rank']}")
-        self.recorder.note(kind, details)
+        return super().lead(peer)
 
     def prepare(self, division: int, plan: Plan, devices: list[list[Any]]) -> Message:
         """Resolve the recipe for other ranks; runs in a child."""
@@ -363,58 +288,7 @@ class Member:
             write_event(self.paths.events, Kind.PLANNED, prepared.attempt, **prepared.planned)
         return offer_of(self.wanted, prepared, self.paths, division, plan, devices, self.where.nodes, first=False)
 
-    @contextlib.contextmanager
-    def _found(self, secret: str, address: str, port: int) -> Iterator[Again]:
-        """Hold what a leader holds that was not the first one: the rendezvous, and the run folder's lock, as soon as it
-        is free: what is yielded tries that. Both name this agent, whose child holds them."""
-        from phalanx.train import folder
-
-        agent, locks = os.getppid(), list[int]()
-        with contextlib.ExitStack() as held:
-
-            def again() -> None:
-                with contextlib.suppress(RunError):  # a leader that was frozen may hold it; the epoch keeps it out
-                    if not locks:
-                        locks.append(folder.open_folder(self.paths, agent)[0])
-                        held.callback(os.close, locks[0])
-
-            again()
-            place = self.where.meeting
-            if place is not None:
-                there = rendezvous.Address((address,), port, secret, f"{agent} on {self.said['host']}")
-                with contextlib.suppress(RunError):  # then no node comes back, and the others go on
-                    made = rendezvous.publish(place, there)
-                    held.callback(rendezvous.withdraw, place, there, made)
-            yield again
-
-    # --------------------------------------------------------------------------------------------------------- the end
-
-    def to_the_end(self, peer: Peer, enter: Callable[[], None] = lambda: None) -> int:
-        """Run this node's part and say how the run ended. Returns the exit code. `enter` makes all who have met members
-        first: of a stop signal that comes meanwhile they hear, and do not go on without this node."""
-        with Signals() as signals:
-            enter()
-            try:
-                code = run(peer, self.wanted.comm.timeout_s, signals)
-                if peer.over is not None and peer.leads:
-                    peer.over = code, _ending(code, self.paths, self.where.node)
-            finally:
-                peer.close()
-                self.watch.close()
-        recorder, self.recorder = self.recorder, None
-        self.code, self.cut_off = code, peer.circle.fenced is not None
-        if peer.circle.fenced is not None:
-            if recorder is not None:
-                # One that has given the lead away still says so; one that was given up may not write any more.
-                end = recorder.close if peer.over is not None else recorder.abandon
-                end()
-            self.say(f"this node has ended its ranks and leaves: {peer.circle.fenced}")
-            return code
-        if recorder is None:
-            self.say(peer.over[1] if peer.over is not None else "this node was asked to stop, and leaves")
-            return code
-        recorder.close()
-        self.paths.sign.unlink(missing_ok=True)
+    def finish(self, peer: Peer, code: int) -> int:
         if code == ExitCode.DONE and peer.offer is not None and peer.start is not None:
             ending.tell_done(self.paths, int(peer.offer["steps"]), int(peer.start["attempt"]))
         code, asked = ending.outcome(self.paths, code, self.first_attempt)
@@ -430,40 +304,6 @@ def _await_the_dead(shared: Path, tend: Tend) -> None:
     while not kept_files.are_dead(shared) and time.monotonic() < until:
         tend()
         time.sleep(kept_files.LOOK_S)
-
-
-def _ending(code: int, paths: RunPaths, leader: int) -> str:
-    if code == ExitCode.DONE:
-        return "the run is done"
-    if code == ExitCode.STOPPED:
-        return "the run was stopped; the same commands go on with it"
-    return f"the run failed (exit code {code}); node {leader} and {paths.shown} say why"
-
-
-def check_folder(paths: RunPaths, sign: str, tend: Tend) -> None:
-    """Raises ConfigError when this node does not see node 0's run folder, or cannot write to it."""
-    until = time.monotonic() + SEEN_S
-    while True:
-        look_again(paths.root)
-        with contextlib.suppress(OSError):
-            if paths.sign.read_text(encoding="utf-8") == sign:
-                break
-        if time.monotonic() > until:
-            raise ConfigError(
-                f"the run folder {paths.root.absolute()} of this node is not the one of node 0; give --run-dir a "
-                "folder on a file system that all nodes share, or a URL"
-            )
-        tend()
-        time.sleep(0.05)
-    # By doing so: what the rights say is not what a server does, which may take this node's root for nobody.
-    probe = paths.root / f"{paths.sign.name}-{secrets.token_hex(4)}"
-    try:
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"this node cannot write to the run folder {paths.root.absolute()} ({error.strerror}); change its rights"
-        ) from None
 
 
 def check_data(answer: dict[str, Any], theirs: dict[str, Any]) -> None:

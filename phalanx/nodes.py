@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from rich.text import Text
-
 import phalanx
 from phalanx import ending, faults, fitness, launch, member, shared_memory, shared_secret
 from phalanx.cluster import epochs, other_node, rendezvous
@@ -26,8 +24,6 @@ from phalanx.cluster.job import Job
 from phalanx.cluster.leader import Leader
 from phalanx.cluster.other_node import OtherNode
 from phalanx.cluster.peer import Peer
-from phalanx.cluster.rendezvous import Place
-from phalanx.cluster.slurm_step import auto_resumed
 from phalanx.cluster.stopping import StopAsked, stoppable
 from phalanx.cluster.wire import Message
 from phalanx.config import Config
@@ -35,85 +31,16 @@ from phalanx.devices import Device, devices_of_ranks, warmed
 from phalanx.errors import ConfigError, PhalanxError, RunError, Unhealthy
 from phalanx.faults import Fault
 from phalanx.kept import held_of
+from phalanx.meetings import Meeting
+from phalanx.participant import Where
 from phalanx.records import ExitCode, RunPaths
 from phalanx.remote_run import mirrored
 from phalanx.report import words
 from phalanx.report.terminal import open_terminal
 
-TIMEOUT_S = 600.0
 TAKEOVER_S = 10.0  # what the nodes that are left get to agree on another leader
 IDLE_S = 0.1  # after which others are heard, whatever comes
 LOOK_S = 1.0  # between two looks whether they have
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """What the command line says of a job on several nodes: `nodes` train, and `spares` more wait."""
-
-    nodes: int
-    node: int
-    place: Place
-    timeout_s: float
-    quiet: bool = False  # whether nothing is said on the way
-    spares: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.nodes + self.spares
-
-
-def meeting(
-    nodes: int | None,
-    node: int | None,
-    where: str | None,
-    timeout_s: float | None,
-    environment: Mapping[str, str],
-    spares: int | None = None,
-) -> Meeting | None:
-    """Check the options that belong together; None for a run on one node. Raises ConfigError."""
-    if nodes is None:
-        if auto_resumed(environment) is not None:
-            spares = None  # they belong to the meeting of a Slurm step
-        given = {"--node-rank": node, "--rendezvous": where, "--rendezvous-timeout": timeout_s, "--spares": spares}
-        alone = [name for name, value in given.items() if value is not None]
-        if alone:
-            raise ConfigError(f"{alone[0]} belongs to a run on several nodes; give --nodes too, or leave it out")
-        return None
-    total = nodes + (spares or 0)
-    if total == 1:
-        raise ConfigError("--nodes 1 is a run on one node, which needs no rendezvous; leave --nodes out")
-    named = f"--nodes {nodes}" + (f" --spares {spares}" if spares else "")
-    if node is None:
-        raise ConfigError(f"{named} needs --node-rank, which of them this one is: 0 to {total - 1}")
-    if node >= total:
-        raise ConfigError(f"--node-rank {node} is not one of {total} nodes; give a number from 0 to {total - 1}")
-    if where is None:
-        raise ConfigError(
-            f"{named} needs --rendezvous, where the nodes meet: tcp://HOST:PORT of node 0, or file:///FOLDER that all "
-            "nodes share"
-        )
-    place = rendezvous.place_of(where, environment)
-    return Meeting(nodes, node, place, timeout_s or TIMEOUT_S, spares=spares or 0)
-
-
-def meeting_of_slurm(paths: RunPaths, environment: Mapping[str, str], spares: int | None = None) -> Meeting | None:
-    """The meeting of a Slurm step that has one task on each of several nodes and was started with --auto-resume=1:
-    each task is then a node's agent instead of a rank, and of these nodes `spares` wait. None for any other start.
-    Raises ConfigError."""
-    step = auto_resumed(environment)
-    if step is None:
-        return None
-    spares = spares or 0
-    if spares >= step.nodes:
-        raise ConfigError(f"--spares {spares} of the {step.nodes} nodes of this Slurm step leaves none that trains; "
-                          "ask for more nodes, or for fewer spares")  # fmt: skip
-    if paths.url is not None:
-        raise ConfigError(
-            f"srun --auto-resume=1 needs a run folder that all nodes share, by which they meet, but {paths.shown} is a "
-            "URL; name a folder, or give --nodes, --node-rank and --rendezvous"
-        )
-    place = Place(str(paths.meet), folder=paths.meet.absolute())
-    return Meeting(step.nodes - spares, step.node, place, TIMEOUT_S, spares=spares)
 
 
 def train(
@@ -131,21 +58,29 @@ def train(
             found, accelerators = warmed(on_cpu)
         devices = devices_of_ranks(found, accelerators, ranks)
         for folder in shared_memory.sweep(but=paths):
-            _say(meeting, f"removed {folder}, which a run had left behind more than a day ago")
-        for file in shared_secret.removed(meeting.place.kept):
-            _say(meeting, f"removed {file}, the secret of a rendezvous that nobody has used for a long time")
-        # Others may begin another epoch while this node checks whether the run continues.
-        before = epochs.number(paths) if meeting.node == 0 else 0
-        if meeting.node == 0 and not _goes_on(paths, meeting):
-            try:
-                return _lead(wanted, paths, devices, meeting, planned, before)
-            except RunError:
-                if not _is_taken_over(paths, meeting):
-                    raise
-        return _follow(wanted, paths, devices, meeting, planned)
+            meeting.say(f"removed {folder}, which a run had left behind more than a day ago")
+        lead = functools.partial(_lead, wanted, paths, devices, meeting, planned)
+        return meet(paths, meeting, lead, lambda: _follow(wanted, paths, devices, meeting, planned))
     except StopAsked as asked:
         open_terminal().print(ending.stopped_early(paths, str(asked)))
         return ExitCode.STOPPED
+
+
+def meet(paths: RunPaths, meeting: Meeting, lead: Callable[[int], int], follow: Callable[[], int]) -> int:
+    """Be node 0 of a job, which is to `lead`, or `follow` who leads already. Returns the exit code.
+
+    `lead` is given the run's epoch, and raises RunError where others go on with the run."""
+    for file in shared_secret.removed(meeting.place.kept):
+        meeting.say(f"removed {file}, the secret of a rendezvous that nobody has used for a long time")
+    # Others may begin another epoch while this node checks whether the run continues.
+    before = epochs.number(paths) if meeting.node == 0 else 0
+    if meeting.node == 0 and not goes_on(paths, meeting):
+        try:
+            return lead(before)
+        except RunError:
+            if not is_taken_over(paths, meeting):
+                raise
+    return follow()
 
 
 def hello(
@@ -156,20 +91,20 @@ def hello(
     planned: Sequence[Fault] = (),
 ) -> dict[str, Any]:
     """What this node says of itself; nodes that were started by unlike commands do not fit, nor by unlike recipes."""
-    rows = [[device.name, device.model, device.bf16, "", device.memory_bytes, device.cores] for device in devices]
-    versions = {"phalanx": phalanx.__version__, "torch": version("torch")}
     asked = {"the command": command, "--spares": meeting.spares, **dict(flat(wanted.model_dump(mode="json")))}
     asked["--inject"] = "; ".join(fault.text for fault in planned)
+    return hello_of(asked, devices, meeting)
+
+
+def hello_of(asked: dict[str, Any], devices: Sequence[Device], meeting: Meeting) -> dict[str, Any]:
+    """The same of what is `asked` by this node's command."""
+    rows = [[device.name, device.model, device.bf16, "", device.memory_bytes, device.cores] for device in devices]
+    versions = {"phalanx": phalanx.__version__, "torch": version("torch")}
     return own_hello(meeting.node, meeting.total, rows, versions, asked)
 
 
-def _say(meeting: Meeting, text: str) -> None:
-    if not meeting.quiet:
-        open_terminal().print(Text(f"node {meeting.node} of {meeting.total}: {text}"), soft_wrap=True)
-
-
 def _show(meeting: Meeting, kind: str, details: dict[str, Any]) -> None:
-    _say(meeting, words.sentence({"kind": kind, **details}))
+    meeting.say(words.sentence({"kind": kind, **details}))
 
 
 def wait(others: FirstNode | OtherNode, until: Callable[[], bool]) -> None:
@@ -186,7 +121,7 @@ def wait(others: FirstNode | OtherNode, until: Callable[[], bool]) -> None:
 # -------------------------------------------------------------------------------------------------------------- node 0
 
 
-def _goes_on(paths: RunPaths, meeting: Meeting) -> bool:
+def goes_on(paths: RunPaths, meeting: Meeting) -> bool:
     """Whether the run goes on already, led by another node, which this one then comes back to."""
     if meeting.place.folder is None:
         leader = epochs.leader(paths)
@@ -195,18 +130,18 @@ def _goes_on(paths: RunPaths, meeting: Meeting) -> bool:
     return there is not None and other_node.goes_on(there.hosts, there.port, there.secret)
 
 
-def _is_taken_over(paths: RunPaths, meeting: Meeting) -> bool:
+def is_taken_over(paths: RunPaths, meeting: Meeting) -> bool:
     """Whether others go on with a run that node 0 was about to begin: started again at once, it may be there before
     they have agreed on who leads now."""
     until = time.monotonic() + TAKEOVER_S
     while epochs.newest(paths) is not None and time.monotonic() < until:
-        if _goes_on(paths, meeting):
+        if goes_on(paths, meeting):
             return True
         time.sleep(other_node.PAUSE_S)
     return False
 
 
-def _watching(paths: RunPaths, tend: Callable[[], None], before: int) -> Callable[[], None]:
+def watching(paths: RunPaths, tend: Callable[[], None], before: int) -> Callable[[], None]:
     """A function that does as `tend`, and raises RunError once others have begun another epoch than `before`."""
     look_at = time.monotonic() + LOOK_S
 
@@ -238,13 +173,13 @@ def _lead(
             shared = held.enter_context(
                 shared_memory.held(paths, meeting.node, wanted=wanted.resilience.memory is not False)
             )
-            where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
-            run = member.Member(wanted, paths, devices, where, said, shared, functools.partial(_say, meeting), planned)
+            where = Where(meeting.node, meeting.nodes, meeting.place.folder)
+            run = member.Member(paths, devices, where, said, meeting.say, wanted, shared, planned)
             held.callback(run.leave)
             replaces = "replace" in wanted.resilience.on_lost_node
             first = held.enter_context(hosted(meeting, said, spares=meeting.spares if replaces else 0))
             tend = hearing(first)
-            gather(first, meeting, _watching(paths, tend, before))
+            gather(first, meeting, watching(paths, tend, before))
             if (done := launch.finished(wanted, paths)) is not None:
                 first.finish(done, "the run is complete already")
                 run.code = done
@@ -288,11 +223,9 @@ def _lead(
             run.begin(launch.facts(prepared, everywhere, world) | there, prepared, noticed, lost)
             epoch = 1 if run.claim is None else epochs.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
 
-        def enter() -> None:
-            tend()  # a node that was asked to stop has left by now, and all shall stop
-            enter_first(first, peer, run.claim, wanted.resilience.heartbeat_s, epoch)
-            until_all_meet.pop_all()  # by the sign the others go on, and come back, without this node too
-
+        enter = functools.partial(
+            enter_first, first, peer, run.claim, wanted.resilience.heartbeat_s, epoch, until_all_meet
+        )
         return run.to_the_end(peer, enter)
 
 
@@ -304,14 +237,25 @@ def _replay_of(form: Mapping[str, Any]) -> Any:
     return replay_of(form)
 
 
-def enter_first(first: FirstNode, peer: Peer, claim: Claim | None, heartbeat_s: float, epoch: int) -> None:
-    """Have all who have met enter the circle, node 0 with them. Raises RunError."""
+def enter_first(
+    first: FirstNode,
+    peer: Peer,
+    claim: Claim | None,
+    heartbeat_s: float,
+    epoch: int,
+    until_all_meet: contextlib.ExitStack | None = None,
+) -> None:
+    """Have all who have met enter the circle, node 0 with them; by what holds `until_all_meet` they go on, and come
+    back, without this node too, so it stays. Raises RunError, and StopAsked once one of them was asked to stop."""
+    hearing(first)()  # a node that was asked to stop has left by now, and all shall stop
     at = first.bound()
     roster = first.roster(epoch, at)
     me = roster.member(0)
     assert me is not None
     first.enter(roster)
     peer.enter(me, roster, first.door, at, heartbeat_s, claim)
+    if until_all_meet is not None:
+        until_all_meet.pop_all()
 
 
 def hearing(first: FirstNode) -> Callable[[], None]:
@@ -339,7 +283,7 @@ def gather(first: FirstNode, meeting: Meeting, tend: Callable[[], None]) -> None
         if first.missing() != said:
             said = first.missing()
             names = f"node{'s' if len(said) > 1 else ''} {', '.join(map(str, said))}"
-            _say(meeting, f"waiting for {names} at {meeting.place.text}, for {meeting.timeout_s:g} s at most")
+            meeting.say(f"waiting for {names} at {meeting.place.text}, for {meeting.timeout_s:g} s at most")
         _look(first, tend)
 
 
@@ -398,8 +342,8 @@ def _follow(
 ) -> int:
     said = hello(wanted, devices, meeting, planned=planned)
     with shared_memory.held(paths, meeting.node, wanted=wanted.resilience.memory is not False) as shared:
-        where = member.Where(meeting.node, meeting.nodes, meeting.place.folder)
-        run = member.Member(wanted, paths, devices, where, said, shared, functools.partial(_say, meeting), planned)
+        where = Where(meeting.node, meeting.nodes, meeting.place.folder)
+        run = member.Member(paths, devices, where, said, meeting.say, wanted, shared, planned)
         works = Works(run.make, run.lead, run.claim, wanted.resilience.heartbeat_s)
         try:
             peer = take_part(said, meeting, works, functools.partial(epochs.leader, paths))
@@ -430,14 +374,12 @@ def take_part(
     """
     while True:
         with stoppable():
-            node = other_node.seek(meeting.place, said, meeting.timeout_s, functools.partial(_say, meeting), leader)
+            node = other_node.seek(meeting.place, said, meeting.timeout_s, meeting.say, leader)
         with contextlib.closing(node):
             found = _take_part(node, meeting, works)
         if found is not None:
             return found
-        _say(
-            meeting, f"node 0 was lost ({node.lost}); waiting for it to come back, for {meeting.timeout_s:g} s at most"
-        )
+        meeting.say(f"node 0 was lost ({node.lost}); waiting for it to come back, for {meeting.timeout_s:g} s at most")
         time.sleep(other_node.PAUSE_S)
 
 
@@ -455,7 +397,7 @@ def _take_part(node: OtherNode, meeting: Meeting, works: Works) -> Peer | int | 
     peer = Peer(node.secret, works.make, works.lead, _replay_of)
     try:
         with stoppable(), contextlib.suppress(_Changed):
-            _say(meeting, "reached node 0, which prepares the run when all are there")
+            meeting.say("reached node 0, which prepares the run when all are there")
             wait(node, lambda: settled() or node.offer is not None or node.roster is not None)
             if node.offer is not None and not settled():
                 peer.prepared(node.offer, works.make(node.offer, tend))
@@ -474,10 +416,10 @@ def _take_part(node: OtherNode, meeting: Meeting, works: Works) -> Peer | int | 
     if node.refused is not None:
         raise ConfigError(node.refused)
     if node.over is not None:
-        _say(meeting, node.over[1])
+        meeting.say(node.over[1])
         return node.over[0]
     return None
 
 
 def _refused(meeting: Meeting, host: str, why: str) -> None:
-    _say(meeting, f"a caller from {host} was refused: {why}")
+    meeting.say(f"a caller from {host} was refused: {why}")

@@ -11,7 +11,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from phalanx import ending
 from phalanx.cluster.fork import end_child, fork
@@ -31,12 +31,19 @@ Hold = Callable[[], contextlib.AbstractContextManager[Again | None]]
 class Recorder:
     """`hold` is entered for as long as it lives: locks and files that belong to whoever leads. A process that something
     has killed is replaced by another one, which is told again of what was not written yet. The first begins at once or,
-    `later`, when `safe` is called: whoever has just come to lead tells the other nodes what to do before that."""
+    `later`, when `safe` is called: whoever has just come to lead tells the other nodes what to do before that. `steps`
+    is 0 where nobody tells of any; `stream` is where the run is shown, standard output if None."""
 
     def __init__(
-        self, paths: RunPaths, steps: int, unit: str, hold: Hold = contextlib.nullcontext, later: bool = False
+        self,
+        paths: RunPaths,
+        steps: int,
+        unit: str,
+        hold: Hold = contextlib.nullcontext,
+        later: bool = False,
+        stream: TextIO | None = None,
     ) -> None:
-        self._follower = (paths, steps, unit, hold)
+        self._follower = (paths, steps, unit, hold, stream)
         self._steps: list[int] = []
         self._asked: list[Request] = []
         self._count = 0
@@ -74,8 +81,8 @@ class Recorder:
         return self._told
 
     def note(self, kind: str, details: dict[str, Any]) -> None:
-        """Have an event written and shown; details hold `attempt`. An incident is, once a new step is done; what is
-        said `again`, only where its attempt has none of that kind."""
+        """Have an event written and shown; details hold `attempt`. An incident is once a new step is done, if steps are
+        told of; what is said `again`, only where its attempt has none of that kind."""
         self._count += 1
         event = {"number": self._count, "kind": str(kind), "time": time.time(), **details}
         self._unwritten[self._count] = line = json.dumps(event).encode() + b"\n"
@@ -225,6 +232,8 @@ class _Shown:
     def _begin_incident(self, number: int, details: dict[str, Any]) -> None:
         self._open.append(number)
         self.incidents.begin(details)
+        if not self.console.total_steps:
+            self.incidents.end({"seconds": max(0.0, time.time() - details["began"])})
 
     def catch_up(self) -> None:
         """Go through what was done since incidents that another process was told of, before the next of them and behind
@@ -273,8 +282,10 @@ def _is_of(event: dict[str, Any], incident: dict[str, Any]) -> bool:
     return same and isinstance(when, float) and when >= incident["began"]
 
 
-def _record(events: int, told: int, replaces: bool, paths: RunPaths, steps: int, unit: str, hold: Hold) -> int:
-    shown = _Shown(Console(steps, paths.name, unit=unit), paths, told, replaces)
+def _record(
+    events: int, told: int, replaces: bool, paths: RunPaths, steps: int, unit: str, hold: Hold, stream: TextIO | None
+) -> int:
+    shown = _Shown(Console(steps, paths.name, stream, unit), paths, told, replaces)
     follower = Follower(paths, shown)
     with hold() as again, open(events, "rb", buffering=0) as pipe:
         received = b""

@@ -6,7 +6,9 @@ believed when it comes twice in a row, or three times where accidents are freque
 must be worth it: more than the noise of what was measured could pretend.
 """
 
+import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +34,9 @@ OFF_OF_THREE, FAR_OF_THREE, FAR_OF_THREE_AT_MOST, SPREAD_OF_THREE = 1.25, 2.2, 0
 ACCIDENTS = 1e-3  # part of all measurements that are far off for nothing; assumed for so many steps:
 ACCIDENTS_AT_FIRST, ACCIDENTS_MEMORY = 64, 256
 BY_ACCIDENT = 3e-4  # part of all steps in which two accidents in a row may be believed
+# Steps in a row that differ by so much less than the noise that it must be over: four differences of two ranks' steps
+# come to a fifth of it once in some hundreds of steps.
+CALM, CALM_STEPS = 5.0, 3
 
 # Deviations of the part of a rank's seconds that comes by the micro-batch: as it was foretold, behind a change of the
 # device's speed, and behind another division.
@@ -209,6 +214,7 @@ class History:
     warm: bool = False  # the first step of an attempt is no measure of the next
     used: tuple[Pace, ...] | None = None  # None: nothing was measured yet
     in_vain: tuple[tuple[Pace, ...], float] | None = None  # paces, and what a step would take as divided by them
+    lately: tuple[tuple[tuple[int, int, float], ...], ...] = ()  # micro-batches, sequences, seconds of the last steps
 
     @property
     def measured(self) -> list[Speed]:
@@ -236,6 +242,10 @@ def observe(history: History, division: Division, busy_s: Sequence[float]) -> Hi
     assert len(busy_s) == len(history.speeds), (busy_s, history.speeds)
     if not history.warm:
         return replace(history, warm=True)
+    told = tuple((*_work(division, number), busy) for number, busy in enumerate(busy_s))
+    history = replace(history, lately=(*history.lately, told)[-CALM_STEPS:])
+    if (calm := _calm(history)) is not None:
+        return calm
     ranks = len(busy_s)
     rows = [
         (number, pace, *_work(division, number), busy)
@@ -258,6 +268,28 @@ def observe(history: History, division: Division, busy_s: Sequence[float]) -> Hi
         accidents=min(max(accidents / (steps * ranks), ACCIDENTS), 0.5),
         accidents_seen=min(steps, ACCIDENTS_MEMORY),
     )
+
+
+def _calm(history: History) -> History | None:
+    """What is known where much noise has just ended: only the last steps count. None where it has not.
+
+    How much they differ from one to the next says so at once, whatever they differed from before.
+    """
+    if len(history.lately) < CALM_STEPS or not all(0 < busy < math.inf for step in history.lately for *_, busy in step):
+        return None
+    ratios = [
+        [busy / pace.expected_s(parts, pieces) for parts, pieces, busy in steps]
+        for pace, steps in zip(history.paces, zip(*history.lately, strict=True), strict=True)
+    ]
+    changes = [math.log(after / before) for each in ratios for before, after in itertools.pairwise(each)]
+    noise = max(NOISE, math.sqrt(sum(change**2 for change in changes) / (2 * len(changes))))
+    if noise * CALM > history.noise:
+        return None
+    paces, sure = [], noise**2 / CALM_STEPS
+    for pace, (parts, pieces, _), each in zip(history.paces, history.lately[-1], ratios, strict=True):
+        now = pace._scaled(parts, pieces, statistics.geometric_mean(each), sure, SHAPE_AFTER_CHANGE, CALM_STEPS)
+        paces.append(replace(now, changed=True))
+    return replace(history, paces=tuple(paces), noise=noise, noise_seen=NOISE_AT_FIRST, in_vain=None, lately=())
 
 
 def _noise(history: History, rows: Sequence[tuple[int, Pace, int, int, float]]) -> tuple[float, float]:

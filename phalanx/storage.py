@@ -105,6 +105,13 @@ def _made(pid: int, root: str) -> tuple[Any, str]:
     return made
 
 
+def in_region(region: str) -> None:
+    """Look for S3's buckets in a region, from now on in this process; else the environment or S3 itself says where."""
+    settings = fsspec.config.conf.setdefault("s3", {})
+    settings["client_kwargs"] = {**settings.get("client_kwargs", {}), "region_name": region}
+    _made.cache_clear()
+
+
 def _patiently(what: str, url: str, action: Callable[[Attempt], T], timeout_s: float) -> T:
     return patiently(what, url, action, timeout_s, _renew)
 

@@ -24,7 +24,7 @@ from phalanx.devices import Device, devices_of_ranks, warmed
 from phalanx.errors import ConfigError, RunError
 from phalanx.hardware import Hardware
 from phalanx.launch import Prepared
-from phalanx.nodes import Meeting
+from phalanx.meetings import Meeting
 from phalanx.records import ExitCode, Kind, Placement, RunPaths
 from phalanx.report import measured, words
 from phalanx.report.terminal import open_terminal

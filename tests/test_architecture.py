@@ -104,12 +104,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "remote_run": PLAIN | {"cluster", "report"},
     "fitness": PLAIN | {"cluster", "devices"},
     "deep_health": PLAIN | {"cluster", "devices", "report", "train"},
-    "health_nodes": PLAIN | {"cluster", "deep_health", "nodes", "report"},
+    "health_nodes": PLAIN | {"cluster", "deep_health", "meetings", "nodes", "report"},
     "node_commands": PLAIN | {"cluster", "report"},
     "doctor": PLAIN
     | {"accelerator", "cluster", "comm", "deep_health", "devices", "launch", "models", "parallel", "report", "train"},
     "doctor_commands": PLAIN | {"cluster", "doctor", "report"},
-    "health_commands": PLAIN | {"cluster", "deep_health", "health_nodes", "nodes", "report"},
+    "health_commands": PLAIN | {"cluster", "deep_health", "health_nodes", "meetings", "report"},
     "ending": PLAIN | {"checkpoint", "report"},
     "layouts": PLAIN | {"cluster", "devices", "plan", "train"},
     "foretelling": PLAIN | {"layouts", "plan"},
@@ -123,13 +123,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharding": PLAIN | {"accelerator", "models", "comm", "optim", "cluster", "sharded_model", "parallel"},
     "scripts": PLAIN | {"accelerator", "cluster", "comm", "parallel"},
     "compat": PLAIN | {"accelerator", "cluster", "comm", "models", "parallel", "scripts"},
-    "survey": PLAIN | {"cluster", "devices", "launch", "member", "nodes", "offers", "report", "train"},
+    "survey": PLAIN | {"cluster", "devices", "launch", "meetings", "member", "nodes", "offers", "report", "train"},
     "offers": PLAIN | {"cluster", "plan"},
     "recorder": PLAIN | {"cluster", "ending", "report"},
+    "meetings": PLAIN | {"cluster", "report"},
+    "participant": PLAIN | {"cluster", "devices", "fitness", "recorder", "report", "train"},
     "member": PLAIN
-    | {"cluster", "devices", "fitness", "launch", "offers", "recorder", "remote_run", "ending", "report", "train"},
+    | {"cluster", "devices", "fitness", "launch", "offers", "participant", "recorder", "remote_run", "ending", "report"}
+    | {"train"},
     "nodes": PLAIN
-    | {"cluster", "devices", "fitness", "launch", "member", "remote_run", "ending", "report", "train", "checkpoint"},
+    | {"cluster", "devices", "fitness", "launch", "meetings", "member", "participant", "remote_run", "ending", "report"}
+    | {"checkpoint", "train"},
+    "script_nodes": PLAIN
+    | {"cluster", "compat", "devices", "fitness", "meetings", "nodes", "participant", "recorder", "report", "train"},
     "help_texts": {"config"},
     "data_commands": PLAIN | {"data", "help_texts", "report", "train"},
     "keeper": PLAIN | {"cluster", "ending"},
@@ -138,8 +144,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan_commands": PLAIN | {"data_commands", "models", "plan", "report"},
     "cli": PLAIN
     | {"compat", "data_commands", "plan_commands", "health_commands", "node_commands", "job_commands"}
-    | {"doctor_commands", "before_start", "help_texts", "nodes", "survey", "launch", "generation"}
-    | {"generation_over_ranks", "report", "train"},
+    | {"doctor_commands", "before_start", "help_texts", "meetings", "nodes", "script_nodes", "survey", "launch"}
+    | {"generation", "generation_over_ranks", "report", "train"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -169,13 +175,13 @@ MAY_USE: dict[str, set[str]] = {
     "before_start": {"rich", "yaml"},
     "launch": {"rich", "yaml"},
     "member": {"yaml"},
-    "nodes": {"rich"},
+    "meetings": {"rich"},
     "generation": {"torch", "transformers"},
     "generation_over_ranks": {"torch", "transformers"},
     "sharded_model": {"torch"},
     "sharding": {"torch"},
     "scripts": {"torch"},
-    "compat": {"torch", "numpy"},
+    "compat": {"torch", "numpy", "transformers"},
     "data_commands": {"typer"},
     "doctor": {"torch"},
     "doctor_commands": {"typer"},
@@ -210,7 +216,9 @@ ALSO_TORCH_FREE = (
     "phalanx.before_start",
     "phalanx.launch",
     "phalanx.layouts",
+    "phalanx.meetings",
     "phalanx.nodes",
+    "phalanx.script_nodes",
     "phalanx.survey",
     "phalanx.scripts.ranks",
     "phalanx.compat.run",

@@ -63,6 +63,7 @@ class Job:
     header: dict[str, Any]
     parameters: Parameters
     stored: list[Stored]
+    spared: int | None = None  # a step whose checkpoint stays beside the newest
 
 
 class Saver:
@@ -95,6 +96,7 @@ class Saver:
         self._rank = rank
         self._group = group
         self._keep = keep
+        self.spared: int | None = None  # a step whose checkpoint stays beside the newest, from the next save on
         self._on_event = on_event
         self._before_commit, self._before_write = before_commit, before_write
         self._buffer = HostBuffer()
@@ -115,7 +117,7 @@ class Saver:
         self.snapshot_s = time.perf_counter() - started - self.blocked_s
         plain = json.loads(canonical(header))  # a header that is not JSON fails here, where the mistake is
         shapes = {name: (tuple(shape), dtype) for name, (shape, dtype) in parameters.items()}
-        job = Job(int(plain["step"]), attempt, plain, shapes, stored)
+        job = Job(int(plain["step"]), attempt, plain, shapes, stored, self.spared)
         # A daemon: a process that fails leaves at once, and the next attempt clears what it left behind.
         self._thread = Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -268,7 +270,7 @@ class Saver:
             details["replaced"] = replaced
         self._on_event(Kind.CHECKPOINT_SAVED, details)
         try:
-            place.retain(self._keep, job.step)
+            place.retain(self._keep, job.step, job.spared)
         except (OSError, PhalanxError) as error:
             message = f"old checkpoints in {self.folder} cannot be removed ({error}), so their place may fill"
             self._on_event(Kind.WARNING, {"message": f"{message}; remove them by hand"})

@@ -48,9 +48,9 @@ class Local:
         """Remove the files of a save that failed; best effort, as the next save comes by again."""
         shutil.rmtree(self._unfinished(step, attempt), ignore_errors=True)
 
-    def retain(self, keep: int, step: int) -> None:
+    def retain(self, keep: int, step: int, spared: int | None = None) -> None:
         """Remove old checkpoints. Raises OSError."""
-        retain(self._folder, keep, step)
+        retain(self._folder, keep, step, spared)
 
     def remove(self, step: int) -> None:
         """Remove the checkpoint of a step. Raises OSError."""
@@ -110,8 +110,8 @@ def clear_leftovers(folder: Path, attempt: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def retain(folder: Path, keep: int, step: int) -> None:
-    """Remove checkpoints older than the `keep` newest valid ones, counted from the just saved `step`.
+def retain(folder: Path, keep: int, step: int, spared: int | None = None) -> None:
+    """Remove checkpoints older than the `keep` newest valid ones, counted from the just saved `step`; not `spared`.
 
     Newer ones were left behind by a run that went back, damaged ones among the kept are evidence: both stay. Raises
     OSError.
@@ -121,7 +121,7 @@ def retain(folder: Path, keep: int, step: int) -> None:
         path = step_folder(folder, other)
         if other >= step:
             continue
-        if kept >= keep:
+        if kept >= keep and other != spared:
             remove_folder(path)
         elif is_whole(path):
             kept += 1

@@ -74,7 +74,7 @@ class Remote:
         """Leave the files of a save that failed: the store that failed would only be waited for once more, and `clear`
         comes by before the next save."""
 
-    def retain(self, keep: int, step: int) -> None:
+    def retain(self, keep: int, step: int, spared: int | None = None) -> None:
         """Remove old checkpoints, as `local.retain` does; manifests first, so that no half of one is left."""
         kept = 1
         for other in find(self._folder):
@@ -84,7 +84,8 @@ class Remote:
             if kept < keep:
                 kept += is_whole(path)
                 continue
-            self.remove(other)
+            if other != spared:
+                self.remove(other)
 
     def remove(self, step: int) -> None:
         """Remove the checkpoint of a step, its manifest first."""

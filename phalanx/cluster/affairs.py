@@ -22,8 +22,8 @@ class Phase(enum.StrEnum):
 @dataclass(frozen=True)
 class Policy:
     """`on_lost_node`: of "replace", "shrink" and "wait", what is tried, in that order, before the run stops. `group`:
-    ranks that hold one copy of the model together. `nodes`: as many as the run was started for, without spares.
-    `replicate_every`: of so many steps a second node has one."""
+    ranks that hold one copy of the model together. `nodes`: as many as the run was started for, without spares; with
+    fewer than `least` it does not go on. `replicate_every`: of so many steps a second node has one."""
 
     nodes: int
     max_restarts: int = 3
@@ -33,6 +33,7 @@ class Policy:
     same_crash: int = 3
     group: int = 1
     replicate_every: int = 1
+    least: int = 1
 
 
 @dataclass(frozen=True)

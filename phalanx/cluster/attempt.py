@@ -112,10 +112,10 @@ class Attempt:
 
     def _fork(self, placement: Placement) -> None:
         keep = [] if placement.store is None or placement.store.listen_fd is None else [placement.store.listen_fd]
-        interface = self.part.interface
-        taken = self.early.take(self.job, placement, interface)
+        job, interface = self.job, self.part.interface
+        taken = self.early.take(job, placement, interface)
         try:
-            pid, pidfd = taken or fork(lambda: run_worker(self.job.worker, placement, self.job.paths, interface), keep)
+            pid, pidfd = taken or fork(lambda: run_worker(job.worker, placement, job.paths, interface, job.logs), keep)
         except OSError as error:
             raise PhalanxError(
                 f"rank {placement.rank} was not started, as there is no room here for another process or open file "
@@ -128,7 +128,8 @@ class Attempt:
             paths.log(self.number, 0).parent.mkdir(parents=True, exist_ok=True)
             for rank in range(self.part.first_rank, self.part.first_rank + self.job.world):
                 paths.cause(self.number, rank).unlink(missing_ok=True)  # of an older run with the same number
-                paths.log(self.number, rank).touch()
+                if self.job.logs:
+                    paths.log(self.number, rank).touch()
         except OSError as error:
             raise RunError(
                 f"the workers' logs cannot be written under {paths.root} ({error.strerror}), so no worker was started; "

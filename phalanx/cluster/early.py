@@ -16,7 +16,7 @@ from phalanx.cluster.fork import fork, kill_group
 from phalanx.cluster.job import Job
 from phalanx.cluster.worker import run_worker
 from phalanx.kept import Kept, KeptFile
-from phalanx.records import ExitCode, Placement, RunPaths, StoreAddress
+from phalanx.records import ExitCode, Placement, StoreAddress
 from phalanx.replicas import receive, send
 
 LATER_S = 2.0  # after an attempt has begun: its own ranks come first
@@ -59,7 +59,7 @@ class Early:
             ours.settimeout(TOLD_S)
             with theirs:
                 try:
-                    pid, pidfd = fork(lambda: _wait(theirs, job.worker, job.paths), [theirs.fileno()])
+                    pid, pidfd = fork(lambda: _wait(theirs, job), [theirs.fileno()])
                 except OSError:
                     ours.close()
                     return
@@ -92,7 +92,7 @@ def _end(each: _Waiting) -> None:
     each.told.close()
 
 
-def _wait(told: socket.socket, worker: Worker, paths: RunPaths | None) -> int:
+def _wait(told: socket.socket, job: Job) -> int:
     """In a child: be told which rank it is, and be that."""
     with told:
         _, descriptors, _, _ = socket.recv_fds(told, 1, 1)
@@ -106,7 +106,7 @@ def _wait(told: socket.socket, worker: Worker, paths: RunPaths | None) -> int:
             return int(ExitCode.FAILED)
         os.set_inheritable(descriptors[0], False)
         placement = replace(placement, store=replace(placement.store, listen_fd=descriptors[0]))
-    return run_worker(worker, placement, paths, message["interface"])
+    return run_worker(job.worker, placement, job.paths, message["interface"], job.logs)
 
 
 def _placement_of(tree: dict[str, Any]) -> Placement:

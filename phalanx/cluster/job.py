@@ -115,7 +115,8 @@ class Job:
     memory, and has it ask for less if that can be. None: it is a death like any other.
 
     `devices` has one name per rank (none given: all on the CPU). `paths` says where logs and causes of death go (None:
-    standard error, and no causes). `on_event(kind, details)` gets the events; details always hold `attempt`. `on_idle`
+    standard error, and no causes), `logs` whether ranks have logs or write to
+    where their agent does. `on_event(kind, details)` gets the events; details always hold `attempt`. `on_idle`
     is called about every 0.1 s. `grace_s`: seconds that workers get, after a stop signal, to finish their step and
     save, before they are killed. `part` and `others` belong to a job on several nodes. `shared`: a
     folder in this node's shared memory, which outlives the ranks, where they may keep their state if it `keeps` that;
@@ -144,6 +145,7 @@ class Job:
     known: Known = field(default_factory=Known)
     kept: Callable[[], Kept | None] = _nothing_kept
     same_crash: int = 3
+    logs: bool = True
 
     def __post_init__(self) -> None:
         self.devices = list(self.devices) or ["cpu"] * self.world

@@ -237,14 +237,16 @@ class Leader:
         self.state, actions = decide(self.state, event)
         running = (Phase.RUNNING, Phase.ENDING)
         if before.phase in running and (self.state.phase not in running or self.state.attempt > before.attempt):
-            self._report_deaths(before)
+            gone = isinstance(event, Lost) and event.node in before.seats and event.node not in before.codes
+            self._report_deaths(before, gone)
         for action in actions:
             self._perform(action)
 
-    def _report_deaths(self, before: State) -> None:
-        """Say which rank's end brought an attempt down, now that all are known."""
+    def _report_deaths(self, before: State, gone: bool) -> None:
+        """Say which rank's end brought an attempt down, now that all are known; `gone`: with the last of them its
+        node."""
         ends = [end for each in self._ends.values() for end in each if end.abnormal]
-        lost = bool(self.state.gone) or bool(before.gone)
+        lost = gone or bool(self.state.gone) or bool(before.gone)
         if not ends or (lost and all(is_aftermath(end) for end in ends)):
             return
         details = first_cause(ends).details()

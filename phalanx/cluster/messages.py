@@ -208,6 +208,7 @@ class _Policy(_Part):
     same_crash: Count
     group: Ranks
     replicate_every: Count
+    least: Ranks
 
 
 class _Offer(_Part):

@@ -1,6 +1,8 @@
-"""Which rank a process is when something else started it: torchrun's or Slurm's environment, read into a placement."""
+"""Which rank a process is when something else started it: the environment of torchrun, Open MPI's mpirun or Slurm, read
+into a placement."""
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import ConfigError
@@ -8,6 +10,7 @@ from phalanx.records import Placement, StoreAddress
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 OF_USERS = ("SLURM_CONF", "SLURM_CLUSTERS")  # of Slurm's variables, what says which cluster is meant
 
 
@@ -17,17 +20,19 @@ def outside(environment: Mapping[str, str]) -> dict[str, str]:
     restarts for its own."""
     inside = "SLURM_JOB_ID" in environment
     gone = {name for name in environment if inside and name.startswith("SLURM_") and name not in OF_USERS}
-    return {name: value for name, value in environment.items() if name not in {*TORCHRUN, *gone}}
+    return {name: value for name, value in environment.items() if name not in {*TORCHRUN, *MPIRUN, *gone}}
 
 
 def from_environment(environment: Mapping[str, str], devices: Sequence[str]) -> Placement | None:
-    """The placement that torchrun or `srun` describes, or None when neither started this process.
+    """The placement that torchrun, mpirun or `srun` describes, or None when none of them started this process.
 
     `devices` are this node's accelerators ("cpu" is used when there are none). Raises ConfigError when the variables
     are there but make no sense, or when a node has more ranks than accelerators.
     """
     if all(name in environment for name in TORCHRUN):
         return _torchrun(environment, devices)
+    if all(name in environment for name in MPIRUN):  # mpirun's own processes may be tasks of srun
+        return _mpirun(environment, devices)
     # Inside an allocation but outside a step (an sbatch script, say) a process is alone.
     if all(name in environment for name in SLURM) and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         return _slurm(environment, devices)
@@ -39,12 +44,7 @@ def _torchrun(environment: Mapping[str, str], devices: Sequence[str]) -> Placeme
     local_world = _number(environment, "LOCAL_WORLD_SIZE", world)
     _check_place(("RANK", rank), ("WORLD_SIZE", world), "torchrun")
     _check_place(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_world), "torchrun")
-    port = _number(environment, "MASTER_PORT")
-    if not 0 < port < 65536:
-        raise ConfigError(
-            f"the environment variable MASTER_PORT is {port}, where no rank can meet another; give a free port between "
-            "1 and 65535, or start torchrun with --standalone"
-        )
+    port = _master_port(environment)
     # torchrun's own agent usually keeps the store; otherwise rank 0 has to.
     kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Placement(
@@ -59,15 +59,51 @@ def _torchrun(environment: Mapping[str, str], devices: Sequence[str]) -> Placeme
     )
 
 
+def _mpirun(environment: Mapping[str, str], devices: Sequence[str]) -> Placement:
+    rank, world, local_rank, local_world = (_number(environment, name) for name in MPIRUN)
+    _check_place((MPIRUN[0], rank), (MPIRUN[1], world), "mpirun")
+    _check_place((MPIRUN[2], local_rank), (MPIRUN[3], local_world), "mpirun")
+    host = environment.get("MASTER_ADDR") or ("127.0.0.1" if local_world == world else None)
+    if host is None:
+        raise ConfigError(
+            f"mpirun has started {world} ranks, {local_world} of them here, but does not say where rank 0 is; give its "
+            "host to all of them: mpirun -x MASTER_ADDR=HOST"
+        )
+    job = zlib.crc32(environment.get("PMIX_NAMESPACE", "").encode())
+    return Placement(
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        local_world=local_world,
+        node=rank // local_world,
+        device=_seen(devices, local_rank, local_world),
+        store=StoreAddress(host, _master_port(environment, _port(job)), serve=rank == 0),
+    )
+
+
+def _master_port(environment: Mapping[str, str], default: int | None = None) -> int:
+    port = _number(environment, "MASTER_PORT", default)
+    if not 0 < port < 65536:
+        raise ConfigError(
+            f"the environment variable MASTER_PORT is {port}, where no rank can meet another; give a free port between "
+            "1 and 65535, or start torchrun with --standalone"
+        )
+    return port
+
+
+def _port(job: int) -> int:
+    """Where ranks of a job meet; ports below 10000 and above 60000 are left to others."""
+    return 10000 + job % 50000
+
+
 def _slurm(environment: Mapping[str, str], devices: Sequence[str]) -> Placement:
     rank, world = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
     local_rank = _number(environment, "SLURM_LOCALID")
     local_world = _tasks_here(environment, world)
     _check_place(("SLURM_PROCID", rank), ("SLURM_STEP_NUM_TASKS", world), "srun")
     _check_place(("SLURM_LOCALID", local_rank), ("SLURM_STEP_TASKS_PER_NODE", local_world), "srun")
-    # Two steps of a job must not meet each other; ports below 10000 and above 60000 are left to others.
-    job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID", 0)
-    port = 10000 + (job * 64 + step) % 50000
+    # Two steps of a job must not meet each other.
+    port = _port(_number(environment, "SLURM_JOB_ID") * 64 + _number(environment, "SLURM_STEP_ID", 0))
     return Placement(
         rank=rank,
         world=world,
@@ -147,5 +183,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
         return default
     value = environment[name]
     if not re.fullmatch(r"[0-9]{1,18}", value):
-        raise ConfigError(f"the environment variable {name} is {value!r}, not a number; let torchrun or srun set it")
+        raise ConfigError(
+            f"the environment variable {name} is {value!r}, not a number; let torchrun, mpirun or srun set it"
+        )
     return int(value)

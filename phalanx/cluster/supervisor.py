@@ -221,7 +221,7 @@ def _time(state: State, now: float) -> Decision:
 def _pause(state: State, now: float, why: str) -> Decision:
     """End an attempt that has not failed, so that the ranks can be divided anew; nothing is lost, as they save."""
     ending = replace(state, phase=Phase.ENDING, since=now, planned=why)
-    said = Note(Kind.WARNING, {"message": f"{why}: the ranks save, and are divided anew"})
+    said = Note(Kind.WARNING, {"message": f"{why}: the ranks are asked to save, and are divided anew"})
     return ending, [said, End(state.attempt, saving=True)]
 
 
@@ -344,9 +344,12 @@ def _filled(state: State, kept: tuple[int, ...], usable: Iterable[Node]) -> tupl
 
 
 def _plan(state: State, usable: Iterable[Node]) -> tuple[tuple[int, int], ...]:
-    """Node and ranks of a division over what there is: nodes with a seat first, and whole copies of the model."""
+    """Node and ranks of a division over what there is: nodes with a seat first, and whole copies of the model; empty
+    where that is too little."""
     order = {node: index for index, node in enumerate(state.seats)}
     chosen = sorted(usable, key=lambda node: (order.get(node.node, len(order)), node.node))[: state.policy.nodes]
+    if len(chosen) < state.policy.least:
+        return ()
     chosen.sort(key=lambda node: node.node)
     left = sum(node.ranks for node in chosen) // state.policy.group * state.policy.group
     plan = []

@@ -23,17 +23,24 @@ STACKS_SIGNAL = signal.SIGUSR2  # a worker that gets it writes the stacks of its
 
 
 def run_worker(
-    worker: Callable[[Placement], int], placement: Placement, paths: RunPaths | None, interface: str | None = "lo"
+    worker: Callable[[Placement], int],
+    placement: Placement,
+    paths: RunPaths | None,
+    interface: str | None = "lo",
+    logs: bool = True,
 ) -> int:
     """Run one rank to its end and return its exit code; an exception is written to the cause file and the log.
     `interface` is the network interface that leads to the other ranks, unless the environment names one; of threads the
     environment may say how many, too.
 
-    A PhalanxError leaves its sentence in the log, anything else its traceback. With `paths` None both go to the
-    inherited standard error, and no cause file is written.
+    A PhalanxError leaves its sentence in the log, anything else its traceback. With `paths` None, or without
+    `logs`, both go to the inherited standard error; with None no cause file is written.
     """
     if paths is not None:
-        _redirect_output(paths.log(placement.attempt, placement.rank))
+        if logs:
+            _redirect_output(paths.log(placement.attempt, placement.rank))
+        faulthandler.enable(file=2, all_threads=True)
+        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
         if placement.shared is not None:
             _record_flights(paths.flights(placement.attempt), _pipes(Path(placement.shared)))
     # Without this gloo asks the resolver for the host's own name, maybe in vain.
@@ -63,8 +70,6 @@ def _redirect_output(log: Path) -> None:
     os.close(fd)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    faulthandler.enable(file=2, all_threads=True)
-    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
 
 
 def _record_flights(records: Path, pipes: Path) -> None:

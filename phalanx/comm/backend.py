@@ -9,6 +9,7 @@ are not queued.
 
 import datetime
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -128,8 +129,12 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, world)  # type: ignore[call-arg]  # the only form of a class of one's own
         self._group_store, self._names = store, {"name": "", "desc": "undefined"}
         self._line = Line(store, rank, world, timeout, host)
-        # Also when the interpreter ends, or nobody holds the group any more.
-        self._leave = weakref.finalize(self, self._line.close)
+        self._leave = weakref.finalize(self, self._line.close)  # also when the interpreter ends, or nobody holds it
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Devices whose tensors it carries: where FSDP puts what it sends. Torch knows that of its own backends."""
+        return [torch.device(kind) for kind in ("cpu", *accelerator.kinds())]
 
     # ------------------------------------------------------------------------------------------------ one result on all
 
@@ -408,8 +413,7 @@ class Group(dist.ProcessGroup):
         return self._names["desc"]
 
     setGroupName, setGroupDesc = _set_group_name, _set_group_desc
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     # Names of older versions of torch, and of its functional collectives.
     _allgather_base = all_gather_single
@@ -478,10 +482,7 @@ def _owned_by(owner: int, count: int, world: int) -> list[int]:
 
 
 def _one_after_another(tensors: Sequence[torch.Tensor]) -> list[int]:
-    cuts = [0]
-    for tensor in tensors:
-        cuts.append(cuts[-1] + tensor.numel())
-    return cuts
+    return [0, *itertools.accumulate(tensor.numel() for tensor in tensors)]
 
 
 def _rows(flat: torch.Tensor, shaped: torch.Tensor, splits: Sequence[int], world: int) -> list[torch.Tensor]:
@@ -490,8 +491,7 @@ def _rows(flat: torch.Tensor, shaped: torch.Tensor, splits: Sequence[int], world
         if flat.numel() % world:
             raise ValueError(f"{tuple(shaped.shape)} does not divide into equal parts for {world} ranks; give splits")
         return list(flat.view(world, -1).unbind()) if flat.numel() else [flat] * world
-    row = flat.numel() // max(1, shaped.shape[0])
-    return list(flat.split([count * row for count in splits]))
+    return list(flat.split([count * (flat.numel() // max(1, shaped.shape[0])) for count in splits]))
 
 
 def _letter(tag: int) -> int:

@@ -1,4 +1,4 @@
-"""`phalanx run`: a script of one's own on the ranks of this machine, or as the one rank that torchrun or Slurm started.
+"""`phalanx run`: a script of one's own on the ranks of this machine, or as the one rank that something else started.
 
 Scripts written for SageMaker's library find `torch.sagemaker` here. Where there is no accelerator, what they say to one
 goes to the CPU.
@@ -10,8 +10,10 @@ import os
 import runpy
 import socket
 import sys
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from phalanx.cluster import agent
 from phalanx.cluster.fork import fork_call
 from phalanx.cluster.placement import device_of, from_environment
 from phalanx.cluster.slurm_step import AUTO_RESUME
-from phalanx.errors import ConfigError
-from phalanx.records import Kind, Placement
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.records import ExitCode, Kind, Placement
 
 # What most scripts import, once in the parent of the ranks.
 PRELOAD = (
@@ -32,9 +34,20 @@ PRELOAD = (
 )
 DEVICES_TIMEOUT_S = 120.0
 GRACE_S = 30.0
-RESTARTS = 3  # with --auto-resume=1, of a script on one node: what it has come to is for it to know
+RESTARTS = 3  # on several nodes, and with --auto-resume=1: what a script has come to is for it to know
+# Exit codes that mean something else to an agent when a rank ends with them.
+OF_RANKS = (ExitCode.STOPPED, ExitCode.OUT_OF_MEMORY)
 LAST_S = datetime.timedelta(days=365)  # that ranks may go on after rank 0 has ended
 PARAMETERS = "SM_HP_MP_PARAMETERS"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a script learns of the job whose ranks this package has started, as torchrun tells it."""
+
+    name: str = "none"
+    first_attempt: int = 1
+    max_restarts: int = 0
 
 
 def run(
@@ -43,40 +56,55 @@ def run(
     environment: Mapping[str, str],
     nproc: int | None = None,
     smp_config: Path | None = None,
+    max_restarts: int | None = None,
 ) -> int:
     """Run a script to its end; gives the exit code, of the first rank that failed. Other ranks are ended with it.
 
-    `nproc` ranks of this machine; None: one for each accelerator, else one; where torchrun or Slurm has started this
-    process, it is one of their ranks. `smp_config`: a JSON file of that library's settings, which take the place of
-    those in the script. Raises ConfigError where there is no such file, or the settings cannot be.
+    `nproc` ranks of this machine; None: one for each accelerator, else one; where torchrun, Slurm or mpirun has
+    started this process, it is one of their ranks. `smp_config`: a JSON file of that library's settings, which take the
+    place of those in the script. `max_restarts`: so often all ranks are started again; None: not at all, or RESTARTS
+    times with --auto-resume=1. Raises ConfigError where there is no such file, or the settings cannot be.
     """
-    if not Path(script).is_file():
-        raise ConfigError(f"there is no script {script}; name a Python file")
-    settings = _settings(smp_config)
+    settings = read(script, smp_config)
     agent.preload(PRELOAD)
     devices: list[str] = fork_call(_found, timeout_s=DEVICES_TIMEOUT_S)
     given = from_environment(environment, devices)
     if given is not None:
         if nproc is not None:
             raise ConfigError(
-                f"--nproc {nproc} is for ranks that this command starts, but torchrun or Slurm has started it as rank "
-                f"{given.rank} of {given.world}; leave it out"
+                f"--nproc {nproc} is for ranks that this command starts, but torchrun, Slurm or mpirun has started it "
+                f"as rank {given.rank} of {given.world}; leave it out"
             )
-        _check(settings, given.world)
+        if max_restarts:
+            raise ConfigError(
+                f"--max-restarts {max_restarts} is for ranks that this command starts, but something else has started "
+                f"rank {given.rank} of {given.world}; have that start them again, or start one process on each node "
+                "with --nodes"
+            )
+        check(settings, given.world)
         if environment.get(AUTO_RESUME) == "1" and given.rank == 0:
             sys.stderr.write(
-                "--auto-resume=1 starts nothing again here: of a script, phalanx run starts only the ranks of one node "
-                "again, those of several nodes belong to srun\n"
+                "--auto-resume=1 starts nothing again here: these ranks belong to srun; `phalanx run`, as one task on "
+                "each node, starts its own again\n"
             )
-        return become(given, script, arguments, settings)
+        try:
+            return become(given, script, arguments, settings)
+        except PhalanxError:
+            raise
+        except Exception:  # the script's own, which is for its author to read
+            traceback.print_exc()
+            return int(ExitCode.FAILED)
     world = nproc or len(devices) or 1
-    _check(settings, world)
-    worker = functools.partial(become, script=script, arguments=list(arguments), settings=settings, ours=True)
+    check(settings, world)
+    if max_restarts is None:
+        max_restarts = RESTARTS if environment.get(AUTO_RESUME) == "1" else 0
+    launched = Launched(max_restarts=max_restarts)
+    worker = functools.partial(become, script=script, arguments=list(arguments), settings=settings, launched=launched)
     job = agent.Job(
         world=world,
         worker=worker,
         devices=[device_of(devices, rank, world) for rank in range(world)],
-        max_restarts=RESTARTS if environment.get(AUTO_RESUME) == "1" else 0,
+        max_restarts=max_restarts,
         on_event=_told,
         grace_s=GRACE_S,
     )
@@ -94,11 +122,14 @@ def _told(kind: str, details: dict[str, Any]) -> None:
         how = f"exit code {details['exit_code']}" if "type" not in details and "exit_code" in details else None
         sys.stderr.write(f"rank {details['rank']} ended first: {how or details.get('reason')}\n")
     if kind == Kind.RESTARTED:
-        sys.stderr.write("all ranks are started again (--auto-resume=1)\n")
+        sys.stderr.write("all ranks are started again\n")
 
 
-def _settings(path: Path | None) -> str | None:
-    """The text of a configuration. Raises ConfigError for one that cannot be read."""
+def read(script: str, path: Path | None) -> str | None:
+    """The text of a configuration, where there is one. Raises ConfigError where it cannot be read, or no script is
+    there."""
+    if not Path(script).is_file():
+        raise ConfigError(f"there is no script {script}; name a Python file")
     if path is None:
         return None
     try:
@@ -107,7 +138,8 @@ def _settings(path: Path | None) -> str | None:
         raise ConfigError(f"--smp-config {path} cannot be read ({error}); name a JSON file") from None
 
 
-def _check(settings: str | None, world: int) -> None:
+def check(settings: str | None, world: int) -> None:
+    """Raise ConfigError where a configuration's settings cannot be, or not with so many ranks."""
     if settings is not None:
         from phalanx.compat.sagemaker import config
 
@@ -118,9 +150,13 @@ def _check(settings: str | None, world: int) -> None:
 
 
 def become(
-    placement: Placement, script: str, arguments: Sequence[str], settings: str | None = None, ours: bool = False
+    placement: Placement,
+    script: str,
+    arguments: Sequence[str],
+    settings: str | None = None,
+    launched: Launched | None = None,
 ) -> int:
-    """Be one rank of a script, in this process; `ours`: one that `run` has started, and not torchrun or Slurm."""
+    """Be one rank of a script, in this process; `launched`: one that this package has started, and nothing else."""
     import torch
 
     from phalanx import accelerator
@@ -129,7 +165,7 @@ def become(
     from phalanx.compat.sagemaker.names import WITHOUT
 
     accelerator.use(torch.device(placement.device), accelerator.threads_of(placement.threads, placement.local_world))
-    store = _announce(placement, ours)
+    store = _announce(placement, launched)
     if settings is not None:
         os.environ[PARAMETERS] = settings
     install()
@@ -140,9 +176,12 @@ def become(
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as leaving:
+            if launched is not None and leaving.code in OF_RANKS:
+                sys.stderr.write(f"{script} has ended with exit code {leaving.code}\n")
+                return int(ExitCode.FAILED)
             if leaving.code not in (None, 0):
                 raise
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             missing = str(error.name).partition(".")[0]
             if missing not in WITHOUT:
                 raise
@@ -160,7 +199,7 @@ def _quieten() -> None:
         warnings.filterwarnings("ignore", message=of_groups, category=UserWarning, module=r"torch\.")
 
 
-def _announce(placement: Placement, ours: bool) -> Any:
+def _announce(placement: Placement, launched: Launched | None) -> Any:
     """Set the variables by which scripts, and torch itself, know where they are. Gives the ranks' store, where
     this package has made it."""
     address = placement.store
@@ -173,8 +212,19 @@ def _announce(placement: Placement, ours: bool) -> Any:
         "MASTER_ADDR": "127.0.0.1" if address is None else address.host,
         "MASTER_PORT": _free_port() if address is None else address.port,
     }
+    if launched is not None:
+        known |= {
+            "ROLE_RANK": placement.rank,
+            "ROLE_NAME": "default",
+            "ROLE_WORLD_SIZE": placement.world,
+            "GROUP_WORLD_SIZE": placement.nodes,
+            "TORCHELASTIC_RESTART_COUNT": placement.attempt - launched.first_attempt,
+            "TORCHELASTIC_MAX_RESTARTS": launched.max_restarts,
+            "TORCHELASTIC_RUN_ID": launched.name,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
     os.environ.update({name: str(value) for name, value in known.items()})
-    if not ours or address is None:
+    if launched is None or address is None:
         return None
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # there is one already: nobody else is to open it
     import torch.distributed as dist
@@ -190,11 +240,20 @@ def _announce(placement: Placement, ours: bool) -> Any:
 
 
 def _leave(store: Any, placement: Placement) -> None:
-    """Rank 0, which keeps the store, leaves last: the others may still ask it. One that fails ends them all."""
+    """Rank 0, which keeps the store, leaves last: the others may still ask it. One that fails ends them all.
+
+    On several nodes none leaves before the script is over on all, since a node may be lost until then."""
+    if placement.rank and placement.nodes > 1:
+        store.set(f"over/{placement.rank}", "")
+        store.wait(["over/0"], LAST_S)
     if placement.rank:
         store.set(f"left/{placement.rank}", "")
-    else:
-        store.wait([f"left/{rank}" for rank in range(1, placement.world)], LAST_S)
+        return
+    others = range(1, placement.world)
+    if placement.nodes > 1:
+        store.wait([f"over/{rank}" for rank in others], LAST_S)
+        store.set("over/0", "")
+    store.wait([f"left/{rank}" for rank in others], LAST_S)
 
 
 def _free_port() -> int:

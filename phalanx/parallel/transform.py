@@ -19,6 +19,7 @@ from phalanx.comm import collectives
 from phalanx.comm.collectives import Traffic, carried_from
 from phalanx.comm.mesh import Axis, neighbours
 from phalanx.errors import ConfigError
+from phalanx.parallel import dropout
 from phalanx.parallel.exchange import Peers
 from phalanx.parallel.slices import Slice, slices
 from phalanx.parallel.tensor import (
@@ -61,6 +62,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "GPTNeoXForCausalLM": _NEOX,
 }
 _DROPOUT = ("attention_dropout", "hidden_dropout")  # keys of their configurations
+_ATTENTION = (".self_attn", ".attention")  # ends of the names of modules with heads
 _TIMEOUT_S = 600.0
 
 
@@ -109,6 +111,8 @@ def transform(
     for parameter in model.parameters():  # not buffers: rotary frequencies keep their digits
         parameter.data = parameter.data.to(dtype=dtype)
     model.register_load_state_dict_pre_hook(take_parts)
+    if any(_config(model).get(key) for key in _DROPOUT):
+        dropout.agree(model, [each for name, each in model.named_modules() if name.endswith(_ATTENTION)], cut.peers)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     return model if on_meta or device is None else model.to(device=device)
 
@@ -151,12 +155,6 @@ def _check(model: nn.Module, numbers: _Heads, size: int) -> None:
         )
     if numbers.vocab_size < size:
         raise ConfigError(f"{over} leaves some without a row of the vocabulary of {numbers.vocab_size}; choose fewer")
-    for key in _DROPOUT:
-        if _config(model).get(key):
-            raise ConfigError(
-                f"{key} {_config(model)[key]:g} of the model would be drawn differently on each of the ranks that "
-                "share a layer; set it to 0 in the model's config"
-            )
 
 
 def _sharers(axis: Axis, kv_heads: int, timeout_s: float) -> Peers | None:

@@ -38,10 +38,10 @@ LINE_S, LINE_MOST_S = 10.0, 60.0  # between two lines without a terminal; the ga
 class Console:
     """Shows the records of one run as they come.
 
-    `total_steps` is where the bar ends, `description` the word at its left, `stream` a text stream (standard output if
-    None), `unit` what the speed counts. On a terminal there is a live bar; anywhere else a line at the first step, then
-    about every ten seconds (a minute on long runs) or every twentieth of the run, and every event. A stream that takes
-    nothing any more is left alone. Close it, or use it as a context manager.
+    `total_steps` is where the bar ends (0: there is none), `description` the word at its left, `stream` a text stream
+    (standard output if None), `unit` what the speed counts. On a terminal there is a live bar; anywhere else a line at
+    the first step, then about every ten seconds (a minute on long runs) or every twentieth of the run, and every event.
+    A stream that takes nothing any more is left alone. Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Console:
         self._work: deque[devices.Step] = deque(maxlen=RATE_STEPS)
         self._devices = ""  # their shares, in a few words
         self._live: Live | None = None
-        if terminal and not self.rich.is_dumb_terminal:
+        if terminal and total_steps and not self.rich.is_dumb_terminal:
             self._live = Live(
                 console=self.rich,
                 auto_refresh=False,

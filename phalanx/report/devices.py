@@ -136,8 +136,10 @@ class Summary:
         if self.even_s is None:
             return ""
         ours, even = words.seconds(self.step_s), words.seconds(self.even_s)
-        if self.even_s <= 1.005 * self.step_s:
+        if abs(self.even_s - self.step_s) <= 0.005 * self.step_s:
             return f"an even split would have been as fast: {ours} a step"
+        if self.even_s < self.step_s:
+            return f"an even split would have been faster: {even} a step instead of {ours}"
         times = f"{self.even_s / self.step_s:.2f} times as long"
         instead = f": {even} a step instead of {ours}" if even != ours else f" as the {ours} of a step"
         return f"an even split would have taken {times}{instead}"

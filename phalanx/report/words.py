@@ -195,13 +195,17 @@ def sentence(event: dict[str, Any], after_step: int | None = None) -> str:
         case Kind.INCIDENT:
             return _incident(event)
         case Kind.SIGNALLED:
-            return f"got {signal_name(event.get('signal'))}: finishing the step, saving, then leaving"
+            then = (
+                "finishing the step, saving, then leaving" if "script" not in event else "the script's ranks get it too"
+            )
+            return f"got {signal_name(event.get('signal'))}: {then}"
         case Kind.STOPPED:
             return "stopped" + _after(event, after_step) + "; the same command goes on from here"
         case Kind.FINISHED:
             took = number(event, "seconds")
             last = " in the last attempt" if (number(event, "attempt") or 1) > 1 else ""
-            return "finished" + _after(event, after_step) + (f", {seconds(took)}{last}" if took is not None else "")
+            spent = f", {seconds(took)}{last}" if took is not None else ""
+            return "finished" + _after(event, after_step) + spent + _because(event)
         case Kind.EXPORTED:
             return f"exported to {event.get('folder', '?')}"
         case Kind.PROFILED:
@@ -234,10 +238,14 @@ def signal_name(value: object) -> str:
 
 
 def _incident(event: dict[str, Any]) -> str:
-    """What failed, where, what was done, and how long it took until a step was done again."""
+    """What failed, where, what was done, and how long it took until a step was done again, where steps are told of."""
     said = f"{event.get('what', 'something failed')}; {event.get('done', 'the ranks start again')}"
     took, step = number(event, "seconds"), event.get("step")
-    return said if took is None else f"{said}; training went on with step {step} after {seconds(took)}"
+    if took is None:
+        return said
+    if step is None:
+        return f"{said}, {seconds(took)} after it was seen"
+    return f"{said}; training went on with step {step} after {seconds(took)}"
 
 
 def _because(event: dict[str, Any]) -> str:

@@ -102,6 +102,7 @@ def transform(
             "phalanx.transform divides a model over ranks, which are not known yet; call phalanx.init first"
         )
     session.layers |= _layers(model)
+    session.experts |= {type(each) for each in model.modules() if "experts" in dict(each.named_children())}
     if session.ranks.tensor > 1:
         _cut(model, session, load_state_dict_from_rank0, device, dtype)
     else:

@@ -44,6 +44,7 @@ class Session:
     groups: dict[str, Any] = field(default_factory=dict)  # made ones, by kind
     needs_sync: bool = False  # the first rank alone has weights, so FSDP has to spread them
     layers: frozenset[type] = frozenset()  # classes of a transformed model's layers
+    experts: frozenset[type] = frozenset()  # of those of its modules that choose among experts
     models: list[int] = field(default_factory=list)  # ids of transformed models
     slices: dict[str, Any] = field(default_factory=dict)  # what a transformed model's local parameters are of the whole
     settings: Any = None  # as they were given, to tell a second call with others

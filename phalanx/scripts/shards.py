@@ -22,6 +22,8 @@ def with_empty_shards(original: Callable[..., ShardedTensor]) -> Callable[..., S
         session = current()
         few = len(tensor.chunk(world_size, dim=0)) < world_size
         if session is None or not session.empty_shards or not few:
+            if not others and len(pg._device_types) > 1:  # it carries the host's too, and would name that
+                others = (tensor.device,)
             return original(tensor, rank, world_size, num_devices_per_node, pg, *others)
         return _divided(tensor, rank, world_size, pg)
 

@@ -19,7 +19,8 @@ from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.messages import Messages
 from phalanx.records import ExitCode, Placement, write_atomic
-from phalanx.train.measure import copied_per_s, host_to_device_per_s, link_of
+from phalanx.train.link import link_of
+from phalanx.train.measure import copied_per_s, host_to_device_per_s
 
 SIZE, SIZE_ON_HOST = 8192, 512  # of the matrices: enough to keep a device busy
 ROWS = 4  # of the product that the host computes too, in float64

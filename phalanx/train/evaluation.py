@@ -12,9 +12,12 @@ from phalanx.train.staged import evaluate_pipeline
 from phalanx.train.step import evaluate
 
 
-def evaluate_all(parts: Parts, mesh: Mesh, records: Records, moments: Moments, step: int, limit: int) -> None:
-    """Loss on each held-out set, of `limit` sequences, weighted as in training."""
+def evaluate_all(
+    parts: Parts, mesh: Mesh, records: Records, moments: Moments, step: int, limit: int
+) -> dict[str, float]:
+    """Loss on each held-out set, of `limit` sequences, weighted as in training; the same on all ranks."""
     moments.at("evaluate", step)
+    losses: dict[str, float] = {}
     if not parts.held_out and limit:
         message = "no evaluation: the held-out documents make less than one sequence (data.held_out)"
         if parts.subject.spec is None:
@@ -32,3 +35,5 @@ def evaluate_all(parts: Parts, mesh: Mesh, records: Records, moments: Moments, s
         details = {"step": step, "set": name, "loss": loss, "tokens": tokens, "seconds": seconds}
         details |= {"scores": scores, "unit": parts.subject.unit}
         records.event(Kind.EVALUATED, details)
+        losses[name] = loss
+    return losses

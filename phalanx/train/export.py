@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.read import Checkpoint, newest_valid
+from phalanx.checkpoint.read import Checkpoint, examine, find, newest_valid, step_folder
 from phalanx.config import Config
 from phalanx.errors import CheckpointError, ConfigError, RunError
 from phalanx.models import hf
@@ -33,8 +33,9 @@ def export_run(
     progress: Callable[[int, int], None] | None = None,
     note: bool = True,
     merge: bool | None = False,
+    step: int | None = None,
 ) -> int:
-    """Write the newest valid checkpoint of a run as a Hugging Face folder; returns its step.
+    """Write the newest valid checkpoint of a run, or that of `step`, as a Hugging Face folder; returns its step.
 
     `dtype`: bf16, fp16, fp32 or fp64; None: that of the folder the run started from, else the recipe's compute type.
     A run of a task of the user's own is written under its own names, with its code and options beside it.
@@ -49,7 +50,7 @@ def export_run(
     if wanted is None:
         raise RunError(f"{paths.shown} holds no run (it has no {paths.config.name}); name a run folder")
     if wanted.task.kind == "own":
-        return _export_own(wanted, paths, folder, dtype, progress, note, merge)
+        return _export_own(wanted, paths, folder, dtype, progress, note, merge, step)
     config = copies.here(wanted)
     original = hf.read_config(paths.hf_config.parent) if config.model.from_hf else None
     spec, code = spec_from_run(config, paths), class_of_run(config, paths)
@@ -57,7 +58,7 @@ def export_run(
         raise ConfigError(f"--merge is for a run that trains adapters, and {paths.shown} trains the weights themselves")
     if merge is not False if spec.lora is not None else dtype is None:
         copies.fetched(wanted)  # the weights that the run started from are read
-    checkpoint = _newest(paths)
+    checkpoint = _newest(paths) if step is None else _of_step(paths, step)
     read: Callable[[str], torch.Tensor] = functools.partial(_read, checkpoint)
     if spec.lora is not None and merge is False:
         stored = EXPORT_DTYPES[dtype] if dtype is not None else DTYPES[_master_dtype(config)]
@@ -104,11 +105,12 @@ def _export_own(
     progress: Callable[[int, int], None] | None,
     note: bool,
     merge: bool | None,
+    step: int | None,
 ) -> int:
     """A network of a user's own: its parameters by their own names, a config.json of its options, and its code."""
     if merge:
         raise ConfigError(f"--merge is for a run that trains adapters, and {paths.shown} trains the weights themselves")
-    checkpoint = _newest(paths)
+    checkpoint = _newest(paths) if step is None else _of_step(paths, step)
     shapes = {name: tuple(shape) for name, (shape, _) in checkpoint.parameters.items()}
     out_dtype = EXPORT_DTYPES[dtype] if dtype is not None else DTYPES[_compute_dtype(config)]
     total, done = sum(math.prod(shape) for shape in shapes.values()) * out_dtype.itemsize, 0
@@ -135,6 +137,20 @@ def _newest(paths: RunPaths) -> Checkpoint:
     if checkpoint is None:
         why = f" ({refused[0]})" if refused else ""
         raise CheckpointError(f"{paths.shown} has no usable checkpoint to export{why}; train it first")
+    return checkpoint
+
+
+def _of_step(paths: RunPaths, step: int) -> Checkpoint:
+    there = find(paths.checkpoints)
+    if step not in there:
+        known = ", ".join(str(other) for other in sorted(there)) or "none"
+        raise CheckpointError(
+            f"{paths.shown} has no checkpoint of step {step} (it has {known}); name one of these, or have the best one "
+            "kept by checkpoint.best=true"
+        )
+    checkpoint, why = examine(step_folder(paths.checkpoints, step), 0, 1, None)
+    if checkpoint is None:
+        raise CheckpointError(f"the checkpoint of step {step} of {paths.shown} cannot be used ({why}); name another")
     return checkpoint
 
 

@@ -7,10 +7,9 @@ measuring while it trains.
 """
 
 import contextlib
+import functools
 import json
 import socket
-import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,6 @@ import torch
 
 from phalanx import accelerator, hardware
 from phalanx.balance import UNBOUND, Speed
-from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import Mesh, alone, join
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import ConfigError, OutOfMemory, is_out_of_memory
@@ -29,6 +27,7 @@ from phalanx.hardware import Device, Hardware, Link
 from phalanx.models.spec import ModelSpec
 from phalanx.records import ExitCode, Kind, Placement, RunPaths
 from phalanx.train.engines import Weights, agreed
+from phalanx.train.link import link_of
 from phalanx.train.probe import SIZES, USABLE, depths_of, found, remedy, state_bytes
 from phalanx.train.sharing import Sharing
 from phalanx.train.sinks import Records
@@ -46,10 +45,6 @@ BLOCKS = 5  # of each size; the second fastest counts, which a neighbour that co
 PATIENCE_S, MORE_PATIENCE_S = 0.8, 4.0
 GROWTH = 3  # from one size to the next
 COPY_BYTES = 64 * 2**20
-LINK_BYTES = 2**20
-LATENCIES, LATENCIES_S = 7, 1.0  # how often the latency is measured while ranks compute, and for how long
-MATRIX = 192  # rows of what a rank multiplies meanwhile
-LINK_S = 0.1  # a slow link is not given more to carry than it does in this time
 SAME_WORK = ("norm_eps", "init_std", "dropout")  # shapes that make no difference to a device
 DONE = "measured"  # in the store: how many ranks are
 
@@ -97,7 +92,8 @@ def know(
         begun = time.perf_counter()
         records.event(Kind.MEASURING, {"ranks": mesh.world, "reason": answer["why"]})
         limit = hardware.limits(paths).get(mesh.rank, UNBOUND)
-        known = measured(config, subject, placement, mesh, weights=weights, limit=limit)
+        say = functools.partial(_say_again, records, mesh)
+        known = measured(config, subject, placement, mesh, say, weights=weights, limit=limit)
         if mesh.rank == 0:
             _keep(paths, known, records)
         records.event(Kind.MEASURED, event_of(known, time.perf_counter() - begun))
@@ -107,6 +103,10 @@ def know(
     speeds = hardware.speeds(known) if known is not None and used else [Speed(1.0)] * mesh.world
     link = known.link if known is not None and used and all(device.times for device in known.devices) else None
     return [replace(speed, most=few) for speed, few in zip(speeds, most, strict=True)], link
+
+
+def _say_again(records: Records, mesh: Mesh, why: str) -> None:
+    records.event(Kind.MEASURING, {"ranks": mesh.world, "reason": why})
 
 
 def _copies(config: "Config", mesh: Mesh, paths: RunPaths, records: Records) -> list[Speed]:
@@ -243,7 +243,7 @@ def run(config: "Config", spec: ModelSpec | None, placement: Placement, file: Pa
         config = agreed(config, mesh)
         subject = subject_of(config, spec)
         weights = state_weights(config, subject, mesh, placement.local_world)
-        known = measured(config, subject, placement, mesh, MORE_PATIENCE_S, weights)
+        known = measured(config, subject, placement, mesh, lambda why: None, MORE_PATIENCE_S, weights)
         if mesh.rank == 0:
             hardware.write(file, known)
         mesh.min([1.0])  # who is done knows that it is written: a node that is lost from now on is not missed
@@ -255,6 +255,7 @@ def measured(
     subject: Subject,
     placement: Placement,
     mesh: Mesh,
+    say: Callable[[str], None],
     patience_s: float = PATIENCE_S,
     weights: Weights = None,
     limit: int = UNBOUND,
@@ -262,13 +263,27 @@ def measured(
     """Measure the devices of all ranks, and the link between them. Collective; the same on all ranks. `weights`: how
     much of the state each rank holds, if not all the same; no more than `limit` sequences are tried on this one.
 
-    A device on which not even two blocks and one sequence fit has no times.
+    A device on which not even two blocks and one sequence fit has no times. Where devices of one model differ, all are
+    measured once more, and rank 0 has `say` tell why: nothing makes a device faster than it is, but whoever else uses
+    the machine makes it slower.
     """
+    known = _measured(config, subject, placement, mesh, patience_s, weights, limit, turn=0)
+    if (why := hardware.unlike(known)) is not None:
+        if mesh.rank == 0:
+            say(why)
+        known = hardware.faster(known, _measured(config, subject, placement, mesh, patience_s, weights, limit, turn=1))
+    return known
+
+
+def _measured(
+    config: "Config", subject: Subject, placement: Placement, mesh: Mesh, patience_s: float, weights: Weights,
+    limit: int, turn: int,
+) -> Hardware:  # fmt: skip
     mesh.sum([0.0])  # all begin together
     with alone(mesh) as single:
         state = state_bytes(config, subject, mesh.device, mesh.world, weights, mesh.rank)
         single.traffic.pulse = pulse = mesh.traffic.pulse  # what is tried may be too much, and is not tried again then
-        others = _others_measure(mesh)
+        others = _others_measure(mesh, turn)
         processor, begun = time.process_time(), time.perf_counter()
         times, most = _own(config, subject, single, state, placement.local_world, patience_s, others, limit)
         processor_s, wall_s = time.process_time() - processor, time.perf_counter() - begun
@@ -299,16 +314,17 @@ def measured(
     return hardware.from_json(group.broadcast_object(whole))
 
 
-def _others_measure(mesh: Mesh) -> Callable[[], bool]:
+def _others_measure(mesh: Mesh, turn: int) -> Callable[[], bool]:
     """A function that says, when it is first called, that this rank has measured, and whether others still have not,
     for as long as one may be late."""
     begun: list[float] = []
+    done = f"{DONE}/{turn}"
 
     def still() -> bool:
         if not begun:
             begun.append(time.monotonic())
-            mesh.store.add(DONE, 1)
-        return mesh.store.add(DONE, 0) < mesh.world and time.monotonic() < begun[0] + mesh.timeout_s
+            mesh.store.add(done, 1)
+        return mesh.store.add(done, 0) < mesh.world and time.monotonic() < begun[0] + mesh.timeout_s
 
     return still
 
@@ -433,66 +449,3 @@ def copied_per_s(source: torch.Tensor, target: torch.Tensor, device: torch.devic
         accelerator.wait(device)  # a copy within the device does not hold the host
         best = min(best, time.perf_counter() - begun)
     return source.nbytes / best
-
-
-def link_of(mesh: Mesh) -> tuple[Link | None, float | None]:
-    """Of all-reduces over all ranks, among which gradients travel; and this rank's processor seconds for each byte that
-    it sends in them, and gets. None of one rank."""
-    if mesh.world == 1:
-        return None, None
-    _reduced_s(mesh, 1)  # connections are made at the first
-    latency_s = min(_reduced_s(mesh, 1)[0] for _ in range(5))
-    size = LINK_BYTES
-    tried = [_reduced_s(mesh, size)]
-    while size < 32 * LINK_BYTES and min(tried)[0] * 4 < LINK_S:
-        size *= 4
-        tried = [_reduced_s(mesh, size) for _ in range(2)]
-    sent = 2.0 * size * (mesh.world - 1) / mesh.world  # round a ring (Thakur et al. 2005)
-    return Link(size / min(tried)[0], latency_s, _busy_latency_s(mesh)), max(
-        1e-12, min(processor_s for _, processor_s in tried) / sent
-    )
-
-
-def _computes_itself(mesh: Mesh) -> bool:
-    """Whether it is this rank's processor that computes, and carries what travels."""
-    return mesh.device.type == "cpu"
-
-
-def _busy_latency_s(mesh: Mesh) -> float | None:
-    """Seconds of an all-reduce of one number, on the average, while each CPU computes in another thread; None where
-    there are accelerators alone. Not its least: each part of what travels waits for whoever is the last to look at it.
-    """
-    if not mesh.max([float(_computes_itself(mesh))])[0]:  # all ask, or CPUs beside accelerators would wait for them
-        return None
-    over = threading.Event()
-
-    def compute() -> None:
-        matrix = torch.ones(MATRIX, MATRIX)
-        while not over.is_set():
-            torch.mm(matrix, matrix)
-
-    thread = threading.Thread(target=compute)
-    if _computes_itself(mesh):
-        thread.start()
-    try:
-        taken: list[float] = []
-        while len(taken) < LATENCIES and sum(taken) < LATENCIES_S:  # the same on all ranks, as what it took is
-            taken.append(_reduced_s(mesh, 1)[0])
-    finally:
-        over.set()
-        if thread.ident is not None:
-            thread.join()
-    return statistics.fmean(taken)
-
-
-def _reduced_s(mesh: Mesh, size_bytes: int) -> tuple[float, float]:
-    """Seconds of an all-reduce of so many bytes on the rank that waited longest, the same on all; and processor seconds
-    of all threads of this process meanwhile."""
-    tensor = torch.zeros(max(1, size_bytes // 4), dtype=torch.float32, device=mesh.device)
-    accelerator.wait(mesh.device)
-    mesh.sum([0.0])
-    begun, processor = time.perf_counter(), time.process_time()
-    all_reduce(tensor, mesh.shard.get_group(), Traffic()).wait()
-    accelerator.wait(mesh.device)
-    processor_s = time.process_time() - processor
-    return mesh.max([time.perf_counter() - begun])[0], processor_s

@@ -25,7 +25,7 @@ from phalanx.parallel.apply import compute_dtype
 from phalanx.phases import phase
 from phalanx.records import ExitCode, Kind, Placement, RunPaths, StepRecord
 from phalanx.tasks.task import Batch
-from phalanx.train import anomalies, stage_lengths
+from phalanx.train import anomalies, best, stage_lengths
 from phalanx.train.anomalies import Anomalies, Wrong
 from phalanx.train.build import Parts, build
 from phalanx.train.checksums import Checks
@@ -192,6 +192,8 @@ class Loop:
         losses = group.broadcast_object(anomalies.recorded(self.job.paths, step) if looks else [])
         self.anomalies = Anomalies(config.resilience, [(int(of), float(loss)) for of, loss in losses])
         sharing.begin(step, header.get("division"), self.job.paths, group, self.records.event)
+        self.best = best.recorded(config.train.patience, step, self.job.paths, group)
+        self.saver.spared = self.best.step if config.checkpoint.best else None
         self.wrong = None
         if self.memory is not None:
             self.memory.tokens = int(header["tokens"])
@@ -203,7 +205,7 @@ class Loop:
         if self.start is not None and self.start.in_memory:
             saved = self.make_up(self.start)
         self.recorder.restart_clock()
-        while step < config.train.steps:
+        while step < config.train.steps and not self.best.over:
             step += 1
             if self.inside.at(step):
                 self.recorder.restart_clock()
@@ -220,20 +222,20 @@ class Loop:
                 if _due(step, config.train.eval_every) and not last:
                     with phase("evaluate"):
                         self.evaluate(step)
-                if _due(step, config.checkpoint.every) and not (asked or last):
+                if self.is_kept(step) and not (asked or last):
                     with phase("checkpoint"):
                         saved = step if self.save(step, wait=self.job.paths.url is None) else saved
                 self.recorder.restart_clock()
             if asked:
                 return self.leave(step, asked, saved)
         self.inside.close()
-        steps = max(start, config.train.steps)
-        if saved != steps:
-            self.save(steps)
-        if config.train.steps:
-            self.evaluate(steps)
-        self.finish_saving(steps)
-        self.records.event(Kind.FINISHED, {"step": steps, "seconds": time.perf_counter() - began})
+        if saved != step:
+            self.save(step)
+        if config.train.steps and not self.best.over:
+            self.evaluate(step)
+        self.finish_saving(step)
+        why = {} if self.best.over is None else {"reason": self.best.over}
+        self.records.event(Kind.FINISHED, {"step": step, "seconds": time.perf_counter() - began, **why})
         self.moments.pulse.done()
         return ExitCode.DONE
 
@@ -246,7 +248,7 @@ class Loop:
             self.records.step(self.recorder.left(step, self.placement.attempt, start.left))
         if _due(step, config.train.eval_every) and step < config.train.steps and not evaluated:
             self.evaluate(step)
-        if _due(step, config.checkpoint.every) and step < config.train.steps and not saved:
+        if self.is_kept(step) and step < config.train.steps and not saved:
             saved = self.save(step)
         return step if saved else None
 
@@ -324,7 +326,14 @@ class Loop:
             self.records.event(Kind.SLOW, {"ranks": ranks, "nodes": nodes, "factor": times, "seconds": seconds})
 
     def evaluate(self, step: int) -> None:
-        evaluate_all(self.parts, self.mesh, self.records, self.moments, step, self.job.config.train.eval_sequences)
+        config = self.job.config
+        losses = evaluate_all(self.parts, self.mesh, self.records, self.moments, step, config.train.eval_sequences)
+        if self.best.take(step, losses) and config.checkpoint.best:
+            self.saver.spared = step
+
+    def is_kept(self, step: int) -> bool:
+        """Whether a step has a checkpoint: since its turn has come, or since it is the best so far."""
+        return _due(step, self.job.config.checkpoint.every) or self.saver.spared == step
 
     def save(self, step: int, wait: bool = True) -> bool:
         """Start saving the state of `step`; training goes on meanwhile. A save that still runs is waited for; without

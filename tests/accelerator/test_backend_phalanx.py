@@ -38,3 +38,20 @@ def test_what_hangs_on_a_future_runs_on_its_device_and_before_what_waits_for_it(
     for order in ("lazy", "side_last", "main_last"):
         found = run_on_device(chained, 2, order=order, devices=3, on=["sim:1", "sim:1"])
         assert found == [[[3.5], [1]]] * 2, order
+
+
+def strided(placement: Placement) -> list[float]:
+    """What another stream reads of a sum whose elements are not one behind the other, once it has been waited for."""
+    device = torch.device(placement.device)
+    with process_group(placement, backend="phalanx"), torch.Stream(device) as stream:
+        tensor = torch.full((60, 40), 3.0 + placement.rank, device=device).t()
+        stream.synchronize()
+        dist.all_reduce(tensor, async_op=True).wait()  # type: ignore[union-attr]
+        read = tensor + 0
+        stream.synchronize()
+        return read.cpu().unique().tolist()
+
+
+def test_a_sum_in_memory_with_gaps_is_there_for_all_streams() -> None:
+    for order in ("lazy", "side_last", "main_last"):
+        assert run_on_device(strided, 2, order=order) == [[7.0]] * 2, order

@@ -13,7 +13,7 @@ from phalanx.comm.mesh import join
 from phalanx.config import spec_of
 from phalanx.optim.stamps import Stamps, seconds_between, stamp
 from phalanx.records import Placement
-from phalanx.train import burn_in, choose_activations, measure, profile, trial
+from phalanx.train import burn_in, choose_activations, link, measure, profile, trial
 from phalanx.train.subject import subject_of
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs
@@ -69,7 +69,7 @@ def passes(placement: Placement, of: str) -> list[int]:
 
 def reduced(placement: Placement) -> list[Any]:
     """And whether what was begun is over."""
-    begun, inner = [], measure.all_reduce
+    begun, inner = [], link.all_reduce
 
     def noted(*args: Any) -> Any:
         begun.append(inner(*args))
@@ -78,9 +78,9 @@ def reduced(placement: Placement) -> list[Any]:
     def look() -> list[Any]:
         return [waiting(), [each._work is None or each._work.is_completed() for each in begun]]
 
-    measure.all_reduce = noted
+    link.all_reduce = noted
     with join(placement, 20) as mesh:
-        return when_read(measure, lambda: measure._reduced_s(mesh, 4_000_000), look)
+        return when_read(link, lambda: link._reduced_s(mesh, 4_000_000), look)
 
 
 def exchanged(placement: Placement) -> list[int]:

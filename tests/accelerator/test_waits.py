@@ -1,5 +1,6 @@
 """Waits that no whole run depends on with certainty: each test fails without one line of the package."""
 
+import copy
 import threading
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from phalanx.optim.stepping import Done, Step
 from phalanx.optim.units import Unit
 from phalanx.records import Placement
 from tests.accelerator.device import needs_device, run_on_device
+from tests.dist.engine_cases import WIDTH, Driven, Net
 from tests.helpers import run_ranks
 
 pytestmark = needs_device
@@ -291,3 +293,36 @@ def between_steps(placement: Placement, what: str) -> list[str]:
 @pytest.mark.parametrize("what", ["full_parameters", "pieces", "load", "masters"])
 def test_what_is_read_or_written_between_steps_comes_behind_the_lane(what: str) -> None:
     assert run_ranks(between_steps, 1, what=what) == [["the lane", "read"]]
+
+
+def released_between_steps(placement: Placement, what: str) -> float:
+    """How far what is read of an engine that releases its parameters is from what it should be: the main stream is
+    late, and the lane is not."""
+    torch.manual_seed(0)
+    model = Net([torch.nn.Linear(WIDTH, WIDTH).double() for _ in range(4)], own=False)
+    twin = copy.deepcopy(model)
+    with join(placement, 20) as mesh:
+        engine = Driven(mesh, model, model.units(), Sharding(3), meta=True).engine
+        device = mesh.device
+        rows = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
+        there = rows.to(device)
+        if what == "full_parameters":
+            with engine.full_parameters() as whole:
+                seen = {name: values + 0 for name, values in whole.items()}
+            with torch.no_grad():
+                model(there)  # the lane uses the memory again
+            return max(float((seen[name].cpu() - values).abs().max()) for name, values in twin.named_parameters())
+        with torch.no_grad():
+            for values in twin.parameters():
+                values *= 2
+        twice = {name: values.detach().to(device).flatten() for name, values in twin.named_parameters()}
+        engine.load(
+            lambda name, kind, start, stop, out: out.copy_(twice[name][start:stop]) if kind == "param" else out.zero_()
+        )
+        with torch.no_grad():
+            return float((model(there).cpu() - twin(rows)).abs().max())
+
+
+@pytest.mark.parametrize("what", ["full_parameters", "load"])
+def test_the_lane_comes_behind_what_is_read_and_written_of_released_parameters(what: str) -> None:
+    assert run_on_device(released_between_steps, order="main_last", what=what) == [pytest.approx(0, abs=1e-12)]

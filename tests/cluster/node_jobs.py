@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx import fencing, nodes, pulse
+from phalanx import fencing, meetings, nodes, pulse
 from phalanx.cluster import epochs, other_node, wire
 from phalanx.cluster.affairs import Policy
 from phalanx.cluster.door import Door
@@ -145,7 +145,7 @@ class Node:
     def __init__(self, options: dict[str, Any], work: dict[str, Any], ranks: int) -> None:
         self.options, self.work, self.ranks = options, work, ranks
         self.node, self.total = options["node"], options["nodes"] + options.get("spares", 0)
-        meeting = nodes.meeting(
+        meeting = meetings.meeting(
             options["nodes"], self.node, options["meet"], options.get("timeout_s", 20), os.environ,
             options.get("spares"),
         )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx import nodes, recipe
+from phalanx import meetings, nodes, recipe
 from phalanx.cluster import wire
 from phalanx.cluster.door import bind
 from phalanx.cluster.rendezvous import place_of
@@ -151,7 +151,7 @@ def _heard(channel: wire.Channel, key: str) -> Any:
 def hello_of_node_1(place: Path, port: int, home: dict[str, str]) -> dict[str, Any]:
     """As a node 1 would say it that was started by the same command."""
     wanted = recipe.load(place / "recipe.yaml", RUN[-2:])
-    meeting = nodes.Meeting(2, 1, place_of(f"tcp://127.0.0.1:{port}", home), 60.0)
+    meeting = meetings.Meeting(2, 1, place_of(f"tcp://127.0.0.1:{port}", home), 60.0)
     return nodes.hello(wanted, [Device("cpu", "cpu", True)], meeting)
 
 

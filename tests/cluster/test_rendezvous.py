@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from phalanx import nodes
+from phalanx import meetings
 from phalanx.cluster import rendezvous, wire
 from phalanx.cluster.rendezvous import ADDRESS_FILE, PASSING, Address, place_of
 from phalanx.cluster.wire import Channel, Proof, proved
@@ -50,7 +50,7 @@ ADDRESS = Address(("10.1.2.3", "127.0.0.1"), 4000, SECRET, "7 on here")
 def test_options_that_do_not_fit_are_sentences(options: dict[str, Any], expected: str) -> None:
     environment = {"PHALANX_SECRET": options.get("secret", SECRET)}
     with pytest.raises(ConfigError) as caught:
-        nodes.meeting(
+        meetings.meeting(
             options.get("nodes"), options.get("node"), options.get("where"), options.get("timeout_s"), environment,
             options.get("spares"),
         )  # fmt: skip
@@ -59,7 +59,7 @@ def test_options_that_do_not_fit_are_sentences(options: dict[str, Any], expected
 
 
 def test_places() -> None:
-    assert nodes.meeting(None, None, None, None, {}) is None
+    assert meetings.meeting(None, None, None, None, {}) is None
     assert place_of("file:///shared/a%20b", {}).folder == Path("/shared/a b")
     there = place_of("tcp://[fd00::7]:29500", {"PHALANX_SECRET": SECRET})
     assert (there.host, there.port, there.secret) == ("fd00::7", 29500, SECRET)

@@ -152,9 +152,10 @@ def test_a_run_measures_once_and_keeps_what_it_found(here: Path) -> None:
     job = (*JOB, "--run-dir", "run", "balance.work=measured-once")
     assert phalanx(here, "train", *job)[0] == ExitCode.DONE
     paths = RunPaths(here / "run")
-    (measuring,) = events(paths, Kind.MEASURING)
+    measuring, again = events(paths, Kind.MEASURING)
     (measured,) = events(paths, Kind.MEASURED)
     assert (measuring["ranks"], measuring["reason"]) == (2, "nothing was known of these devices")
+    assert again["reason"].startswith("once more, since rank 1 takes")  # both of one model
     assert [row["rank"] for row in measured["devices"]] == [0, 1]
     assert measured["devices"][0]["sequences_per_s"] > measured["devices"][1]["sequences_per_s"]
     before = contents(here / "run")["hardware.json"]
@@ -172,7 +173,7 @@ def test_a_run_measures_once_and_keeps_what_it_found(here: Path) -> None:
     # With other devices, here more of them, it does not fit any more.
     more = ("train", *(part if part != "2" else "3" for part in job), "train.steps=5")
     assert phalanx(here, *more)[0] == ExitCode.DONE
-    again = events(paths, Kind.MEASURING)[1:]
+    again = [event for event in events(paths, Kind.MEASURING)[1:] if not event["reason"].startswith("once more")]
     assert [event["reason"] for event in again] == [
         changed["reason"],
         "it was measured with 2 ranks, and this job has 3",
@@ -240,13 +241,13 @@ def test_a_model_that_several_ranks_hold_is_not_measured(here: Path) -> None:
 
 def link_beside_an_accelerator(placement: Placement, hosts: list[int]) -> float | None:
     from phalanx.comm.mesh import join
-    from phalanx.train import measure
+    from phalanx.train import link
 
     with join(placement, 20) as mesh:
-        measure._computes_itself = lambda mesh: mesh.rank in hosts
-        link, _ = measure.link_of(mesh)
-        assert link is not None
-        return link.busy_latency_s
+        link._computes_itself = lambda mesh: mesh.rank in hosts
+        found, _ = link.link_of(mesh)
+        assert found is not None
+        return found.busy_latency_s
 
 
 def test_cpus_and_accelerators_measure_their_link_together() -> None:

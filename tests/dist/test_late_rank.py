@@ -1,13 +1,16 @@
 """What ranks exchange is read when the last of them has given its part, and not before: rank 1 is always late."""
 
 import time
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from phalanx.comm.backend import Options
+from phalanx.comm.codec import CODECS, Codec
 from phalanx.comm.collectives import Traffic, all_gather
 from phalanx.comm.mesh import Axis, Mesh, join
 from phalanx.comm.messages import Messages
@@ -16,7 +19,10 @@ from phalanx.errors import ConfigError
 from phalanx.optim import gradients
 from phalanx.optim.agreement import Agreement
 from phalanx.optim.fsdp2 import _as_asked
+from phalanx.optim.order import Sharding
+from phalanx.optim.overlap import Work
 from phalanx.optim.sharded import Sharded
+from phalanx.optim.timetable import Timetable
 from phalanx.parallel.exchange import _collect, _run
 from phalanx.parallel.slices import Slice
 from phalanx.parallel.transform import _Arrivals, whole_of
@@ -31,9 +37,9 @@ def exchanges(mesh: Mesh) -> dict[str, Callable[[], Any]]:
     axis, traffic, mine = Axis(mesh.control, (0, 1), mesh.rank), Traffic(), torch.tensor([1.0 + mesh.rank])
     messages = Messages(mesh.control, mesh.device, traffic, most=1)
 
-    def copies() -> list[float]:
+    def copies(codec: Codec | None = None) -> list[float]:
         tensor = mine.clone()
-        _adding(mesh.control, traffic, mesh.topology, None)(tensor)
+        _adding(mesh.control, traffic, mesh.topology, codec)(tensor)
         return tensor.tolist()
 
     def fully_shard() -> list[float]:
@@ -51,6 +57,7 @@ def exchanges(mesh: Mesh) -> dict[str, Callable[[], Any]]:
         "fully_shard": fully_shard,
         "whole": lambda: whole_of(mine, Slice((2,), 0, mesh.rank, mesh.rank + 1), axis, everywhere=True).tolist(),
         "copies": copies,
+        "coded copies": lambda: copies(CODECS["bf16"]),
         "message": lambda: messages.exchange(mine, 1 - mesh.rank).item() + mine.item(),
     }
 
@@ -67,7 +74,7 @@ def late(placement: Placement) -> dict[str, Any]:
 
 def test_an_exchange_is_over_when_the_last_rank_has_given_its_part() -> None:
     wanted: dict[str, Any] = {"agreement": 3.0, "weight": 3, "message": 3.0}
-    wanted |= {name: [3.0] for name in ("squares", "sum", "scatter", "copies")}
+    wanted |= {name: [3.0] for name in ("squares", "sum", "scatter", "copies", "coded copies")}
     wanted |= {name: [1.0, 2.0] for name in ("gather", "fully_shard", "whole")}
     assert run_ranks(late, 2) == [wanted] * 2
 
@@ -101,6 +108,33 @@ def test_each_rank_hears_that_models_are_unlike() -> None:
     first, second = run_ranks(unlike_models, 2)
     assert first == second
     assert "the same model" in first
+
+
+def schedule(placement: Placement) -> list[float]:
+    """What a rank makes the order of transfers of, where each has taken as long as its number."""
+    made: list[Work] = []
+    table, mine = object.__new__(Timetable), 1.0 + placement.rank
+    with join(placement, 20) as mesh:
+        table._mesh, table._traffic, table._notices = mesh, Traffic(), deque()
+        table._sharding, table._has_root, table._parts, table._orders = Sharding(), False, 1, {1: None}  # type: ignore[dict-item]
+        table._units = [SimpleNamespace(trained=[], helds=[])]  # type: ignore[list-item]
+        table._precision = SimpleNamespace(master=torch.float32, shared=torch.float32)  # type: ignore[assignment]
+        table._ways = SimpleNamespace(reduced=lambda _: 4, gathered=lambda _: 4)  # type: ignore[assignment]
+        table.laps = SimpleNamespace(table=lambda: [mine, mine])  # type: ignore[assignment]
+
+        def work(passes: list[float], *others: Any) -> tuple[Work, float]:
+            made.append(Work((passes[0],), (passes[1],), (1e-3,), (1e-3,), (0.0,)))
+            return made[0], 1.0
+
+        table._pacing = SimpleNamespace(updates=lambda: [mine], restart_s=lambda: 0.0, work=work)  # type: ignore[assignment]
+        mesh.sum([0.0])
+        time.sleep(LATE_S * mesh.rank)
+        table.make(3)
+    return [made[0].forward_s[0], made[0].backward_s[0]]
+
+
+def test_all_ranks_make_the_order_of_the_slowest_ones_times() -> None:
+    assert run_ranks(schedule, 2) == [[2.0, 2.0]] * 2
 
 
 def ready_to_update(placement: Placement) -> float:

@@ -141,3 +141,19 @@ def test_failures_are_as_many_incidents_as_without_a_killed_process(
     between: bool, incidents: list[list[Any]], tmp_path: Path
 ) -> None:
     assert run_ranks(killed_behind_two_failures, 1, folder=str(tmp_path), between=between) == [incidents]
+
+
+def without_steps(placement: Placement, folder: str) -> list[Any]:
+    """What is written of an incident of a job whose steps nobody tells of, before the job is over."""
+    paths = RunPaths(Path(folder))
+    recorder = Recorder(paths, 0, "")
+    recorder.note(
+        Kind.INCIDENT, {"attempt": 2, "what": "node 1 was lost", "done": "others go on", "began": time.time()}
+    )
+    wait_until(lambda: any(event["kind"] == Kind.INCIDENT for event in read_lines(paths.events)), timeout_s=60)
+    recorder.close()
+    return [[event["kind"], event["attempt"], event["seconds"] < 60] for event in read_lines(paths.events)]
+
+
+def test_an_incident_is_over_at_once_where_nobody_tells_of_steps(tmp_path: Path) -> None:
+    assert run_ranks(without_steps, 1, folder=str(tmp_path)) == [[[Kind.INCIDENT, 2, True]]]

@@ -1,5 +1,6 @@
 """Checkpoints of scripts: what is saved when, who has to wait for whom, and what is refused."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError
 from phalanx.records import Placement
 from tests.dist.test_sagemaker_keys import data, net, wrapped
 from tests.helpers import process_group, run_ranks
+from tests.stores import S3Server
 
 
 def begun(settings: dict[str, Any] | None = None) -> Any:
@@ -179,19 +181,54 @@ def groups(placement: Placement, folder: str) -> list[Any]:
             load({f"{placement.rank}": torch.zeros(1)}, checkpoint_id=place, process_group=model.process_group)
         except CheckpointError as error:
             found.append(str(error))
-        try:
-            save(state, checkpoint_id="s3://bucket/key")
-        except ConfigError as error:
-            found.append(str(error))
         assert tsm.state.world_size == 4
         return found
 
 
 def test_groups_without_rank_0_save_and_load(tmp_path: Path) -> None:
-    for rank, (ours, torchs, unlike, s3) in enumerate(run_ranks(groups, 4, folder=str(tmp_path))):
+    for rank, (ours, torchs, unlike) in enumerate(run_ranks(groups, 4, folder=str(tmp_path))):
         assert ours == torchs == [float(rank // 2 * 2)] * 3
         assert "asks for other keys than rank 0" in unlike
-        assert "not to S3" in s3
+
+
+def at_s3(placement: Placement, url: str, environment: dict[str, str]) -> list[Any]:
+    """A model and its optimizer saved at a URL and loaded again, and a state saved beside the script."""
+    os.environ.update(environment)
+    with process_group(placement):
+        begun({"hybrid_shard_degree": 2})
+        from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
+        from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save, maybe_finalize_async_calls
+        from torch.sagemaker.distributed.fsdp import checkpoint
+
+        losses = []
+        for resumed in (False, True):
+            model = wrapped(net(seed=int(resumed)), use_orig_params=True)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            if resumed:
+                checkpoint.load_model_checkpoint(model, StateDictType.SHARDED_STATE_DICT, url, optimizer=optimizer)
+            for step in (1, 2) if resumed else (0, 1, 2):
+                loss = model(torch.ones(2, 64) * step).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                if step == 0:
+                    checkpoint.save_model_checkpoint(model, StateDictType.SHARDED_STATE_DICT, url, optimizer=optimizer)
+        async_save({"x": torch.full((3,), 7.0)}, checkpoint_id=f"{url}/beside", s3_region="us-east-1")
+        maybe_finalize_async_calls()
+        found = {"x": torch.zeros(3)}
+        load(found, checkpoint_id=Path(f"{url}/beside"))
+        return [losses, found["x"].tolist()]
+
+
+def test_checkpoints_go_to_s3_and_come_back(bucket: str, s3_server: S3Server) -> None:
+    for losses, found in run_ranks(at_s3, 2, url=bucket, environment=s3_server.environment):
+        assert losses[1:3] == losses[3:]
+        assert losses[1] != losses[0]
+        assert found == [7.0] * 3
+    from phalanx import storage
+
+    assert storage.exists(f"{bucket}/tp0_ep0/.metadata")
 
 
 def local(placement: Placement) -> list[Any]:

@@ -334,8 +334,9 @@ def test_what_is_asked_for_and_not_in_effect_is_refused(settings: dict[str, Any]
         assert bool(told) == bool(says)
 
 
-def balanced(placement: Placement, asked: dict[str, Any]) -> list[Any]:
-    """What a small Mixtral's loss is more than its language model's, its auxiliary loss, and what was said."""
+def balanced(placement: Placement, asked: dict[str, Any], settings: dict[str, Any] | None = None) -> list[Any]:
+    """What a small Mixtral's loss is more than its language model's, its auxiliary loss, what was said, and the seed of
+    delayed initialisation."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     import phalanx.compat.sagemaker  # noqa: F401
@@ -343,9 +344,10 @@ def balanced(placement: Placement, asked: dict[str, Any]) -> list[Any]:
     with process_group(placement), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         import torch.sagemaker as tsm
+        from torch.sagemaker.delayed_param import DelayedParamIniter
         from torch.sagemaker.moe.moe_config import MoEConfig
 
-        tsm.init({})
+        tsm.init({"random_seed": 7} if settings is None else settings)
         shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
         torch.manual_seed(0)
         model: Any = MixtralForCausalLM(
@@ -360,20 +362,22 @@ def balanced(placement: Placement, asked: dict[str, Any]) -> list[Any]:
         found = model(input_ids=tokens, labels=tokens)
         more = None if found.aux_loss is None else float(found.aux_loss.detach())
         said = [str(each.message) for each in caught if "MoEConfig" in str(each.message)]
-        return [float((found.loss - plain).detach()), more, said]
+        return [float((found.loss - plain).detach()), more, said, DelayedParamIniter(model)._seed]
 
 
 def test_experts_that_are_not_divided_are_balanced_by_the_models_own_code() -> None:
-    ((more, auxiliary, said),) = run_ranks(
-        balanced, 1, asked={"moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.5}
+    ((more, auxiliary, said, seed),) = run_ranks(
+        balanced, 1, asked={"moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.0}
     )
     assert auxiliary > 0
     assert more == pytest.approx(0.5 * auxiliary, rel=1e-4)
-    assert said == []
-    for asked in ({"moe_load_balancing": "none"}, {"smp_moe": False}, {}):
-        ((more, auxiliary, said),) = run_ranks(balanced, 1, asked=asked)
-        assert (more, auxiliary) == (0.0, None)
-        assert len(said) == (asked == {}), "sinkhorn, by default"
+    assert (said, seed) == ([], 7)
+    plain: dict[str, Any] = {"moe_load_balancing": "none", "moe_z_loss_coeff": 0.0, "use_cpu_initialization": True}
+    for asked in (plain, {"smp_moe": False}, {}):
+        ((more, auxiliary, said, seed),) = run_ranks(balanced, 1, asked={**asked, "random_seed": 9}, settings={})
+        assert (more, auxiliary, seed == 9) == (0.0, None, asked != {"smp_moe": False})
+        told = [word for word in ("sinkhorn", "moe_z_loss_coeff=0.001 by default") if any(word in one for one in said)]
+        assert len(told) == len(said) == 2 * (asked == {}), "of the defaults alone"
 
 
 @pytest.mark.parametrize(
@@ -382,6 +386,9 @@ def test_experts_that_are_not_divided_are_balanced_by_the_models_own_code() -> N
         ({"moe_load_balancing": "balanced"}, "moe_load_balancing='balanced', which is not done here"),
         ({"global_token_shuffle": True}, "global_token_shuffle=True, which nothing would use here"),
         ({"moe_z_loss_coeff": 0.1}, "moe_z_loss_coeff=0.1, which nothing would use here"),
+        ({"moe_all_to_all_dispatcher": False}, "moe_all_to_all_dispatcher=False, which nothing would use here"),
+        ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff=0.1, which nothing would use here"),
+        ({"random_seed": 8}, "random_seed=8, and tsm.init was given random_seed=7"),
     ],
 )
 def test_what_would_balance_experts_and_does_not_is_refused(asked: dict[str, Any], says: str) -> None:

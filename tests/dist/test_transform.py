@@ -198,7 +198,6 @@ def refusals(placement: Placement) -> list[str]:
             made("llama", num_attention_heads=1, num_key_value_heads=1),
             made("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3),
             made("neox", vocab_size=1),
-            made("llama", attention_dropout=0.1),
         ]
         for model in models:
             before = [tuple(each.shape) for each in model.parameters()]
@@ -217,10 +216,50 @@ def refusals(placement: Placement) -> list[str]:
 def test_what_cannot_be_cut_is_refused_with_a_sentence() -> None:
     first, *others = run_ranks(refusals, 2)
     assert others == [first]
-    known, heads, kv_heads, vocabulary, dropout, empty = first
+    known, heads, kv_heads, vocabulary, empty = first
     assert all(name in known for name in KNOWN)
     assert "1 attention heads" in heads
     assert "3 key and value heads" in kv_heads
     assert "vocabulary of 1" in vocabulary
-    assert "attention_dropout 0.1" in dropout
     assert "weights on rank 0" in empty
+
+
+def dropped(placement: Placement, kind: str, more: dict[str, float]) -> dict[str, Any]:
+    """What a rank with a seed of its own computes while it trains; gradients with recomputation and without."""
+    with among(placement, placement.world) as mesh:
+        axis = mesh.tensor
+        assert axis is not None
+        model: Any = transform(made(kind, **more), axis).train()
+        seeds: list[int] = []
+        for name, each in model.named_modules():
+            if name.endswith((".attention", ".self_attn")):
+                each.register_forward_pre_hook(lambda *_: seeds.append(torch.initial_seed()))
+        torch.manual_seed(placement.rank)
+        passes = [model(**batch(), output_hidden_states=True).hidden_states[-1].detach() for _ in range(2)]
+        after = int(torch.randint(2**40, ()))
+        gradients = []
+        for recomputing in (False, True):
+            if recomputing:
+                model.gradient_checkpointing_enable()
+            torch.manual_seed(5 + placement.rank)
+            model.zero_grad()
+            model(**batch()).loss.backward()
+            gradients.append(torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None]))
+        torch.testing.assert_close(*gradients)
+        model.eval()
+        plain = made(kind, **more).eval()
+        torch.testing.assert_close(model(**batch()).logits, plain(**batch()).logits)
+        unlike = not torch.allclose(*passes)
+        return {"first": passes[0].tolist(), "unlike": unlike, "seeds": seeds[:4], "after": after}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("llama", {"attention_dropout": 0.3}), ("neox", {"attention_dropout": 0.2, "hidden_dropout": 0.2})],
+)
+def test_dropout_is_alike_where_ranks_hold_the_same_and_their_own_where_not(kind: str, more: dict[str, float]) -> None:
+    one, two = run_ranks(dropped, 2, kind=kind, more=more)
+    assert one["unlike"], "something is dropped, and not the same each time"
+    assert two["first"] == one["first"]
+    assert two["after"] == one["after"], "generators go on together"
+    assert len({*one["seeds"], *two["seeds"]}) == 8, "each attention of each rank and pass has draws of its own"

@@ -371,6 +371,7 @@ def test_debug_anywhere_shows_where_an_error_comes_from(place: int, here: Path) 
         (["run", "--nproc", "1"], ["--debug", "--nproc", "7"], False),
         (["run", "--nproc=1", "--"], ["--debug"], False),
         (["run", "--debug", "--nproc", "1"], ["--smp-config"], True),
+        (["run", "--nodes", "2", "--no-health", "--spares", "1"], ["--nodes", "--debug"], False),
         (["--debug", "run"], ["--", "--debug"], True),
     ],
 )
@@ -382,7 +383,7 @@ def test_what_is_behind_a_script_is_its_own(before: list[str], behind: list[str]
 
 def test_every_option_of_run_that_has_a_value_is_known() -> None:
     command = typer.main.get_command(cli.app).commands["run"]  # type: ignore[attr-defined]
-    options = [name for each in command.params if each.param_type_name == "option" for name in each.opts]
+    options = [name for each in command.params if not getattr(each, "is_flag", True) for name in each.opts]
     assert sorted(options) == sorted(cli.RUN_OPTIONS)
 
 

@@ -124,6 +124,9 @@ def test_a_summary_leaves_out_the_first_step_and_steps_of_other_worlds() -> None
     alike = devices.summary([record(1, [8, 8], [0.9, 0.9])], {})
     assert alike is not None
     assert alike.verdict == "an even split would have been as fast: 1.0 s a step"
+    wrong = devices.summary([record(1, [2, 10], [0.2, 1.0])], {})  # of two like ranks
+    assert wrong is not None
+    assert wrong.verdict == "an even split would have been faster: 600 ms a step instead of 1.0 s"
 
 
 @pytest.mark.parametrize(

@@ -897,6 +897,9 @@ CASES: dict[str, Case] = SLURM | {
     "train.eval_every": Case(
         {"train.eval_every": 1}, lambda base, seen: _evaluations(seen, [1, 2, 3], base["evaluated"][0][1])
     ),
+    "train.patience": Case(
+        {"train.patience": 1, "train.eval_every": 1, "optim.lr": 1e-30}, equal("step", [1, 2], [1, 2, 3])
+    ),
     "train.eval_sequences": Case({"train.eval_sequences": 2}, lambda base, seen: _evaluations(seen, [3], 2 * 8)),
     "train.loss_scale": Case(
         {"train.dtype": "fp16", "train.loss_scale": 4.0}, equal("loss_scale", [4.0] * 3, [65536.0] * 3), beside="fp16"
@@ -952,6 +955,10 @@ CASES: dict[str, Case] = SLURM | {
     "checkpoint.every": Case({"checkpoint.every": 1}, equal("saved", [1, 2, 3], [3])),
     "checkpoint.keep": Case({"checkpoint.every": 1, "checkpoint.keep": 1}, equal("checkpoints", [3], [3, 2, 1]),
                             beside="saving"),
+    "checkpoint.best": Case(
+        {"checkpoint.every": 1, "checkpoint.keep": 1, "checkpoint.best": True, "train.eval_every": 1},
+        equal("checkpoints", [3, 2], [3, 2, 1]), beside="saving",
+    ),
     "resilience.max_restarts": Case({}, _max_restarts),
     "resilience.same_crash": Case({}, _same_crash),
     "resilience.memory": Case({}, _in_memory),

@@ -15,6 +15,7 @@ from phalanx import hardware, survey
 from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware, Link, line
 from phalanx.records import RunPaths
+from phalanx.train import measure
 
 SMALL = Device(0, 0, 0, "here", "cpu", "cpu", 2**33, 16, ((1, 0.3), (3, 0.5)), None, 2e-9)
 LARGE = Device(1, 0, 1, "here", "gpu:0", "H200", 2**37, 64, ((1, 0.1), (3, 0.11), (9, 0.15)), 5e10)
@@ -151,6 +152,48 @@ def test_devices_of_one_model_that_differ_by_noise_count_as_alike() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- out of memory
+
+
+def unlike(first: float, *others: float, model: str = "one") -> Hardware:
+    """Devices that take so long for a sequence."""
+    devices = [
+        replace(SMALL, rank=rank, model="one" if rank == 0 else model, times=((1, seconds), (4, 4 * seconds)))
+        for rank, seconds in enumerate((first, *others))
+    ]
+    return replace(BOTH, devices=tuple(devices))
+
+
+def test_devices_of_one_model_that_differ_are_measured_once_more_and_the_better_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of each device: others may use the machine now here, now there."""
+    turns = [unlike(0.1, 0.4, 0.1), unlike(0.3, 0.11, 0.1)]
+    monkeypatch.setattr(measure, "_measured", lambda *args, turn: turns[turn])
+    said: list[str] = []
+    mesh: Any = SimpleNamespace(rank=0)
+    nothing: Any = None
+    found = measure.measured(nothing, nothing, nothing, mesh, said.append)
+    assert [device.times[0] for device in found.devices] == [(1, 0.1), (1, 0.11), (1, 0.1)]
+    (why,) = said
+    assert why.startswith("once more, since rank 1 takes 4.0 times as long as rank 0, both of one")
+    assert len({speed.sequence_s for speed in hardware.speeds(found)}) == 1
+
+
+@pytest.mark.parametrize("known", [unlike(0.1, 0.12), unlike(0.1, 0.4, model="another"), unlike(0.1)])
+def test_what_differs_by_noise_or_by_model_is_not_measured_again(known: Hardware) -> None:
+    assert hardware.unlike(known) is None
+
+
+def test_of_two_measurements_each_figure_is_the_better() -> None:
+    one, other = unlike(0.1), unlike(0.2)
+    more = replace(other.devices[0], most=7, times=((1, 0.2), (9, 1.0)), host_to_device_bytes_per_s=5.0)
+    less = replace(one.devices[0], most=5, carries_s_per_byte=1e-9)
+    one = replace(one, devices=(less,), link=Link(10.0, 1.0))
+    other = replace(other, devices=(more,), link=Link(9.0, 0.1))
+    (found,) = hardware.faster(one, other).devices
+    assert found.times == ((1, 0.1), (4, 0.4), (9, 1.0)) and found.most == 7
+    assert (found.host_to_device_bytes_per_s, found.carries_s_per_byte) == (5.0, 1e-9)
+    assert hardware.faster(one, other).link == Link(10.0, 1.0)
 
 
 def test_a_limit_only_falls_and_is_noticed_once(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from phalanx.compat.sagemaker import loader
 from phalanx.compat.sagemaker.files import DistributedFileSystemReader
@@ -173,3 +174,25 @@ def test_no_code_of_a_scripts_checkpoint_is_run(
             {"w": torch.zeros(1), "more": None} if where == "value" else saved(), checkpoint_id=tmp_path / "whole"
         )
     assert not (tmp_path / "made").exists()
+
+
+class Asks:
+    """Is pickled as a call of getattr, as the values of an enumeration are."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (ShardedTensor, "_init_from_local_shards")
+
+
+def test_a_local_state_of_a_script_has_no_attribute_of_anything(tmp_path: Path) -> None:
+    from torch.distributed._shard.api import load_with_process_group
+
+    import phalanx.compat.sagemaker  # noqa: F401
+
+    torch.save({"w": torch.ones(1), "n": np.int64(3), "asks": Asks()}, tmp_path / "0.pt")
+    with (
+        pytest.raises(CheckpointError, match="asks for _init_from_local_shards of"),
+        load_with_process_group(None),
+    ):
+        torch.load(tmp_path / "0.pt")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        torch.load(tmp_path / "0.pt")

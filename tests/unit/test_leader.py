@@ -8,6 +8,7 @@ import pytest
 
 from phalanx.cluster import leader
 from phalanx.cluster.affairs import Lost, Node, Phase, Policy, Slot, State
+from phalanx.cluster.causes import End
 from phalanx.cluster.leader import Leader
 from phalanx.cluster.roster import Member, Roster
 from phalanx.records import Kind
@@ -121,3 +122,16 @@ def test_a_job_that_fails_for_good_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     made.event(Lost(1.0, 1, "gone"))
     assert peer.over is not None and peer.over[0] == 1
     assert (said[-1][0], said[-1][1]["reason"]) == (Kind.GAVE_UP, peer.over[1])
+
+
+def test_a_rank_that_fails_since_a_node_is_lost_is_not_said_to_have_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be heard of before the node is missed, and a spare may take its seat in that same moment."""
+    made, _, told, said = leading(monkeypatch)
+    spares = tuple(Node(number, f"host{number}", 1, "any", ready=1) for number in (2, 3))
+    nodes = made.state.nodes + spares
+    made.state = State(**{**vars(made.state), "nodes": nodes, "phase": Phase.ENDING, "codes": {0: 1, 2: 1}})
+    cause = {"exit_code": 1, "type": "RuntimeError", "message": "Connection reset by peer", "reason": "", "step": None}
+    made._ends = {0: [End(0, 10, None, 1, cause)], 2: [End(2, 12, None, 1, cause)]}
+    made.event(Lost(1.0, 1, "gone"))
+    assert told[-1][1]["start"]["seats"] == [0, 3, 2]
+    assert Kind.WORKER_DIED not in [kind for kind, _ in said]

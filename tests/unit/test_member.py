@@ -13,7 +13,8 @@ from phalanx import ending, faults, recipe
 from phalanx.config import Config
 from phalanx.devices import Device
 from phalanx.errors import ConfigError
-from phalanx.member import Member, Where, policy_of
+from phalanx.member import Member, policy_of
+from phalanx.participant import Where
 from phalanx.records import ExitCode, Kind, RunPaths, read_lines, write_event
 from phalanx.report import words
 from phalanx.shared_memory import LOCK, TOUCHED_S, held, sweep
@@ -23,7 +24,7 @@ from phalanx.train import folder
 def test_what_a_run_of_days_keeps_is_not_taken_for_left_behind(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     with held(paths, 1, tmp_path) as memory:
-        member = Member(Config(), paths, [Device("cpu", "any", True)], Where(1, 2, None), {}, memory, lambda text: None)
+        member = Member(paths, [Device("cpu", "any", True)], Where(1, 2, None), {}, lambda text: None, Config(), memory)
         job = member.job(SimpleNamespace(paths=paths, config=Config()), 1, 2)
         assert job.shared == memory.folder
         os.utime(memory.folder / LOCK, (0, 0))  # days later
@@ -46,7 +47,7 @@ def test_that_a_run_is_done_is_written_where_rank_0_was_lost_before_it_had(tmp_p
 def test_what_is_done_is_not_kept(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     with held(paths, 1, tmp_path) as memory:
-        member = Member(Config(), paths, [], Where(1, 2, None), {}, memory, lambda text: None)
+        member = Member(paths, [], Where(1, 2, None), {}, lambda text: None, Config(), memory)
         member.code = ExitCode.DONE
         member.leave()
     assert not memory.folder.exists()
@@ -75,7 +76,7 @@ def test_nothing_that_a_leader_offers_beside_the_recipe_is_imported(
     change(offer, str(code))
     paths = RunPaths(tmp_path / "run")
     with held(paths, 1, tmp_path) as memory:
-        member = Member(wanted, paths, [Device("cpu", "any", True)], Where(1, 2, None), {}, memory, lambda text: None)
+        member = Member(paths, [Device("cpu", "any", True)], Where(1, 2, None), {}, lambda text: None, wanted, memory)
         with pytest.raises(ConfigError, match=expected):
             member.make(offer, lambda: None)
     assert not (tmp_path / "marker").exists()

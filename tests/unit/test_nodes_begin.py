@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from phalanx import nodes, recipe
+from phalanx import meetings, nodes, recipe
 from phalanx.cluster import epochs
 from phalanx.cluster.rendezvous import Place
 from phalanx.errors import RunError
@@ -20,7 +20,7 @@ def test_an_epoch_that_others_begin_while_it_looks_whether_they_lead_is_seen(
     paths, looks, led = RunPaths(tmp_path), list[int](), list[int]()
     assert epochs.claim(paths, 1, {"attempt": 1, "leader": 0}) is None
 
-    def goes_on(paths: RunPaths, meeting: nodes.Meeting) -> bool:
+    def goes_on(paths: RunPaths, meeting: meetings.Meeting) -> bool:
         looks.append(len(looks))
         if len(looks) == 1:  # nobody answers yet, and a moment later node 1 leads
             assert epochs.claim(paths, 2, {"attempt": 2, "leader": 1}) is None
@@ -28,16 +28,19 @@ def test_an_epoch_that_others_begin_while_it_looks_whether_they_lead_is_seen(
 
     def lead(wanted: Any, paths: RunPaths, devices: Any, meeting: Any, planned: Any, before: int) -> int:
         led.append(before)
-        nodes._watching(paths, lambda: None, before)()
+        nodes.watching(paths, lambda: None, before)()
         raise AssertionError("it waits for the others")
 
     monkeypatch.setattr(nodes, "LOOK_S", -1.0)
     monkeypatch.setattr(nodes, "warmed", lambda on_cpu: (None, None))
     monkeypatch.setattr(nodes, "devices_of_ranks", lambda *found: [])
-    monkeypatch.setattr(nodes, "_goes_on", goes_on)
+    monkeypatch.setattr(nodes, "goes_on", goes_on)
     monkeypatch.setattr(nodes, "_lead", lead)
     monkeypatch.setattr(nodes, "_follow", lambda *told: 42)
-    meeting, wanted = nodes.Meeting(2, 0, Place("here", folder=tmp_path), 60.0), recipe.load(ROOT / "recipes/demo.yaml")
+    meeting, wanted = (
+        meetings.Meeting(2, 0, Place("here", folder=tmp_path), 60.0),
+        recipe.load(ROOT / "recipes/demo.yaml"),
+    )
     assert nodes.train(wanted, paths, 1, meeting) == 42
     assert led == [1]
 
@@ -45,7 +48,7 @@ def test_an_epoch_that_others_begin_while_it_looks_whether_they_lead_is_seen(
 def test_no_other_epoch_is_no_reason_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "LOOK_S", -1.0)
     paths, tended = RunPaths(tmp_path), list[int]()
-    look = nodes._watching(paths, lambda: tended.append(1), epochs.number(paths))
+    look = nodes.watching(paths, lambda: tended.append(1), epochs.number(paths))
     look()
     assert epochs.claim(paths, 1, {"attempt": 1, "leader": 1}) is None
     with pytest.raises(RunError, match="another node leads the run"):

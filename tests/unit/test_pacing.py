@@ -1,11 +1,20 @@
 """What a lane measures of its transfers and updates, and the order that is made of it."""
 
+import threading
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from phalanx.comm.collectives import Traffic
 from phalanx.optim import stamps
+from phalanx.optim.lane import Lane, Mark
+from phalanx.optim.order import Orders
 from phalanx.optim.overlap import plan
 from phalanx.optim.pacing import Pacing
+from phalanx.optim.timeline import Op
+from phalanx.optim.timetable import Timetable
 
 CPU = torch.device("cpu")
 RATE, SIZE = 50e6, 1e6  # a transfer takes 20 ms
@@ -53,3 +62,24 @@ def test_an_order_knows_how_long_updates_take(clock: list[float]) -> None:
     at = {(op.kind, op.bucket, op.part): number for number, op in enumerate(order)}
     # The link has something else to do behind the last gradient of a unit; without updates nothing says so.
     assert all(order[at["reduce", unit, 3] + 1].bucket != unit for unit in (2, 1))
+
+
+def test_the_order_of_a_step_is_asked_for_when_the_lane_may_have_made_another() -> None:
+    """By what two ranks of unlike speed have come to alike: the end of the second step before."""
+    table, lane = object.__new__(Timetable), Lane(CPU)
+    old, new = (Orders((Op("reduce", 0, part),), (), (), ()) for part in range(2))
+    table._orders, table._ended, table._mesh = {1: old}, {1: Mark(lane)}, SimpleNamespace(traffic=Traffic())  # type: ignore[assignment]
+    asked = threading.Event()
+
+    def make() -> None:
+        asked.wait()
+        time.sleep(0.05)
+        table._orders = {1: old, 3: new}
+        ended.set()
+
+    ended = table._ended[1]
+    lane.put(make)
+    assert table.of(2) is old
+    asked.set()
+    assert table.of(3) is new
+    lane.close()

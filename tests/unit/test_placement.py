@@ -33,6 +33,14 @@ SLURM = {
     "SLURM_JOB_ID": "1234",
     "SLURM_STEP_ID": "3",
 }
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "138412033",
+    "MASTER_ADDR": "10.0.0.1",
+}
 GPUS = [f"gpu:{index}" for index in range(4)]
 
 
@@ -86,6 +94,20 @@ def test_srun() -> None:
     assert (found.store.serve, found.attempt, found.local_world, found.device) == (True, 5, 4, "cpu")
 
 
+def test_mpirun() -> None:
+    """It does not say where rank 0 is; of what it starts on one machine that is known. As a task of srun it counts."""
+    found = from_environment(SLURM | MPIRUN, GPUS)
+    assert found is not None and found.store is not None
+    assert found == Placement(5, 8, 1, 4, 1, "gpu:1", StoreAddress("10.0.0.1", found.store.port))
+    given = from_environment(MPIRUN | {"MASTER_PORT": "29500", "OMPI_COMM_WORLD_RANK": "0"}, [])
+    assert given is not None and given.store == StoreAddress("10.0.0.1", 29500, serve=True)
+    here = without(MPIRUN, "MASTER_ADDR") | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
+    alone, other = from_environment(here, []), from_environment(here | {"PMIX_NAMESPACE": "prterun-1@1"}, [])
+    assert alone is not None and alone.store is not None and other is not None and other.store is not None
+    assert alone.store.host == "127.0.0.1" and alone.store.port != other.store.port
+    assert outside(MPIRUN) == {"PMIX_NAMESPACE": "138412033"}
+
+
 def test_two_steps_of_a_job_do_not_meet() -> None:
     ports = set()
     for step in range(60):
@@ -121,7 +143,10 @@ def test_neither(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        (TORCHRUN | {"RANK": "-1"}, "the environment variable RANK is '-1', not a number; let torchrun or srun set it"),
+        (
+            TORCHRUN | {"RANK": "-1"},
+            "the environment variable RANK is '-1', not a number; let torchrun, mpirun or srun set it",
+        ),
         (TORCHRUN | {"RANK": "five"}, "RANK is 'five', not a number"),
         (TORCHRUN | {"RANK": ""}, "RANK is '', not a number"),
         (TORCHRUN | {"RANK": "٣"}, "RANK is '٣', not a number"),
@@ -137,6 +162,12 @@ def test_neither(environment: dict[str, str]) -> None:
         (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0, where no rank can meet another; give a free port between"),
         (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT is 65536, where no rank can meet another"),
         (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT is 'x'"),
+        (
+            without(MPIRUN, "MASTER_ADDR"),
+            "mpirun has started 8 ranks, 4 of them here, but does not say where rank 0 is",
+        ),
+        (MPIRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0, where no rank can meet another"),
+        (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "OMPI_COMM_WORLD_LOCAL_RANK 4 of OMPI_COMM_WORLD_LOCAL_SIZE 4"),
         (SLURM | {"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
         (SLURM | {"SLURM_PROCID": "7"}, "SLURM_PROCID 7 of SLURM_STEP_NUM_TASKS 7, which no rank can be; let srun"),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS is 'many'"),

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -332,3 +333,38 @@ def test_on_a_busy_machine_half_the_speed_is_answered_within_three_steps_all_the
             shares = cluster.walked[begun].shares[0], cluster.walked[begun + 3].shares[0]
             within += shares[1] < shares[0] - 2 if less else shares[1] > shares[0] + 2
     assert within >= 0.85 * 80, within
+
+
+@pytest.mark.parametrize(("total", "until"), [(12, 20), (48, 20), (48, 5)])
+def test_three_steps_after_others_have_left_the_machine_like_ranks_have_like_shares(total: int, until: int) -> None:
+    """Whatever was measured at first, and while others came and went."""
+    within = 0
+    for seed in range(40):
+        rng = random.Random(1000 + seed)
+
+        def change(step: int, paces: Paces, rng: random.Random = rng) -> None:
+            paces[:] = [rng.uniform(1, 3) if step < until else 1.0 for _ in paces]
+
+        foretold = [Speed(4.0), Speed(1.0)]
+        cluster = Simulated([1.0, 1.0], total, 0.05, seed=seed, fixed_s=0.1, lockstep=False, foretold=foretold)
+        cluster.run(until + 4, change)
+        best = cluster.seconds(until + 3, [1.0, 1.0]) / slowest_s(
+            divide(total, [Speed(1.0, 0.1)] * 2), [Speed(1.0, 0.1)] * 2
+        )
+        within += best <= 1.1
+    assert within >= 38, within
+
+
+def test_noise_that_is_over_leaves_no_trace() -> None:
+    speeds = [Speed(1.0)] * 2
+    history = resharing.begin(speeds, Division((6, 6), 1))
+    rng = random.Random(0)
+    for _ in range(40):
+        history = resharing.observe(history, history.division, [6 * rng.uniform(1, 4) for _ in speeds])
+    assert history.noise > 0.25
+    for number, busy in enumerate([(6.0, 6.3), (6.1, 6.2), (6.0, 6.2)]):
+        assert history.noise > 0.2, number
+        history = resharing.observe(history, history.division, busy)
+    assert history.noise == resharing.NOISE
+    for pace, seconds in zip(history.paces, (6.03, 6.23), strict=True):
+        assert pace.expected_s(1, 6) == pytest.approx(seconds, rel=1e-2) and pace.changed

@@ -1,13 +1,16 @@
 """What can be imported under the library's names, and what is said of the rest."""
 
+import contextlib
 import importlib
 import logging
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import phalanx.compat.sagemaker  # noqa: F401  # makes them known
+from phalanx import storage
 from phalanx.compat.sagemaker.names import NAMES
 from phalanx.errors import ConfigError
 
@@ -51,6 +54,56 @@ def test_a_name_that_is_not_provided_is_named() -> None:
     with pytest.raises(AttributeError, match=r"torch\.sagemaker\.state\.nonsense"):
         tsm.state.nonsense  # noqa: B018
     assert not hasattr(tsm, "nonsense")
+
+
+def test_names_of_a_package_that_is_not_installed_can_be_imported_and_not_used() -> None:
+    import transformer_engine
+    from transformer_engine.common.recipe import DelayedScaling, Format
+
+    recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16)
+    with transformer_engine.pytorch.fp8_autocast(enabled=False, fp8_recipe=recipe):
+        pass
+    with pytest.raises(ConfigError, match=r"fp8_autocast.*transformer_engine is not installed.*train in bf16"):
+        transformer_engine.pytorch.fp8_autocast(enabled=True, fp8_recipe=recipe)
+    with pytest.raises(ConfigError, match=r"transformer_engine\.pytorch\.Linear is used, but"):
+        transformer_engine.pytorch.Linear  # noqa: B018
+    assert not hasattr(transformer_engine.pytorch, "Linear")
+    with pytest.raises(ModuleNotFoundError, match="FP8 is its kernels' alone"):
+        import transformer_engine.jax
+
+
+def test_the_real_package_is_left_alone_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("installed = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    with monkeypatch.context() as imported:
+        for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+            imported.delitem(sys.modules, name)
+        assert importlib.import_module("transformer_engine").installed
+        with pytest.raises(ModuleNotFoundError, match=r"No module named 'transformer_engine\.pytorch'"):
+            importlib.import_module("transformer_engine.pytorch")
+        del sys.modules["transformer_engine"]
+
+
+def test_llamas_attention_is_put_in_the_place_of_a_layers_own() -> None:
+    from torch.sagemaker.nn.huggingface.llama_flashattn import LlamaFlashAttention
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="eager",
+    )  # fmt: skip
+    model, ids = AutoModelForCausalLM.from_config(config), torch.arange(20).view(2, 10)
+    before = model(input_ids=ids).logits
+    for layer in model.model.layers:
+        own, layer.self_attn = layer.self_attn, LlamaFlashAttention(model.config)
+        layer.self_attn.load_state_dict(own.state_dict())
+        assert layer.self_attn.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "eager"
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, before)
+    with pytest.raises(ConfigError, match="set use_cache to False"):
+        model(input_ids=ids)
 
 
 def test_before_init_what_needs_it_says_so() -> None:
@@ -115,21 +168,42 @@ def test_the_newest_folders_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama-10steps", "llama-9steps", "other"]
 
 
-def test_s3_is_refused_by_name() -> None:
+def test_urls_of_s3_are_known_and_its_settings_are_for_them_alone() -> None:
     from torch.sagemaker.distributed.checkpoint import filesystem, s3_filesystem
 
     assert s3_filesystem.is_s3_uri("s3://bucket/key")
     assert s3_filesystem.is_s3_uri(Path("s3://bucket/key"))
     assert not s3_filesystem.is_s3_uri("/folder")
     assert s3_filesystem.format_s3_path(Path("s3://bucket/key")) == "s3://bucket/key"
-    for act in (
-        lambda: filesystem.DistributedFileSystemWriter("s3://bucket/key"),
-        lambda: filesystem.DistributedFileSystemReader("s3://bucket/key"),
-        lambda: s3_filesystem.S3FileSystem("us-east-1"),
-        lambda: filesystem.path_to_file_system("s3://bucket"),
-    ):
-        with pytest.raises(ConfigError, match="not to S3"):
-            act()
+    assert isinstance(filesystem.path_to_file_system(Path("s3://bucket")), s3_filesystem.S3FileSystem)
+    assert not isinstance(filesystem.path_to_file_system("/folder"), s3_filesystem.S3FileSystem)
+    with pytest.raises(ConfigError, match="s3_region and s3client_config are for s3:// URLs, not for /folder"):
+        filesystem.DistributedFileSystemWriter("/folder", s3_region="eu-west-1")
+    with pytest.raises(ConfigError, match="s3client_config is for the client of another library"):
+        filesystem.DistributedFileSystemReader("s3://bucket", s3client_config=object())
+
+
+def test_files_at_s3(bucket: str) -> None:
+    from torch.sagemaker.checkpoint.utils import limit_num_subdirs
+    from torch.sagemaker.distributed.checkpoint.s3_filesystem import S3FileSystem
+
+    files = S3FileSystem()
+    path = files.concat_path(Path(bucket), "a.tmp")
+    with files.create_stream(path, "wb") as stream:
+        stream.write(b"some bytes")
+    files.rename(path, f"{bucket}/a")
+    with files.create_stream(f"{bucket}/a", "rb") as stream:
+        assert stream.read() == b"some bytes"
+    with contextlib.suppress(OSError), files.create_stream(f"{bucket}/b", "wb") as stream:
+        stream.write(b"half")
+        raise OSError("the disk is full")
+    assert files.ls(bucket) == [f"{bucket}/a"]
+    files.rm_file(f"{bucket}/a")
+    assert not files.exists(f"{bucket}/a")
+    for name in ("c-2steps", "c-10steps", "c-9steps"):
+        storage.write_bytes(f"{bucket}/{name}/.metadata", b"x")
+    assert limit_num_subdirs(Path(bucket), 2) == [f"{bucket}/c-2steps"]
+    assert [one.name for one in storage.listing(bucket)] == ["c-10steps", "c-9steps"]
 
 
 def test_what_fails_is_tried_again() -> None:

@@ -151,6 +151,13 @@ def test_what_cannot_shrink_waits_and_then_stops() -> None:
     assert done[0] == Finish(1, "nodes were lost, and those that are left cannot go on without them")
 
 
+def test_fewer_nodes_than_the_least_do_not_go_on() -> None:
+    _, done = walk(begun(3, least=2), Lost(1, 2, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
+    assert done[-1] == Prepare(2, ((0, 1), (1, 1)))
+    _, done = walk(begun(2, least=2), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))
+    assert done[-1].details["message"].startswith("waiting for a lost node to come back")  # type: ignore[union-attr]
+
+
 def test_a_node_that_returns_with_fewer_devices_does_not_get_its_ranks_back() -> None:
     """A GPU has fallen off its bus, say. Half a copy of the model is none, so it is waited for the rest."""
     state, _ = walk(begun(ranks=2, group=4), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))

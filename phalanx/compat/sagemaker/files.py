@@ -1,15 +1,14 @@
-"""Checkpoint folders: PyTorch's reader and writer, with hooks around the writing; paths of no file system."""
+"""Checkpoint folders, local or at S3: PyTorch's reader and writer, with hooks around the writing."""
 
 import functools
 import io
 import os
 import pickle
 import random
-import re
 import time
 import zipfile
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
+from phalanx.compat.sagemaker.s3 import S3FileSystem, is_s3_uri
 from phalanx.errors import CheckpointError, ConfigError
 
 ATTEMPTS, FIRST_PAUSE_S = 3, 0.2
@@ -36,8 +36,8 @@ Hook = Callable[["DistributedFileSystemWriter"], object]
 
 
 class DistributedFileSystemWriter(FileSystemWriter):
-    """PyTorch's writer of a folder. Each rank calls `pre_write_hooks` before and `post_write_hooks` after its writing,
-    with this writer, which knows whether it `is_coordinator`."""
+    """PyTorch's writer of a folder, or of one at an `s3://` URL. Each rank calls `pre_write_hooks` before and
+    `post_write_hooks` after its writing, with this writer, which knows whether it `is_coordinator`."""
 
     def __init__(
         self,
@@ -49,9 +49,16 @@ class DistributedFileSystemWriter(FileSystemWriter):
         s3client_config: Any = None,
         **options: Any,
     ) -> None:
-        super().__init__(checked(path, s3_region, s3client_config), *args, **options)
+        super().__init__(checked(path), *args, **options)
+        self.fs = path_to_file_system(path, s3_region, s3client_config)
+        self.path = self.fs.init_path(path)
         self.is_coordinator = False
         self._before, self._after = list(pre_write_hooks), list(post_write_hooks)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.fs = path_to_file_system(checkpoint_id)
+        super().reset(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.is_coordinator = is_coordinator
@@ -80,12 +87,20 @@ class _Metadata(pickle.Unpickler):
 
 
 class DistributedFileSystemReader(FileSystemReader):
-    """PyTorch's reader of a folder, which runs no code of the files in it. Errors are CheckpointErrors."""
+    """PyTorch's reader of a folder, or of one at an `s3://` URL, which runs no code of the files in it. Errors are
+    CheckpointErrors."""
 
     def __init__(
         self, path: str | os.PathLike[str], *args: Any, s3_region: str | None = None, s3client_config: Any = None
     ) -> None:
-        super().__init__(checked(path, s3_region, s3client_config), *args)
+        super().__init__(checked(path), *args)
+        self.fs = path_to_file_system(path, s3_region, s3client_config)
+        self.path = self.fs.init_path(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.fs = path_to_file_system(checkpoint_id)
+        super().reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         path = self._get_metadata_path(options.get("rank"))
@@ -123,43 +138,22 @@ def unreadable(path: str | os.PathLike[str], error: BaseException) -> Checkpoint
     return CheckpointError(f"{path} cannot be read ({reason}); fetch the checkpoint again, or load another one")
 
 
-def checked(
-    path: str | os.PathLike[str] | None, s3_region: str | None = None, s3client_config: Any = None
-) -> str | os.PathLike[str]:
-    """A path as it is. Raises ConfigError for an S3 URI, or where there is none."""
+def checked(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+    """A path as it is. Raises ConfigError where there is none."""
     if path is None or path == "":
-        raise ConfigError("there is no folder to put a checkpoint into or take it from; pass checkpoint_id=")
-    if is_s3_uri(path) or s3_region is not None or s3client_config is not None:
-        _no_s3(str(path))
+        raise ConfigError("there is nothing to put a checkpoint into or take it from; pass checkpoint_id=")
     return path
 
 
-def is_s3_uri(uri: str | os.PathLike[str]) -> bool:
-    return str(uri).startswith("s3:/")
-
-
-def format_s3_path(path: str | os.PathLike[str]) -> str:
-    """An S3 URI that went through a Path, and lost a slash there, as it was."""
-    return re.sub(r"^s3:/+", "s3://", str(path))
-
-
-def path_to_file_system(path: str | os.PathLike[str]) -> FileSystem:
-    checked(path)
+def path_to_file_system(
+    path: str | os.PathLike[str], s3_region: str | None = None, s3client_config: Any = None
+) -> FileSystem:
+    """What reads and writes files at a path. Raises ConfigError for settings of S3 where the path is none of it."""
+    if is_s3_uri(path):
+        return S3FileSystem(s3_region, s3client_config=s3client_config)
+    if s3_region is not None or s3client_config is not None:
+        raise ConfigError(f"s3_region and s3client_config are for s3:// URLs, not for {path}; leave them out")
     return FileSystem()
-
-
-class S3FileSystem:
-    """Not here; is a class so that scripts can ask whether theirs is one."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        _no_s3(str(args[0]) if args else "S3")
-
-
-def _no_s3(path: str) -> NoReturn:
-    raise ConfigError(
-        f"{path}: scripts' checkpoints go to folders here, not to S3; name a folder of a shared file system, such as a "
-        "mounted bucket"
-    )
 
 
 def retry_with_jitter(function: Any) -> Any:

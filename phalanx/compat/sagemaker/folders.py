@@ -7,6 +7,9 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+from phalanx import storage
+from phalanx.compat.sagemaker.s3 import format_s3_path, is_s3_uri
+
 logger = logging.getLogger("phalanx.sagemaker")
 
 # Marks of that library in the checkpoints of its version 1.
@@ -27,14 +30,24 @@ def limit_num_subdirs(
     regex: str | None = None,
     log: bool = True,
 ) -> list[str]:
-    """Remove the first of the folders below `root` whose names match `regex`, in the order of `sort_fn`, so that
-    `max_to_keep` are left; 0 or less keeps all. Only where `log`, which one rank should say. Gives those removed."""
-    if not log or max_to_keep <= 0 or not os.path.isdir(root):
+    """Remove the first of the folders below `root`, which may be an `s3://` URL, whose names match `regex`, in the
+    order of `sort_fn`, so that `max_to_keep` are left; 0 or less keeps all. Only where `log`, which one rank should
+    say. Gives those removed."""
+    if not log or max_to_keep <= 0:
         return []
-    names = [name for name in os.listdir(root) if os.path.isdir(os.path.join(root, name))]
-    matching = sorted((name for name in names if regex is None or re.match(regex, name)), key=sort_fn)
+    root = format_s3_path(root)
+    matching = sorted((name for name in _folders(root) if regex is None or re.match(regex, name)), key=sort_fn)
     removed = [os.path.join(root, name) for name in matching[: max(0, len(matching) - max_to_keep)]]
     for folder in removed:
         logger.info("removing %s", folder)
-        shutil.rmtree(folder)
+        if is_s3_uri(folder):
+            storage.remove(one.url for one in storage.listing(folder, recursive=True))
+        else:
+            shutil.rmtree(folder)
     return removed
+
+
+def _folders(root: str) -> list[str]:
+    if is_s3_uri(root):
+        return [one.name for one in storage.listing(root) if one.folder]
+    return [name for name in os.listdir(root) if os.path.isdir(os.path.join(root, name))] if os.path.isdir(root) else []

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard import api as shard_api
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.checkpoint import optimizer as dcp_optimizer
 
 from phalanx.comm import backend
-from phalanx.compat.sagemaker import offloading, optimizer_state
+from phalanx.compat.sagemaker import absent, local, offloading, optimizer_state
 from phalanx.compat.sagemaker.full import with_translation
-from phalanx.compat.sagemaker.names import INSTEAD, NAMES, PAGE, ROOTS
+from phalanx.compat.sagemaker.names import INSTEAD, NAMES, PAGE, ROOTS, WITHOUT
 from phalanx.scripts.wrapping import patch, replace
 
 SMDDP = "smddp"
@@ -27,24 +28,31 @@ def install() -> None:
     changes nothing. Nothing else changes before `tsm.init`."""
     if any(isinstance(each, Finder) for each in sys.meta_path):
         return
-    sys.meta_path.insert(0, Finder())
+    sys.meta_path.insert(0, Finder(ROOTS))
+    sys.meta_path.append(Finder(tuple(WITHOUT)))  # the last to be asked: for what is not installed
+    absent.without_flash_attention()
     patch()
     replace(checkpoint_wrapper.OffloadWrapper, "__init__", offloading.noticed)
     replace(checkpoint_wrapper.OffloadWrapper, "forward", offloading.prefetching)
     for owner in (dcp_optimizer, dcp):
         replace(owner, "load_sharded_optimizer_state_dict", optimizer_state.of_a_group)
+    replace(shard_api, "load_with_process_group", local.with_sharded_tensors)
     for name in ("save_state_dict", "load_state_dict"):
         replace(dcp, name, optimizer_state.with_global_coordinator)
     with_translation()
 
 
 class Finder:
-    """Finds the modules of the table, and says what to do about those that are not in it."""
+    """Finds the modules of the table below `roots`, and says what to do about those that are not in it."""
+
+    def __init__(self, roots: Sequence[str]) -> None:
+        self._roots = roots
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not any(name == root or name.startswith(f"{root}.") for root in ROOTS):
+        root = next((root for root in self._roots if name == root or name.startswith(f"{root}.")), None)
+        if root is None or (name != root and not isinstance(sys.modules[root].__loader__, Loader)):
             return None
         packages = {".".join(parts[:count]) for each in NAMES for parts in [each.split(".")] for count in range(1, 9)}
         if name not in packages:
@@ -81,13 +89,15 @@ def _names_of(module: str) -> Callable[[str], Any]:
         child = f"{module}.{name}"
         if any(each == child or each.startswith(f"{child}.") for each in NAMES):
             return importlib.import_module(child)
-        raise AttributeError(name if name.startswith("__") else _advice(child))
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise absent.not_installed(child) if child.startswith(tuple(WITHOUT)) else AttributeError(_advice(child))
 
     return get
 
 
 def _advice(name: str) -> str:
-    for prefix, instead in INSTEAD.items():
+    for prefix, instead in {**INSTEAD, **WITHOUT}.items():
         if name == prefix or name.startswith(f"{prefix}."):
             return f"{name} is not provided by Phalanx: {instead}"
     return f"{name} is not provided by Phalanx; {PAGE}"

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from phalanx.compat.sagemaker.files import DistributedFileSystemReader, checked, unreadable
+from phalanx.compat.sagemaker.files import DistributedFileSystemReader, checked, path_to_file_system, unreadable
 from phalanx.compat.sagemaker.requests import coordinator_in
 from phalanx.errors import CheckpointError
 
@@ -37,13 +37,16 @@ def load(
     """Read a checkpoint into the tensors of `state_dict`, in place; other values in it are replaced. Collective over
     `process_group`, by default over all ranks.
 
-    Raises CheckpointError where `check_keys_matched` and the ranks ask for unlike keys; ConfigError for a place that is
-    no folder.
+    Raises CheckpointError where `check_keys_matched` and the ranks ask for unlike keys; ConfigError where there is no
+    place.
     """
-    if storage_reader is None or checkpoint_id is not None or s3_region is not None or s3client_config is not None:
-        checked(checkpoint_id, s3_region, s3client_config)
-    reader = storage_reader or DistributedFileSystemReader(checked(checkpoint_id))
-    if storage_reader is not None and checkpoint_id is not None:
+    reader = storage_reader
+    if reader is None:
+        reader = DistributedFileSystemReader(
+            checked(checkpoint_id), s3_region=s3_region, s3client_config=s3client_config
+        )
+    elif checkpoint_id is not None or s3_region is not None or s3client_config is not None:
+        path_to_file_system(checked(checkpoint_id), s3_region, s3client_config)
         reader.reset(checkpoint_id)
     coordinator, together = coordinator_in(process_group, coordinator_rank), dist.is_initialized()
     if check_keys_matched:
@@ -81,7 +84,7 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Plain values alone, and NumPy's: PyTorch's own runs whatever code a file asks for."""
-        with torch.serialization.safe_globals([argparse.Namespace, *_numpys()]):
+        with torch.serialization.safe_globals([argparse.Namespace, *numpys()]):
             found = torch.load(value, weights_only=True)
         name = read_item.dest_index.fqn
         if self.flatten_state_dict:
@@ -94,7 +97,7 @@ class _Planner(DefaultLoadPlanner):
         return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
 
-def _numpys() -> list[Any]:
+def numpys() -> list[Any]:
     """What an array or a number of NumPy's is made by, as in the state of its random numbers."""
     made_by = [np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
     return [*made_by, np.ndarray, np.dtype, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)]

@@ -2,18 +2,29 @@
 
 import contextlib
 import enum
+import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.remote_device import _remote_device
 
-from phalanx.errors import ConfigError
+from phalanx.compat.sagemaker.loader import numpys
+from phalanx.errors import CheckpointError, ConfigError
 
 # Where a module keeps what FSDP does around its state_dict() and load_state_dict().
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+# What the tensors of LOCAL_STATE_DICT are made of.
+_SHARDED = (ShardedTensor, ShardedTensorMetadata, TensorProperties, Shard, ShardMetadata, ChunkShardingSpec,
+            EnumerableShardingSpec, ShardedTensor.ProcessGroupState, _remote_device, MEM_FORMAT_ENCODING)  # fmt: skip
 
 
 class SMStateDictType(enum.Enum):
@@ -81,3 +92,36 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].zero_()
+
+
+def with_sharded_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's `load_with_process_group`, in which `torch.load` reads what FSDP's LOCAL_STATE_DICT and a script's own
+    settings are made of. PyTorch's later versions refuse these, and have no other way to read such a state."""
+
+    @contextlib.contextmanager
+    def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[Any]:
+        plain = [*numpys(), *_model_configs(), (_member, "builtins.getattr")]
+        with original(process_group), torch.serialization.safe_globals([*_SHARDED, *plain]):
+            yield process_group
+
+    return load_with_process_group
+
+
+def _member(kind: object, name: str) -> Any:
+    """A value of an enumeration, or the class of the shards' group, which pickle writes as a call of getattr; no other
+    attribute of anything."""
+    if kind is MEM_FORMAT_ENCODING:
+        return MEM_FORMAT_ENCODING[name]
+    if kind is ShardedTensor and name == "ProcessGroupState":
+        return ShardedTensor.ProcessGroupState
+    raise CheckpointError(f"the state to be loaded asks for {name} of {kind!r}, which is no part of one; load another")
+
+
+def _model_configs() -> Iterator[type]:
+    """The classes of transformers' configurations that the script has imported: plain values, and no code."""
+    module = sys.modules.get("transformers.configuration_utils")
+    waiting: list[type] = [] if module is None else [module.PreTrainedConfig]
+    while waiting:
+        one = waiting.pop()
+        waiting += one.__subclasses__()
+        yield one

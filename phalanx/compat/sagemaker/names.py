@@ -67,12 +67,13 @@ NAMES: dict[str, dict[str, str]] = {
         "DEFAULT_ASYNC_REQUEST_QUEUE": f"{_HERE}.requests:DEFAULT_ASYNC_REQUEST_QUEUE",
     },
     f"{_DCP}.s3_filesystem": {
-        "S3FileSystem": f"{_HERE}.files:S3FileSystem",
-        "is_s3_uri": f"{_HERE}.files:is_s3_uri",
-        "format_s3_path": f"{_HERE}.files:format_s3_path",
+        "S3FileSystem": f"{_HERE}.s3:S3FileSystem",
+        "is_s3_uri": f"{_HERE}.s3:is_s3_uri",
+        "format_s3_path": f"{_HERE}.s3:format_s3_path",
         "retry_with_jitter": f"{_HERE}.files:retry_with_jitter",
     },
     "torch.sagemaker.moe.moe_config": {"MoEConfig": f"{_HERE}.transforming:MoEConfig"},
+    "torch.sagemaker.moe.moe_layer": {"MoELayer": f"{_HERE}.transforming:MoELayer"},
     "torch.sagemaker.context_parallel.utils": {
         "setup_transformer_engine_cp_groups": f"{_HERE}.transforming:setup_transformer_engine_cp_groups",
     },
@@ -85,7 +86,15 @@ NAMES: dict[str, dict[str, str]] = {
         "FlashSelfAttention": f"{_HERE}.attention:FlashSelfAttention",
         "FlashGroupedQueryAttention": f"{_HERE}.attention:FlashGroupedQueryAttention",
     },
+    "torch.sagemaker.nn.huggingface.llama_flashattn": {"LlamaFlashAttention": f"{_HERE}.llama:LlamaFlashAttention"},
     "smdistributed.dataparallel.torch.torch_smddp": {},  # importing it makes the backend known
+    # Only where Transformer Engine itself is not installed.
+    "transformer_engine": {},
+    "transformer_engine.common.recipe": {
+        "Format": f"{_HERE}.absent:Format",
+        "DelayedScaling": f"{_HERE}.absent:DelayedScaling",
+    },
+    "transformer_engine.pytorch": {"fp8_autocast": f"{_HERE}.absent:fp8_autocast"},
 }
 
 # Modules of older versions: what to do instead.
@@ -93,12 +102,11 @@ INSTEAD = {
     "smdistributed.modelparallel": "version 1 of that library is another one; begin with a plain FSDP script",
     "smdistributed.dataparallel.torch.distributed": 'use torch.distributed with backend="smddp"',
     "smdistributed.dataparallel.torch.parallel": "use torch.nn.parallel.DistributedDataParallel",
-    "torch.sagemaker.nn.huggingface": 'build the model with attn_implementation="sdpa"',
 }
 # Packages that such scripts import besides, and that are not installed everywhere: what to do without.
 WITHOUT = {
-    "transformer_engine": "FP8 is its kernels' alone: leave te.fp8_autocast and the recipe out and train in bf16, by "
-    "FSDP's MixedPrecision; or install it where GPUs have FP8",
+    "transformer_engine": "FP8 is its kernels' alone: leave it out (a script's own switch, such as --fp8 0) and train "
+    "in bf16, by FSDP's MixedPrecision; or install it where GPUs have FP8",
 }
 ROOTS = ("torch.sagemaker", "smdistributed")
 PAGE = "docs/from-sagemaker.md lists what is"

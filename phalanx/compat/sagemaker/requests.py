@@ -6,7 +6,6 @@ is asked for, and what was written is put together when it is finalised. What is
 
 import dataclasses
 import io
-import os
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from phalanx.compat.sagemaker.files import DistributedFileSystemWriter
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.scripts.session import current
 
@@ -111,8 +109,7 @@ def _copy(value: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
 
 def plan(
     state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str] | None,
-    storage_writer: StorageWriter | None,
+    writer: StorageWriter,
     planner: SavePlanner | None,
     process_group: dist.ProcessGroup | None,
     coordinator_rank: int,
@@ -122,9 +119,6 @@ def plan(
 ) -> Planned:
     """Have the ranks of a group agree on who writes what. `coordinator_rank` counts over all ranks. Collective."""
     state = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()}
-    writer = storage_writer or DistributedFileSystemWriter(_some(checkpoint_id))
-    if storage_writer is not None and checkpoint_id is not None:
-        writer.reset(checkpoint_id)
     planner = planner or DefaultSavePlanner()
     coordinator = coordinator_in(process_group, coordinator_rank)
     ranks = _DistWrapper(process_group, dist.is_initialized(), coordinator)
@@ -160,12 +154,6 @@ def plan(
 
 def _same(plan: SavePlan, before: SavePlan) -> bool:
     return list(plan.items) == list(before.items)
-
-
-def _some(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
-    if checkpoint_id is None:
-        raise ConfigError("there is nothing to save to; pass checkpoint_id=, or storage_writer=")
-    return checkpoint_id
 
 
 def coordinator_in(group: dist.ProcessGroup | None, coordinator_rank: int) -> int:

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from phalanx.compat.sagemaker import requests
-from phalanx.compat.sagemaker.files import checked
+from phalanx.compat.sagemaker.files import DistributedFileSystemWriter, checked, path_to_file_system
 from phalanx.compat.sagemaker.requests import AsyncCallsQueue, PyTorchDistSaveShardedStrategy
 
 
@@ -25,16 +25,17 @@ def save(
     s3_region: str | None = None,
     s3client_config: Any = None,
 ) -> None:
-    """Write a state to a folder, and return when it is there. Collective over `process_group`, by default over all.
+    """Write a state to a folder or an `s3://` URL, and return when it is there. Collective over `process_group`, by
+    default over all ranks.
 
     `coordinator_rank` (counted over all ranks) writes the metadata. With `wait_error_handling` off, other ranks do not
     wait for that. With `force_check_all_plans` off, plans are exchanged only where this rank's is another one than the
-    last time; then all ranks must have the same reason to. Raises ConfigError for a place that is no folder.
+    last time; then all ranks must have the same reason to. Raises ConfigError where there is no place.
     """
-    _place(checkpoint_id, storage_writer, s3_region, s3client_config)
+    writer = _writer(checkpoint_id, storage_writer, s3_region, s3client_config)
     strategy = requests.default_queue().strategy
     planned = requests.plan(
-        state_dict, checkpoint_id, storage_writer, planner, process_group, coordinator_rank, wait_error_handling,
+        state_dict, writer, planner, process_group, coordinator_rank, wait_error_handling,
         force_check_all_plans, strategy,
     )  # fmt: skip
     planned.write()
@@ -60,11 +61,11 @@ def async_save(
 
     Arguments are those of `save`. `queue`: where it waits, by default with all others.
     """
-    _place(checkpoint_id, storage_writer, s3_region, s3client_config)
+    writer = _writer(checkpoint_id, storage_writer, s3_region, s3client_config)
     chosen = queue if queue is not None else requests.default_queue()
     strategy = sharded_strategy if isinstance(sharded_strategy, PyTorchDistSaveShardedStrategy) else chosen.strategy
     planned = requests.plan(
-        state_dict, checkpoint_id, storage_writer, planner, process_group, coordinator_rank, wait_error_handling,
+        state_dict, writer, planner, process_group, coordinator_rank, wait_error_handling,
         force_check_all_plans, strategy,
     )  # fmt: skip
     chosen.schedule(planned)
@@ -78,11 +79,13 @@ def maybe_finalize_async_calls(blocking: bool = True, process_group: dist.Proces
     return requests.default_queue().maybe_finalize_async_calls(blocking, process_group)
 
 
-def _place(
-    checkpoint_id: str | os.PathLike[str] | None,
-    storage_writer: StorageWriter | None,
-    s3_region: str | None,
-    s3client_config: Any,
-) -> None:
-    if storage_writer is None or checkpoint_id is not None or s3_region is not None or s3client_config is not None:
-        checked(checkpoint_id, s3_region, s3client_config)
+def _writer(
+    checkpoint_id: str | os.PathLike[str] | None, given: StorageWriter | None, s3_region: str | None, s3client: Any
+) -> StorageWriter:
+    """The script's own writer, at `checkpoint_id` where there is one; else one for that."""
+    if given is None:
+        return DistributedFileSystemWriter(checked(checkpoint_id), s3_region=s3_region, s3client_config=s3client)
+    if checkpoint_id is not None or s3_region is not None or s3client is not None:
+        path_to_file_system(checked(checkpoint_id), s3_region, s3client)
+        given.reset(checkpoint_id)
+    return given

@@ -17,7 +17,8 @@ COMMUNICATIONS = ("p2p", "all_gather")
 
 @dataclass
 class MoEConfig:
-    """Settings of experts. Each rank here computes all of them, by the model's own code: see `_heed`."""
+    """Settings of experts. Each rank here computes all of them, by the model's own code: see `_heed`. Weights begin
+    where the model has them, so `use_cpu_initialization` asks for nothing."""
 
     smp_moe: bool = True
     random_seed: int = 12345
@@ -59,7 +60,7 @@ def _heed(experts: MoEConfig, model: nn.Module) -> None:
     """Put into effect what can be with experts that are not divided over ranks: transformers' own balancing by an
     auxiliary loss. What a MoEConfig has by default is left to the model's code, with a warning.
 
-    Raises ConfigError for a model without experts, and for what was written out and would have no effect.
+    Raises ConfigError for a model without experts, and for what is not the default and would have no effect.
     """
     config: Any = getattr(model, "config", None)
     if getattr(config, "num_local_experts", None) is None:
@@ -69,31 +70,56 @@ def _heed(experts: MoEConfig, model: nn.Module) -> None:
         )
     if not experts.smp_moe:
         return
-    defaults = MoEConfig()
-    for name in ("global_token_shuffle", "moe_z_loss_coeff", "use_cpu_initialization"):
-        if getattr(experts, name) != getattr(defaults, name) and getattr(experts, name):
+    defaults, balancing = MoEConfig(), experts.moe_load_balancing
+    without_effect = ["global_token_shuffle", "moe_all_to_all_dispatcher", "moe_z_loss_coeff"]
+    without_effect += [] if balancing == "aux_loss" else ["moe_aux_loss_coeff"]
+    for name in without_effect:
+        value = getattr(experts, name)
+        if value != getattr(defaults, name) and (value or name == "moe_all_to_all_dispatcher"):
             raise ConfigError(
-                f"MoEConfig has {name}={getattr(experts, name)!r}, which nothing would use here, where experts are the "
-                "model's own code; leave it out"
+                f"MoEConfig has {name}={value!r}, which nothing would use here, where experts are the model's own code "
+                f"and moe_load_balancing is {balancing!r}; leave it out"
             )
-    match experts.moe_load_balancing:
+    if experts.random_seed != defaults.random_seed:
+        _seed(experts.random_seed)
+    match balancing:
         case "aux_loss":
             config.output_router_logits = True
             config.router_aux_loss_coef = vars(model)["router_aux_loss_coef"] = experts.moe_aux_loss_coeff
         case "none":
             config.output_router_logits = False
         case "sinkhorn":
-            session = current()
-            if session is not None and session.rank == 0:
-                warnings.warn(
-                    "MoEConfig balances experts by sinkhorn, which is not done here: the model routes tokens as its "
-                    'own code does; moe_load_balancing="aux_loss" adds an auxiliary loss that balances them',
-                    stacklevel=3,
-                )
+            _warn(
+                "MoEConfig balances experts by sinkhorn, which is not done here: the model routes tokens as its own "
+                'code does; moe_load_balancing="aux_loss" adds an auxiliary loss that balances them'
+            )
         case other:
             raise ConfigError(
                 f"MoEConfig has moe_load_balancing={other!r}, which is not done here; give 'aux_loss' or 'none'"
             )
+    if experts.moe_z_loss_coeff:
+        _warn(
+            f"MoEConfig has moe_z_loss_coeff={experts.moe_z_loss_coeff:g} by default, but no such loss of routers is "
+            "added here; set it to 0"
+        )
+
+
+def _seed(seed: int) -> None:
+    """Delayed initialisation draws by this seed. Raises ConfigError where `tsm.init` has set another."""
+    session = current()
+    assert session is not None
+    if session.seed not in (None, seed):
+        raise ConfigError(
+            f"MoEConfig has random_seed={seed}, and tsm.init was given random_seed={session.seed}; leave one of them "
+            "out"
+        )
+    session.seed = seed
+
+
+def _warn(sentence: str) -> None:
+    session = current()
+    if session is not None and session.rank == 0:
+        warnings.warn(sentence, stacklevel=4)
 
 
 def setup_transformer_engine_cp_groups(*args: Any, **options: Any) -> None:
@@ -102,15 +128,18 @@ def setup_transformer_engine_cp_groups(*args: Any, **options: Any) -> None:
 
 
 class _OfTransformed(type):
-    """Makes `isinstance(x, TransformerLayer)` true for the layers of a transformed model, whatever their class."""
+    """Makes `isinstance(x, TransformerLayer)` and the like true for parts of a transformed model, of any class."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         session = current()
         if session is None:
             return False
-        return (
-            id(instance) in session.models if cls.__name__ == "TransformerLMHead" else type(instance) in session.layers
-        )
+        match cls.__name__:
+            case "TransformerLMHead":
+                return id(instance) in session.models
+            case "MoELayer":
+                return type(instance) in session.experts
+        return type(instance) in session.layers
 
 
 class TransformerLMHead(metaclass=_OfTransformed):
@@ -119,3 +148,7 @@ class TransformerLMHead(metaclass=_OfTransformed):
 
 class TransformerLayer(metaclass=_OfTransformed):
     """Any layer of a model that `tsm.transform` has given back, such as for an `auto_wrap_policy`."""
+
+
+class MoELayer(metaclass=_OfTransformed):
+    """Any module of a model that `tsm.transform` has given back that has experts, and chooses among them."""
