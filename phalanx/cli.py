@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Iterator
@@ -14,9 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx import __version__, config, explain, faults, help_texts, mirror, privacy, recipe, shared_secret, storage
+from phalanx import __version__, config, faults, help_texts, mirror, privacy, recipe, shared_secret, storage
 from phalanx.axes import Axes
-from phalanx.data_commands import Overrides, data_app
+from phalanx.config_commands import config_app
+from phalanx.data_commands import Overrides, RecipeFile, data_app
 from phalanx.doctor_commands import doctor_command
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.health_commands import health_command
@@ -33,8 +33,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": help_texts.HELP},
 )
-config_app = typer.Typer(help="Look at recipes and their keys.", no_args_is_help=True)
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/demo.yaml.")]
 NodeCount = Annotated[
     int | None,
     typer.Option(
@@ -396,44 +394,6 @@ def report(run: RunFolder) -> None:
         if paths.url is not None:
             mirror.publish(paths, paths.report)
         typer.echo(f"wrote {paths.shown}/{paths.report.name}" if paths.url else f"wrote {paths.report}")
-
-
-@config_app.command("schema")
-def config_schema() -> None:
-    """Print the JSON schema of a recipe, for editors."""
-    typer.echo(json.dumps(config.Config.model_json_schema(), indent=2))
-
-
-@config_app.command("explain")
-def config_explain(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Such as optim.lr, or a section, such as optim.")] = "",
-) -> None:
-    """Say what a key means and which values it takes; of a section, or of all keys, what each means."""
-    # Elsewhere than in a terminal a line stays one, for grep.
-    width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 10_000
-    typer.echo(explain.explain(key, width))
-
-
-@config_app.command("show")
-def config_show(
-    recipe_path: RecipeFile,
-    overrides: Overrides = None,
-) -> None:
-    """Print a recipe with all defaults filled in; `auto` is what a run resolves when it starts."""
-    typer.echo(recipe.to_yaml(recipe.load(recipe_path, overrides or [])), nl=False)
-
-
-@config_app.command("presets")
-def config_presets() -> None:
-    """List the model shapes that `model.preset` knows."""
-    from phalanx.models.spec import PRESETS, parameter_count
-    from phalanx.report import words
-
-    room = max(map(len, PRESETS))
-    for name, spec in PRESETS.items():
-        shape = f"{spec.layers} layers, width {spec.hidden}, {spec.heads} heads ({spec.kv_heads} kv)"
-        number = words.count(parameter_count(spec))
-        typer.echo(f"{name:{room}} {number:>6} parameters, {shape}, vocabulary {spec.vocab_size}")
 
 
 app.add_typer(config_app, name="config", rich_help_panel=help_texts.DATA)

@@ -140,12 +140,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data_commands": PLAIN | {"data", "help_texts", "report", "train"},
     "keeper": PLAIN | {"cluster", "ending"},
     "jobs": PLAIN | {"cluster", "keeper", "report"},
+    "config_commands": PLAIN | {"data_commands", "models", "report"},
     "job_commands": PLAIN | {"cluster", "help_texts", "jobs", "keeper", "report"},
     "plan_commands": PLAIN | {"data_commands", "models", "plan", "report"},
     "cli": PLAIN
-    | {"compat", "data_commands", "plan_commands", "health_commands", "node_commands", "job_commands"}
-    | {"doctor_commands", "before_start", "help_texts", "meetings", "nodes", "script_nodes", "survey", "launch"}
-    | {"generation", "generation_over_ranks", "report", "train"},
+    | {"compat", "config_commands", "data_commands", "plan_commands", "health_commands", "node_commands"}
+    | {"doctor_commands", "job_commands", "before_start", "help_texts", "meetings", "nodes", "script_nodes", "survey"}
+    | {"launch", "generation", "generation_over_ranks", "report", "train"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -182,6 +183,7 @@ MAY_USE: dict[str, set[str]] = {
     "sharding": {"torch"},
     "scripts": {"torch"},
     "compat": {"torch", "numpy", "transformers"},
+    "config_commands": {"typer"},
     "data_commands": {"typer"},
     "doctor": {"torch"},
     "doctor_commands": {"typer"},
@@ -198,6 +200,7 @@ TORCH_FREE = (*PLAIN, "cluster", "plan", "report")
 ALSO_TORCH_FREE = (
     "phalanx.cli",
     "phalanx.help_texts",
+    "phalanx.config_commands",
     "phalanx.data_commands",
     "phalanx.doctor_commands",
     "phalanx.doctor.examination",
@@ -461,6 +464,7 @@ def test_only_what_faces_the_user_prints() -> None:
         reading = (
             "report",
             "cli",
+            "config_commands",
             "data_commands",
             "job_commands",
             "plan_commands",
