@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo test test-all accelerator fuzz mutants check format bench clean
+.PHONY: help setup demo dist test test-all accelerator fuzz mutants check format bench clean
 
 help:
 	@echo "make setup        create .venv with all that the demo, the tests and the benchmarks need"
-	@echo "make demo         train a small LLaMA on two ranks, kill one, go on, export, generate (about five minutes)"
+	@echo "make demo         train a small LLaMA on two ranks, kill one, go on, export, generate (about three minutes)"
+	@echo "make dist         build a wheel and a source distribution into dist/"
 	@echo "make test         run the tests (WORKERS=N at a time; two cores serve three)"
 	@echo "make test-all     run them at full length, with the simulated accelerator in all orders of its streams"
 	@echo "make accelerator  run those on the simulated accelerator in all orders of its streams"
@@ -33,7 +34,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 demo: setup
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m phalanx demo
+
+# What an earlier build has left would be taken into the wheel.
+dist: setup
+	rm -rf build
+	$(BIN)/python -c 'from setuptools import build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")'
 
 # Files stay whole, so that what one of them sets up is set up once; tests/conftest.py puts those that take long first.
 WORKERS ?= 3
@@ -75,4 +81,4 @@ bench: setup
 	@for file in $$(grep -l __main__ benchmarks/*.py); do echo "== $$file"; $(BIN)/python $$file --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) runs out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) runs out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -33,6 +33,7 @@ PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
     "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 75e12, torch.float64: 37e12},
 }
 
+HIDDEN = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")  # with this in its environment none is seen
 CPUS = "CPUs"  # what a torch is built for that knows of no accelerator
 
 # The kind of device, and its groups, that scripts of other libraries name outright.

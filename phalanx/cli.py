@@ -15,14 +15,16 @@ import typer
 
 from phalanx import __version__, config, faults, help_texts, mirror, privacy, recipe, shared_secret, storage
 from phalanx.axes import Axes
-from phalanx.config_commands import config_app
-from phalanx.data_commands import Overrides, RecipeFile, data_app
+from phalanx.config_commands import RecipeFile, config_app
+from phalanx.data_commands import Overrides, data_app
+from phalanx.demo import demo_command
 from phalanx.doctor_commands import doctor_command
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.health_commands import health_command
 from phalanx.job_commands import RunFolder, jobs_app
 from phalanx.node_commands import nodes_app
 from phalanx.plan_commands import plan_command
+from phalanx.recipe_commands import recipes_app
 from phalanx.records import ExitCode, Kind, RunPaths, Url, shown
 
 app = typer.Typer(
@@ -399,6 +401,8 @@ def report(run: RunFolder) -> None:
 app.add_typer(config_app, name="config", rich_help_panel=help_texts.DATA)
 app.add_typer(data_app, name="data", rich_help_panel=help_texts.DATA)
 app.add_typer(nodes_app, name="nodes", rich_help_panel=help_texts.MACHINES)
+app.add_typer(recipes_app, name="recipes", rich_help_panel=help_texts.DATA)
+app.command("demo", rich_help_panel=help_texts.TRAIN)(demo_command)
 app.command("doctor", rich_help_panel=help_texts.MACHINES)(doctor_command)
 app.command("health", rich_help_panel=help_texts.MACHINES)(health_command)
 app.command("plan", rich_help_panel=help_texts.MACHINES)(plan_command)

@@ -1,16 +1,18 @@
-"""The commands of `phalanx config`: recipes, their keys, and the shapes that they may name."""
+"""`phalanx config`: recipes and their keys."""
 
 import json
 import shutil
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from phalanx import config, explain, recipe
-from phalanx.data_commands import Overrides, RecipeFile
+from phalanx.data_commands import Overrides
 
 config_app = typer.Typer(help="Look at recipes and their keys.", no_args_is_help=True)
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/demo.yaml.")]
 
 
 @config_app.command("schema")

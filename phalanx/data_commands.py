@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 data_app = typer.Typer(help="Prepare training data ahead of a run, and look at it.", no_args_is_help=True)
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/demo.yaml.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Keys to change, such as optim.lr=3e-4.", autocompletion=help_texts.keys),

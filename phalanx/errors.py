@@ -1,11 +1,14 @@
 """Errors that a user can act on: one sentence with what was found, what it breaks and what to do; never a traceback."""
 
 import re
+from pathlib import Path
 
 from phalanx.records import ExitCode
 
 # Of torch's host allocator; of drivers (page-locked memory, modules, Triton) and collectives; of libraries of kernels.
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|_STATUS_\w*ALLOC\w*_FAILED")
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 class PhalanxError(Exception):
@@ -95,3 +98,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     if names & {"MemoryError", "OutOfMemoryError", "OutOfMemory"}:
         return True
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def fetch_hint(folder: Path | str) -> str:
+    """What to add to an error where a Hugging Face folder is not there: for what may be a name on the hub, the command
+    that fetches it to the place where it is looked for. Empty for what is there, or cannot be such a name."""
+    place = Path(folder)
+    name = str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
+    models = not place.parent.exists() or any(place.parent.glob("*/config.json"))  # else a folder of something else
+    if place.exists() or not models or not _HUB_NAME.fullmatch(name):
+        return ""
+    command = f"hf download {name} --local-dir {name}"
+    return f". Nothing is downloaded by itself: if this is a model of the Hugging Face hub, {command}"

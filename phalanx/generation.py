@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import mirror, storage
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, fetch_hint
 from phalanx.records import VOCABULARY_FILES, RunPaths
 
 ADAPTER = "adapter_config.json"  # what makes a folder one of PEFT's
@@ -214,7 +214,7 @@ def opened(model: Path | str, sampling: Sampling, phases: Phases = untold) -> It
         else:
             raise ConfigError(
                 f"{model} is neither a run folder nor a Hugging Face folder nor an adapter's; name one that holds a "
-                "model"
+                f"model{fetch_hint(model)}"
             )
 
 

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from phalanx import rules
+from phalanx import bundled, rules
 from phalanx.axes import axes_of
 from phalanx.combinations import is_own, problems, problems_with
 from phalanx.config import Config, get, is_bert, leaves, section_of
@@ -126,10 +126,17 @@ def read_recipe(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"there is no recipe {path}; `ls recipes` shows those that come with Phalanx") from None
+        raise ConfigError(_no_recipe(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the recipe {path} cannot be read ({error}); name a YAML text file") from None
     return parse_yaml(text, str(path))
+
+
+def _no_recipe(path: Path) -> str:
+    name = f"recipes/{path.stem}.yaml"
+    if name in bundled.names():
+        return f"there is no recipe {path}; `phalanx recipes copy {path.stem}` writes {name}"
+    return f"there is no recipe {path}; `phalanx recipes list` shows those that come with Phalanx"
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ PLAIN = {
     "shared_memory", "state_file", "kept_files", "integrity", "kept", "pairing", "pulse", "faults", "slurm_config",
     "resilience_config",
     "fencing", "replicas", "host_memory", "links", "locks", "incidents", "kept_bytes", "processors", "control_groups",
-    "shared_secret", "privacy",
+    "shared_secret", "privacy", "bundled",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -78,7 +78,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "parallel.stages",
     },
     "combinations": {"axes", "config", "balance", "errors", "rules", "models.spec"},
-    "recipe": {"axes", "combinations", "config", "errors", "model_config", "rules"},
+    "bundled": {"errors"},
+    "recipe": {"axes", "bundled", "combinations", "config", "errors", "model_config", "rules"},
     "explain": {"config", "errors", "recipe"},
     "shrink": {"config", "errors", "model_config", "models.spec", "recipe"},
     # level 1 without torch
@@ -108,6 +109,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "node_commands": PLAIN | {"cluster", "report"},
     "doctor": PLAIN
     | {"accelerator", "cluster", "comm", "deep_health", "devices", "launch", "models", "parallel", "report", "train"},
+    "demo": PLAIN | {"accelerator", "data_commands"},
+    "recipe_commands": PLAIN | {"report"},
     "doctor_commands": PLAIN | {"cluster", "doctor", "report"},
     "health_commands": PLAIN | {"cluster", "deep_health", "health_nodes", "meetings", "report"},
     "ending": PLAIN | {"checkpoint", "report"},
@@ -137,16 +140,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "script_nodes": PLAIN
     | {"cluster", "compat", "devices", "fitness", "meetings", "nodes", "participant", "recorder", "report", "train"},
     "help_texts": {"config"},
+    "config_commands": PLAIN | {"data_commands", "models", "report"},
     "data_commands": PLAIN | {"data", "help_texts", "report", "train"},
     "keeper": PLAIN | {"cluster", "ending"},
     "jobs": PLAIN | {"cluster", "keeper", "report"},
-    "config_commands": PLAIN | {"data_commands", "models", "report"},
     "job_commands": PLAIN | {"cluster", "help_texts", "jobs", "keeper", "report"},
     "plan_commands": PLAIN | {"data_commands", "models", "plan", "report"},
     "cli": PLAIN
-    | {"compat", "config_commands", "data_commands", "plan_commands", "health_commands", "node_commands"}
-    | {"doctor_commands", "job_commands", "before_start", "help_texts", "meetings", "nodes", "script_nodes", "survey"}
-    | {"launch", "generation", "generation_over_ranks", "report", "train"},
+    | {"compat", "data_commands", "plan_commands", "health_commands", "node_commands", "job_commands"}
+    | {"doctor_commands", "before_start", "config_commands", "help_texts", "meetings", "nodes", "script_nodes"}
+    | {"survey", "demo", "launch", "generation", "generation_over_ranks", "recipe_commands", "report", "train"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -185,6 +188,8 @@ MAY_USE: dict[str, set[str]] = {
     "compat": {"torch", "numpy", "transformers"},
     "config_commands": {"typer"},
     "data_commands": {"typer"},
+    "demo": {"torch", "transformers", "typer"},
+    "recipe_commands": {"rich", "typer"},
     "doctor": {"torch"},
     "doctor_commands": {"typer"},
     "health_commands": {"typer"},
@@ -199,9 +204,11 @@ TORCH_FREE = (*PLAIN, "cluster", "plan", "report")
 # Modules above that level which a command line still has to import without torch.
 ALSO_TORCH_FREE = (
     "phalanx.cli",
-    "phalanx.help_texts",
     "phalanx.config_commands",
+    "phalanx.help_texts",
     "phalanx.data_commands",
+    "phalanx.demo",
+    "phalanx.recipe_commands",
     "phalanx.doctor_commands",
     "phalanx.doctor.examination",
     "phalanx.doctor.reporting",
@@ -440,6 +447,7 @@ def test_the_process_environment_is_read_in_few_places() -> None:
     readers = {name for name in MODULES if any("os.environ" in ast.unparse(node) for node in _attributes(name))}
     commands = {
         "phalanx.cli",
+        "phalanx.demo",  # which hides accelerators from what it starts
         "phalanx.doctor_commands",
         "phalanx.health_commands",
         "phalanx.job_commands",
@@ -466,8 +474,10 @@ def test_only_what_faces_the_user_prints() -> None:
             "cli",
             "config_commands",
             "data_commands",
+            "demo",
             "job_commands",
             "plan_commands",
+            "recipe_commands",
             "launch",
             "generation",
             "generation_over_ranks",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from phalanx.data import wordpiece
 from phalanx.data.tokens import token_dtype, write_synced
 from phalanx.data.wordpiece import Specials
-from phalanx.errors import ConfigError, DataError
+from phalanx.errors import ConfigError, DataError, fetch_hint
 from phalanx.records import TOKENIZER_FILES, VOCABULARY_FILES, sync_folder
 
 END_OF_TEXT = "<|endoftext|>"
@@ -102,6 +102,8 @@ def default_tokenizer(from_hf: str | None) -> tuple[str, str]:
         return "train", "no tokenizer was named"
     if any((Path(from_hf).expanduser() / name).is_file() for name in VOCABULARY_FILES):
         return from_hf, "model.from_hf has one"
+    if not Path(from_hf).expanduser().exists():
+        raise ConfigError(f"model.from_hf {from_hf} does not exist; name a Hugging Face folder{fetch_hint(from_hf)}")
     raise ConfigError(
         f"model.from_hf {from_hf} has no tokenizer, and one trained anew would not match its weights; "
         "set data.tokenizer to the folder of its tokenizer"
@@ -125,7 +127,8 @@ def _check_folder(folder: Path) -> None:
         found = (
             "does not exist" if not folder.is_dir() else f"holds no tokenizer (none of {', '.join(VOCABULARY_FILES)})"
         )
-        raise ConfigError(f'data.tokenizer is {folder}, which {found}; name a local Hugging Face folder, or "train"')
+        asked = f'data.tokenizer is {folder}, which {found}; name a local Hugging Face folder, or "train"'
+        raise ConfigError(asked + fetch_hint(folder))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

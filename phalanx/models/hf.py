@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, fetch_hint
 from phalanx.models import hf_bert
 from phalanx.models.llama import Llama
 from phalanx.models.model import Architecture
@@ -75,7 +75,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}), so the model's shape is unknown; give a Hugging Face folder."
+            f"{path} cannot be read ({error.strerror}), so the model's shape is unknown; give a Hugging Face folder"
+            f"{fetch_hint(folder)}"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); fetch the file again.") from error

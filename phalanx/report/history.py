@@ -15,7 +15,7 @@ from phalanx.report import devices, words
 
 Record = dict[str, Any]
 
-POINTS = 4000  # more than these in a curve are thinned; the extremes of every stretch stay
+POINTS = 2000  # more than these in a curve are thinned; the extremes of every stretch stay
 ALIVE_S = 60.0  # a run whose last line is younger than this is taken to be running
 
 

@@ -1,5 +1,8 @@
 """The report of a run: one HTML file made from its records alone, that opens without a network."""
 
+import base64
+import functools
+import gzip
 import html
 import json
 import statistics
@@ -17,10 +20,11 @@ from phalanx.report.history import POINTS, Record, Run, after_steps, attempts, r
 from phalanx.report.incidents import incidents
 
 COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "data_s", "mfu", "mfu_causal", "memory_bytes")
+EVENTS = 1000  # of more, the newest are in the table, and saved checkpoints are not marked on the curves
 SHAPES = {  # how an event is drawn on the curves: (class, line from top to bottom)
     Kind.WORKER_DIED: ("died", True),
     Kind.RESTARTED: ("restarted", False),
-    Kind.RESUMED: ("resumed", True),
+    Kind.RESUMED: ("resumed", False),
     Kind.STOPPED: ("stopped", True),
     Kind.CHECKPOINT_SAVED: ("saved", False),
     Kind.CHECKPOINT_FAILED: ("failed", False),
@@ -37,8 +41,6 @@ def write(paths: RunPaths) -> Path:
     file (that is no run folder), and where the folder cannot be written.
     """
     run = read_run(paths)
-    # Everything outside ASCII is escaped, so that the file means the same under any locale and any server's charset.
-    script = get_plotlyjs().encode("ascii", "backslashreplace").decode()
     drawing = payload(run)
     text = page.render(
         title=html.escape(run.name),
@@ -49,9 +51,9 @@ def write(paths: RunPaths) -> Path:
         records=_records(run),
         footer=f"Made {_moment(time.time())} from the records of the run, which can be read without this page.",
         payload=to_script(drawing),
-        plotly=script if drawing["charts"] else "",
+        plotly=_drawing_code() if drawing["charts"] else "",
     )
-    try:
+    try:  # what is not ASCII is escaped, so that the file means the same under any locale and any server's charset
         write_atomic(paths.report, text.encode("ascii", "xmlcharrefreplace").decode())
     except OSError as error:
         raise RunError(
@@ -59,6 +61,12 @@ def write(paths: RunPaths) -> Path:
             "make the folder writable or free some space, then run `phalanx report` again"
         ) from error
     return paths.report
+
+
+@functools.cache
+def _drawing_code() -> str:
+    """What draws the curves, packed, so that a page is less than half as large; it unpacks it."""
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
 def payload(run: Run) -> Record:
@@ -69,7 +77,7 @@ def payload(run: Run) -> Record:
     kept = _columns([run.kept[i] for i in drawn], run.began, world)
     smoothed = smooth(losses)
     kept["smooth"] = [_rounded(smoothed[i]) for i in drawn]
-    lost = _columns(run.lost[-POINTS:], run.began, world)
+    lost = _columns(run.lost[-POINTS // 2 :], run.began, world)
     lost["smooth"] = [None] * len(lost["step"])
     return {
         "charts": [
@@ -183,6 +191,8 @@ def _marks(run: Run) -> list[Record]:
         text = html.escape(words.sentence(event, after_step))  # plotly reads some HTML in hover texts
         marks.append({"step": step or 0, "t": round(moment - run.began, 3), "text": text, "class": shape})
         marks[-1]["crosses"] = crosses
+    if len(marks) > EVENTS:
+        marks = [mark for mark in marks if mark["class"] != SHAPES[Kind.CHECKPOINT_SAVED][0]][-EVENTS:]
     return marks
 
 
@@ -296,22 +306,16 @@ def _card(chart: Record) -> str:
 
 def _records(run: Run) -> str:
     """Events, resolved configuration and versions, below the curves."""
-    rows = []
-    for event, after_step in after_steps(run):
-        mark = words.mark(str(event.get("kind")))
-        moment = words.number(event, "time")
-        cells = [words.clock(moment - run.began), _moment(moment)] if moment is not None else ["", ""]
-        cells.append(str(event.get("attempt", "")))
-        sentence = html.escape(words.sentence(event, after_step))
-        head = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        rows.append(f'<tr class="{mark.tone}">{head}<td><i>{mark.symbol}</i>{sentence}</td></tr>')
-    titles = "<tr><th>after</th><th>at</th><th>attempt</th><th>what happened</th></tr>"
-    table = (
-        f'<div class="scroll"><table class="events"><thead>{titles}</thead><tbody>{"".join(rows)}</tbody></table></div>'
-    )
-    parts = [f'<section class="card"><h3>Events</h3>{table if rows else "<p>No events were recorded.</p>"}</section>']
+    found = after_steps(run)
+    happened = [each for each in found if each[0].get("kind") != Kind.RESOLVED]
+    resolved = [each for each in found if each[0].get("kind") == Kind.RESOLVED]
+    table = _events(run, happened) if happened else "<p>No events were recorded.</p>"
+    parts = [f'<section class="card"><h3>Events</h3>{table}</section>']
     parts += devices.card(devices.summary(run.kept, run.device_names, run.device_lines))
     parts += [*expected.card(run), *evaluated.card(run.events), *inside.cards(run)]
+    if resolved:
+        title = f"<summary>Values of <code>auto</code> <span>{len(resolved)} resolved</span></summary>"
+        parts.append(f'<details class="card">{title}{_events(run, resolved)}</details>')
     if run.config_text:
         config = f"<pre>{html.escape(run.config_text)}</pre>"
         parts.append(f'<details class="card"><summary>Resolved configuration</summary>{config}</details>')
@@ -323,6 +327,23 @@ def _records(run: Run) -> str:
         table = f'<div class="scroll"><table class="versions"><tbody>{pairs}</tbody></table></div>'
         parts.append(f'<details class="card"><summary>Versions</summary>{table}</details>')
     return "".join(parts)
+
+
+def _events(run: Run, events: Sequence[tuple[Record, int | None]]) -> str:
+    """A table of events, a row each; every one comes with the step that was the last before it."""
+    rows = []
+    for event, after_step in events[-EVENTS:]:
+        mark = words.mark(str(event.get("kind")))
+        moment = words.number(event, "time")
+        cells = [words.clock(moment - run.began), _moment(moment)] if moment is not None else ["", ""]
+        cells.append(str(event.get("attempt", "")))
+        sentence = html.escape(words.sentence(event, after_step))
+        head = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+        rows.append(f'<tr class="{mark.tone}">{head}<td><i>{mark.symbol}</i>{sentence}</td></tr>')
+    titles = "<tr><th>after</th><th>at</th><th>attempt</th><th>what happened</th></tr>"
+    body = f"<thead>{titles}</thead><tbody>{''.join(rows)}</tbody>"
+    few = f"<p>The newest {EVENTS:,} of {len(events):,}; all are in events.jsonl.</p>" if len(events) > EVENTS else ""
+    return f'{few}<div class="scroll"><table class="events timed">{body}</table></div>'
 
 
 def _plain(value: object) -> str:

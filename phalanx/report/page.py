@@ -37,7 +37,7 @@ h3 span, summary span { margin-left: 8px; color: var(--soft); font-weight: 400; 
 .good { --tone: var(--green); } .bad { --tone: var(--red); } .warn { --tone: var(--amber); }
 .info { --tone: var(--blue); } .quiet { --tone: var(--soft); }
 .facts { margin: 0 0 20px; color: var(--soft); }
-.facts span + span::before { content: "\\00b7"; margin: 0 8px; }
+.facts span { display: inline-block; } .facts span + span::before { content: "\\00b7"; margin: 0 8px; }
 .tiles { display: flex; flex-wrap: wrap; gap: 1px; margin: 0; background: var(--line);
   border: 1px solid var(--line); border-radius: 12px; overflow: hidden; }
 .tile { flex: 1 1 205px; background: var(--card); padding: 12px 16px 10px; }
@@ -78,8 +78,10 @@ summary { cursor: pointer; font-weight: 650; } details[open] summary { margin-bo
 pre { margin: 0 -16px -14px; padding: 12px 16px; border-top: 1px solid var(--line); overflow: auto; max-height: 560px;
   font: 12.5px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 footer { margin-top: 22px; color: var(--soft); font-size: 12.5px; }
-@media (max-width: 560px) { main { padding: 18px 12px 32px; } h1 { font-size: 22px; }
-  .events td:nth-child(2), .events th:nth-child(2) { display: none; } .events td, .events th { padding: 6px 10px; } }
+@media (max-width: 560px) { main { padding: 18px 12px 32px; } h1 { font-size: 22px; } .tile { flex-basis: 40%; }
+  .timed :is(td, th):is(:nth-child(2), :nth-child(3)) { display: none; } .hint { margin-left: 0; }
+  td, th { padding: 6px 4px; font-size: 12px; } .inside td:not(:first-child, :nth-child(2)) { white-space: nowrap; }
+  :is(td, th):first-child { padding-left: 12px; } .events td:last-child { min-width: 0; } }
 """
 
 _SCRIPT = r"""
@@ -87,13 +89,14 @@ _SCRIPT = r"""
 const data = JSON.parse(document.getElementById("data").textContent);
 const units = data.duration > 172800 ? [86400, "d"] : data.duration > 7200 ? [3600, "h"]
   : data.duration > 180 ? [60, "min"] : [1, "s"];
+// each kind has a height of its own, so that what happens at the same step is seen side by side
 const shapes = {
-  died: { symbol: "x", color: "red", height: 0.96, word: "worker died", mark: "\u2717" },
-  restarted: { symbol: "circle-open", color: "amber", height: 0.87, word: "restarted", mark: "\u25cb" },
-  resumed: { symbol: "triangle-right", color: "violet", height: 0.96, word: "resumed", mark: "\u25b6" },
-  stopped: { symbol: "square", color: "amber", height: 0.96, word: "stopped", mark: "\u25a0" },
-  failed: { symbol: "x-thin-open", color: "red", height: 0.03, word: "checkpoint failed or refused", mark: "\u00d7" },
-  skipped: { symbol: "diamond-open", color: "amber", height: 0.1, word: "step skipped", mark: "\u25c7" },
+  died: { symbol: "x", color: "red", height: 0.97, word: "worker died", mark: "\u2717" },
+  restarted: { symbol: "circle-open", color: "amber", height: 0.89, word: "restarted", mark: "\u25cb" },
+  resumed: { symbol: "triangle-right", color: "violet", height: 0.81, word: "resumed", mark: "\u25b6" },
+  stopped: { symbol: "square", color: "amber", height: 0.73, word: "stopped", mark: "\u25a0" },
+  failed: { symbol: "x-thin-open", color: "red", height: 0.08, word: "checkpoint failed or refused", mark: "\u00d7" },
+  skipped: { symbol: "diamond-open", color: "amber", height: 0.15, word: "step skipped", mark: "\u25c7" },
   saved: { symbol: "line-ns-open", color: "green", height: 0.012, word: "checkpoint saved", mark: "\u2758" },
 };
 let mode = "step";
@@ -246,9 +249,28 @@ function legend() {
   }
 }
 
+// runs the library that draws, which the page holds gzipped
+async function library() {
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (each) => each.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const script = document.createElement("script");
+  script.textContent = await new Response(unpacked).text();
+  document.head.append(script);
+}
+
+async function show() {
+  try {
+    await library();
+  } catch (error) {
+    document.querySelector(".hint").textContent = "curves need a browser of 2023 or later (" + error.message + ")";
+    return;
+  }
+  draw(); legend(); data.charts.forEach(link);
+}
+
 if (data.charts.length) {
   if (location.hash === "#time") mode = "time";
-  draw(); legend(); data.charts.forEach(link);
+  show();
   for (const button of document.querySelectorAll(".switch button")) {
     button.addEventListener("click", () => { mode = button.dataset.mode; draw(); });
   }
@@ -283,7 +305,7 @@ _PAGE = (
 <footer>@@footer@@</footer>
 </main>
 <script type="application/json" id="data">@@payload@@</script>
-<script>@@plotly@@</script>
+<script type="text/plain" id="plotly">@@plotly@@</script>
 <script>"""
     + _SCRIPT
     + """</script>

@@ -35,6 +35,7 @@ from phalanx.parallel.activations import check_horizon
 from phalanx.parallel.apply import DTYPES, cast_at_edges, change_blocks
 from phalanx.parallel.offload import Mover
 from phalanx.recipe import resolve, update
+from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Batch, Task
 from phalanx.train import adapters, copies
 from phalanx.train.engines import sharding_of
@@ -291,12 +292,16 @@ def _peak(config: Config, subject: Subject, layers: int | None, batch: int) -> i
         for module in model.losses():
             module.cross_entropy_sum = functools.partial(kernels.cross_entropy_sum, chunk=chunk)
     real = task.collate(subject.trial_samples(batch))
+    inputs: dict[str, torch.Tensor] = dict(real.inputs)
+    # Offsets of documents are walked by their values, which a fake tensor has not; here each row is one document.
+    if isinstance(task, LanguageModel):
+        inputs.pop("segments", None)
     with FakeTensorMode() as fake:
         _replace_by_fakes(model, dtype)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_forget)
-        inputs: dict[str, torch.Tensor] = {name: fake.from_tensor(tensor) for name, tensor in real.inputs.items()}
+        inputs = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
         return height_of(model, task, Batch(inputs, real.weight, fake.from_tensor(real.samples)), mover)
 
 

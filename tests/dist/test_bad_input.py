@@ -76,6 +76,7 @@ BAD_DATA = [
         r"data.chat_template gone.jinja cannot be read \(No such file or directory\); name a Jinja file or one of c",
     ),
     ("data.tokenizer=gone", r"data.tokenizer is .*gone, which does not exist; name a local Hugging Face folder"),
+    ("data.tokenizer=org/gone", r"org/gone, which does not exist; .*hf download org/gone --local-dir org/gone$"),
     ("data.tokenizer=bare", r"data.tokenizer is .*bare, which holds no tokenizer"),
     ("data.tokenizer=words", r"words/tokenizer.json cannot be read .*; restore the file"),
     ("data.cache=text.jsonl", r"the data cache text.jsonl cannot be written .*; free space there or name another"),

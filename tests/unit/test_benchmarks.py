@@ -132,7 +132,7 @@ def test_prints_plain_columns_without_rich(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().out.splitlines() == ["    who  tokens/s", "Phalanx      1464", "     me         9"]
 
 
-MISSING = ("pydantic", "plotly", "typer", "tensorboard")  # on a GPU machine without a registry
+MISSING = ("pydantic", "typer", "tensorboard")  # on a GPU machine without a registry
 RUN = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({MISSING}))  # None makes an import fail

@@ -225,7 +225,7 @@ def test_presets_are_listed() -> None:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 WRONG = [
-    (["train", "gone.yaml"], "there is no recipe gone.yaml; `ls recipes` shows those that come with Phalanx"),
+    (["train", "gone.yaml"], "there is no recipe gone.yaml; `phalanx recipes list` shows those that come with Phalanx"),
     (["train", "."], "the recipe . cannot be read"),
     (["train", "text.jsonl"], "text.jsonl, line 2: this is not valid YAML"),
     (["train", "recipe.yaml", "train.stps=3"], "unknown key train.stps; did you mean train.steps?"),

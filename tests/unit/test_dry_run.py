@@ -196,6 +196,12 @@ def test_the_tables_hold_every_number(capsys: pytest.CaptureFixture[str]) -> Non
     assert "allow a fifth of the device" in text
 
 
+def test_a_chat_takes_hardly_more_than_text_of_the_same_length() -> None:
+    text, chat = (dry_run(checked(MODEL, data={"seq_len": 32, "format": kind}), 1) for kind in ("text", "chat"))
+    for mode, taken in text["sequence"].items():
+        assert taken < chat["sequence"][mode] < 1.1 * taken  # a row has rotary tables of its own
+
+
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_of_a_hugging_face_folder_the_config_is_enough(scheme: str, tmp_path: Path) -> None:
     spec = recipe_spec(checked(MODEL))

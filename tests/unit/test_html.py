@@ -1,6 +1,10 @@
+import base64
+import gzip
 import html.parser
+import itertools
 import json
 import os
+import random
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -55,7 +59,7 @@ class Page(html.parser.HTMLParser):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = self.raw_data = ""
+        self.text = self.raw_data = self.drawing = ""
         self.inside: tuple[str, dict[str, str | None]] = ("", {})
         self.source = path.read_text(encoding="ascii")
         self.feed(self.source)
@@ -71,6 +75,8 @@ class Page(html.parser.HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.inside[1].get("id") == "data":
             self.raw_data += data
+        elif self.inside[1].get("id") == "plotly":
+            self.drawing += data
         elif self.inside[0] not in ("script", "style"):
             self.text += data + " "
 
@@ -119,7 +125,7 @@ def test_report_opens_offline(tmp_path: Path) -> None:
     assert not [tag for tag, attributes in page.tags if "src" in attributes or "href" in attributes]
     policy = [attributes.get("content") or "" for tag, attributes in page.tags if tag == "meta"]
     assert any("default-src 'none'" in content for content in policy)
-    assert page.source.count("plotly.js v") == 1
+    assert gzip.decompress(base64.b64decode(page.drawing)).startswith(b"/**\n* plotly.js v")
 
 
 def test_text_of_a_run_cannot_become_markup(tmp_path: Path) -> None:
@@ -178,14 +184,43 @@ def test_charts_follow_the_numbers(tmp_path: Path) -> None:
 
 def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
+    draw = random.Random(0).random
+    steps = (*range(1, 4001), *range(2501, 5001))  # the first attempt's last 1500 were lost
     with open(paths.metrics, "w") as file:
-        file.writelines(
-            json.dumps(step(number, loss=9.0 if number == 7777 else 2.0)) + "\n" for number in range(1, 20001)
-        )
+        for at, number in enumerate(steps):
+            busy = {"shares": [4] * 6, "busy_s": [draw() for _ in range(6)]}
+            many = {key: draw() for key in ("grad_norm", "lr", "step_s", "tokens_per_s", "wait_s", "data_s", "mfu")}
+            loss = 9.0 if number == 3777 else 2.0 + draw()
+            file.write(json.dumps(step(number, 1 + (at >= 4000), loss=loss, **busy, **many)) + "\n")
+    with open(paths.events, "w") as file:
+        for number in range(3000):
+            event = {"kind": Kind.CHECKPOINT_SAVED, "attempt": 1, "time": 1000.0 + number, "step": number}
+            file.write(json.dumps(event | ({"kind": Kind.WORKER_DIED, "rank": 3} if number == 40 else {})) + "\n")
     page = Page(report.write(paths))
-    assert len(page.data["kept"]["step"]) <= 4010
-    assert 7777 in page.data["kept"]["step"]  # a spike is never thinned away
-    assert len(page.raw_data) < 1_000_000
+    assert len(page.data["kept"]["step"]) <= 2010
+    assert 3777 in page.data["kept"]["step"]  # a spike is never thinned away
+    assert paths.report.stat().st_size < 1_500_000
+    assert "The newest 1,000 of 3,000; all are in events.jsonl." in page.text
+    assert [mark["class"] for mark in page.data["events"]] == ["died"]
+
+
+def test_marks_of_one_step_stand_apart(tmp_path: Path) -> None:
+    page = Page(report.write(make_run(tmp_path)))
+    heights = dict(re.findall(r"^  (\w+): \{ symbol: .*? height: ([\d.]+)", page.source, re.M))
+    assert heights.keys() >= {mark["class"] for mark in page.data["events"]}
+    ordered = sorted(map(float, heights.values()))
+    assert min(high - low for low, high in itertools.pairwise(ordered)) >= 0.058  # of a plot of 175 pixels: a mark's
+    crossing = [(mark["class"], mark["step"]) for mark in page.data["events"] if mark["crosses"]]
+    assert crossing == [("died", 12), ("died", 12)]  # a line for the death, none on it for what follows
+
+
+def test_values_of_auto_are_folded_away(tmp_path: Path) -> None:
+    paths = make_run(tmp_path)
+    append_line(paths.events, {"kind": Kind.RESOLVED, "attempt": 1, "time": 1000.1, "key": "optim.lr", "value": 0.125})
+    source = Page(report.write(paths)).source
+    events, folded = source.index("<h3>Events</h3>"), source.index("<summary>Values of <code>auto</code>")
+    assert source.count("optim.lr = 0.125") == 1 and events < folded < source.index("optim.lr = 0.125")
+    assert "<details open" not in source[folded - 40 : folded]
 
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:

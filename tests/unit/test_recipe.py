@@ -1,6 +1,7 @@
 """Recipes: what is read, what is refused and in which words, and how a run folder's configuration is taken up."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from phalanx import recipe
 from phalanx.combinations import unused
-from phalanx.config import Config, get, leaves
+from phalanx.config import Config, get, leaves, spec_of
 from phalanx.errors import ConfigError
+from phalanx.models.spec import PRESETS
+from tests.helpers import ROOT
 
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2}
 KEYS = [key for key, _ in leaves()]
@@ -524,3 +527,31 @@ def test_a_saved_configuration_that_was_cut_is_damaged_wherever_that_was(tmp_pat
         recipe.load_saved(file)
     file.write_text(recipe.to_yaml(config))
     assert recipe.load_saved(file) == config
+
+
+def published(path: Path) -> str:
+    """The preset of the model that a recipe goes on from, such as qwen3-8b of Qwen/Qwen3-8B, if it is a known one."""
+    named = str(recipe.load(path).model.from_hf).rpartition("/")[2].lower()
+    return re.sub("-(instruct|base)", "", named)
+
+
+TUNED = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if published(path) in PRESETS]
+
+
+def test_each_family_has_a_recipe_of_each_kind() -> None:
+    assert len(TUNED) == 6
+    families = {path.stem.split("-")[0] for path in TUNED}
+    assert families == {"llama", "qwen3", "mistral"}
+    for family in families:
+        of_it = [recipe.load(path) for path in (ROOT / "recipes").glob(f"{family}*.yaml")]
+        assert any(each.model.preset for each in of_it)
+        tuned = [each for each in of_it if each.data.format == "chat"]
+        assert {each.model.lora is None for each in tuned} == {True, False}
+
+
+@pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
+def test_a_tuning_recipe_fits_the_published_model_and_says_how_to_fetch_it(path: Path) -> None:
+    wanted = recipe.load(path)
+    assert spec_of(wanted, PRESETS[published(path)]).max_seq_len >= wanted.data.seq_len
+    name = wanted.model.from_hf
+    assert f"hf download {name} --local-dir {name}\n" in path.read_text(encoding="utf-8")

@@ -233,7 +233,7 @@ def test_a_value_is_shown_in_brief() -> None:
 def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"train: {}\n# caf\xe9")
     for name, words in (
-        ("none.yaml", "there is no recipe .*none.yaml; `ls recipes` shows"),
+        ("none.yaml", "there is no recipe .*none.yaml; `phalanx recipes list` shows"),
         ("latin.yaml", "latin.yaml cannot be read .*name a YAML text file"),
         ("", "cannot be read .*Is a directory.*name a YAML text file"),
         ("latin.yaml/below", "below cannot be read .*Not a directory"),

@@ -6,7 +6,6 @@ cannot be done without the package is refused when it is asked for.
 
 import contextlib
 import enum
-import functools
 import importlib.machinery
 import logging
 import sys
@@ -98,7 +97,6 @@ def _or_pytorchs(original: Callable[..., str]) -> Callable[..., str]:
     """transformers' own choice, but for what it would refuse since a package, or a GPU, is missing."""
     missing = (ImportError,) if torch.accelerator.is_available() else (ImportError, ValueError)
 
-    @functools.wraps(original)
     def choose(self: Any, attn_implementation: str | None, *args: Any, **options: Any) -> str:
         try:
             return original(self, attn_implementation, *args, **options)
