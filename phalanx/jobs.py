@@ -306,7 +306,7 @@ def wait(paths: RunPaths, config: Config) -> int:
         )
         return 128 + signal.SIGINT
     finally:
-        follower.poll()
+        follower.poll(last=True)
         console.close()
 
 

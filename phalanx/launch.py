@@ -189,7 +189,7 @@ def run_ranks(
         watch.close()
         follower.poll()
         told.incidents.end({})
-        follower.poll()
+        follower.poll(last=True)
         console.close()
     code, asked = ending.outcome(paths, code, prepared.attempt)
     ending.tell_missed(paths, prepared.job.faults, prepared.attempt)

@@ -303,6 +303,6 @@ def _record(
             follower.poll()
         follower.poll()
         shown.incidents.end({})
-        follower.poll()
+        follower.poll(last=True)
         shown.console.close()
     return 0

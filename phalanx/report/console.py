@@ -16,9 +16,11 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from rich.console import Group, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +31,7 @@ from phalanx.report.terminal import open_terminal
 STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
 RATE_STEPS = 20  # the shown rate is a median over these many steps, so that one slow step does not shake it
 REDRAW_S = 0.08
+FOLDED = ((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))  # takes away the last row of a folded line
 LINE_S, LINE_MOST_S = 10.0, 60.0  # between two lines without a terminal; the gap grows on long runs
 
 
@@ -52,11 +55,13 @@ class Console:
         # Without a terminal no line is folded: a log is read with other widths than the one guessed here.
         self.rich = open_terminal(stream, width=None if terminal else 400)
         self.step = 0
+        self._width = self.rich.width  # of the bar, when it was drawn last
         self._pid = os.getpid()
         self._started = time.monotonic()
         self._drawn = 0.0
         self._line: tuple[int, float] | None = None  # step and time of the last line
         self._unprinted = False
+        self._when: float | None = None  # of the last step
         self._loss: float | None = None
         self._step_s: deque[float] = deque(maxlen=RATE_STEPS)
         self._tokens_per_s: deque[float] = deque(maxlen=RATE_STEPS)
@@ -89,6 +94,7 @@ class Console:
         if not isinstance(step, int):
             return
         self.step = step
+        self._when = words.number(record, "time")
         self._loss = words.number(record, "loss")
         for window, key in ((self._step_s, "step_s"), (self._tokens_per_s, "tokens_per_s")):
             value = words.number(record, key)
@@ -120,6 +126,7 @@ class Console:
         line = Text(time.strftime("%H:%M:%S ", time.localtime(when)), style="dim")
         line.append(f"{mark.ascii if self.rich.options.ascii_only else mark.symbol} ", style=style)
         line.append(text, style=style if mark.tone in ("bad", "warn", "quiet") else "")
+        self._clear_folded()
         self.rich.print(line, soft_wrap=self._live is None)
         self.tick()
 
@@ -128,13 +135,24 @@ class Console:
         now = time.monotonic()
         if self._live is not None and now - self._drawn >= REDRAW_S:
             self._drawn = now
+            self._clear_folded()
             self._live.refresh()
+
+    def _clear_folded(self) -> None:
+        """Where the terminal has become narrower since the bar was drawn, it has folded that line into several; take
+        away all but the last, which is drawn over."""
+        if self._live is None:
+            return
+        before, self._width = self._width, max(1, self.rich.width)
+        for _ in range(-(-before // self._width) - 1):
+            self.rich.control(Control(*FOLDED))
 
     def close(self) -> None:
         """Draw the last state and leave the terminal clean. A forked child that gets here leaves it alone."""
         if os.getpid() != self._pid:
             return
         if self._live is not None:
+            self._clear_folded()
             self._live.stop()
             self._live = None
         elif self._unprinted:
@@ -188,7 +206,7 @@ class Console:
         self._unprinted = False
         if self._live is None:
             parts = [f"{self.description} step {self.step}/{self.total_steps}", *self._figures()]
-            self.say("  ".join(parts))
+            self.say("  ".join(parts), when=self._when)
 
 
 class _Tail:
@@ -239,13 +257,19 @@ class Follower:
 
     def __init__(self, paths: RunPaths, console: Shows, from_start: bool = False) -> None:
         self.console = console
+        self._held: list[tuple[float, bool, dict[str, Any]]] = []
         self._steps = _Tail(paths.metrics, 0 if from_start else _length(paths.metrics))
         self._events = _Tail(paths.events, 0 if from_start else _length(paths.events))
 
-    def poll(self) -> None:
-        """Show the complete lines written since the last call, in order of time."""
-        found = [(words.number(record, "time") or 0.0, True, record) for record in self._steps.read()]
-        found += [(words.number(record, "time") or 0.0, False, record) for record in self._events.read()]
+    def poll(self, last: bool = False) -> None:
+        """Show the complete lines written since the last call, in order of time. What is newer than this call waits for
+        the next one, as an older line may come to the other file meanwhile; nothing waits for a second, or the `last`.
+        """
+        began, held = time.time(), self._held
+        new = [(words.number(record, "time") or 0.0, True, record) for record in self._steps.read()]
+        new += [(words.number(record, "time") or 0.0, False, record) for record in self._events.read()]
+        self._held = [] if last else [entry for entry in new if entry[0] > began]
+        found = held + [entry for entry in new if last or entry[0] <= began]
         for _, is_step, record in sorted(found, key=lambda entry: entry[0]):
             if is_step:
                 self.console.on_step(record)

@@ -4,6 +4,7 @@ import pty
 import re
 import select
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,45 @@ def test_follower_reads_both_files_in_order_of_time_and_waits_for_whole_lines(tm
     follower.poll()
     follower.poll()
     assert console.heard == [1, "warning", 3, 4, 6]
+
+
+def test_a_line_that_is_newer_than_a_look_waits_for_an_older_one_of_the_other_file(tmp_path: Path) -> None:
+    paths, console = RunPaths(tmp_path), Listener()
+    follower = Follower(paths, console)
+    late = time.time() + 3600
+    append_line(paths.events, {"kind": "warning", "time": late})
+    follower.poll()
+    assert console.heard == []
+    append_line(paths.metrics, step(1, time=late - 1))
+    append_line(paths.metrics, step(2, time=late + 1))
+    follower.poll(last=True)
+    assert console.heard == [1, "warning", 2]
+    append_line(paths.events, {"kind": "stopped", "time": late + 2})
+    follower.poll()
+    follower.poll()  # of a clock that is ahead: it waits for one look, not for an hour
+    assert console.heard[-1] == "stopped"
+
+
+def test_a_step_is_shown_at_the_time_when_it_was_done() -> None:
+    stream = io.StringIO()
+    with Console(10, stream=stream) as console:
+        console.on_step(step(1, time=5.0))
+        console.on_event(DIED | {"time": 6.0})
+    times = [line[:8] for line in stream.getvalue().splitlines()]
+    assert times[:2] == [time.strftime("%H:%M:%S", time.localtime(at)) for at in (5.0, 6.0)]
+
+
+def test_a_bar_that_the_terminal_has_folded_is_taken_away(terminal: Terminal) -> None:
+    with Console(100, stream=terminal.stream) as console:
+        console.rich.width = 100
+        console.on_step(step(1))
+        terminal.read()
+        for width, rows in ((40, 3), (40, 1), (80, 1), (79, 2)):
+            console.rich.width, console._drawn = width, 0.0
+            begun = len(terminal.raw)
+            console.tick()
+            terminal.read()
+            assert terminal.raw[begun:].count("\x1b[1A") == rows - 1, width
 
 
 @pytest.mark.parametrize(("from_start", "expected"), [(True, [1, "warning", 2]), (False, [2])])
