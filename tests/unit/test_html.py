@@ -199,7 +199,7 @@ def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
     page = Page(report.write(paths))
     assert len(page.data["kept"]["step"]) <= 2010
     assert 3777 in page.data["kept"]["step"]  # a spike is never thinned away
-    assert paths.report.stat().st_size < 2_500_000  # of which what draws the curves is 2.0
+    assert paths.report.stat().st_size < 3_000_000  # of which what draws the curves is 2.0
     assert "The newest 1,000 of 3,000; all are in events.jsonl." in page.text
     assert [mark["class"] for mark in page.data["events"]] == ["died"]
 
