@@ -129,6 +129,39 @@ def test_who_was_given_up_hears_it_unless_the_answer_is_old(there: Nodes, ago_ms
     assert (first.fenced is not None) == fenced
 
 
+def test_a_node_is_lost_once_and_only_a_member_can_be(there: Nodes) -> None:
+    circle = there.circles[0]
+    circle._lose(7, "never seen")
+    circle._lose(2, "the first reason")
+    circle._lose(2, "another")
+    assert circle.lost == {2: "the first reason"}
+    assert [(member.node, why) for member, why in circle.losses] == [(2, "the first reason")]
+
+
+def test_who_is_fenced_decides_nothing(there: Nodes) -> None:
+    circle, elected = there.circles[1], list[float]()
+    circle._elect = elected.append  # type: ignore[method-assign]
+    circle.lost = {circle.roster.leader: "silent"}
+    circle.fenced = "given up"
+    circle._decide(1.0)
+    assert elected == []
+    circle.fenced = None
+    circle._decide(2.0)
+    assert elected == [2.0]
+
+
+def test_who_overslept_gives_the_others_that_time_back(there: Nodes) -> None:
+    circle = there.circles[0]
+    circle._turn, circle._heard_at = 10.0, {1: 9.5, 2: 17.0}
+    circle._wake(15.0)
+    assert circle._heard_at == {1: 14.5, 2: 17.0}
+    circle._heard_at[1] = 12.0
+    circle._wake(20.0)
+    assert circle._heard_at == {1: 17.0, 2: 17.0 + 3.0}
+    circle._wake(20.2)  # in time
+    assert circle._heard_at[1] == 17.0
+
+
 def test_how_long_a_silent_member_is_waited_for(there: Nodes) -> None:
     circle, now = there.circles[0], time.monotonic()
     for other in (1, 2):

@@ -109,6 +109,7 @@ class Two:
     """A mesh of two ranks of which the other one has a loss sum of 30, of 10 labels."""
 
     def sum(self, mine: list[float]) -> list[float]:
+        self.given = mine
         return [mine[0] + 30.0, mine[1] + 10.0]
 
 
@@ -131,6 +132,7 @@ def test_a_spike_is_seen_over_all_ranks_before_a_step_is_taken() -> None:
     silent = known.veto(LEAST + 3, 10, two, False)  # type: ignore[arg-type]
     assert silent is not None
     assert silent(torch.tensor(0.0))  # 30 / 10, whatever this rank has
+    assert two.given == [0.0, 0.0]
     nothing = known.veto(LEAST + 3, 0, nobody, True)  # type: ignore[arg-type]
     assert nothing is not None
     assert not nothing(torch.tensor(math.inf))  # a step without weight has no loss

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phalanx import balance
 from phalanx.balance import Division, in_parts
 from phalanx.data.loader import ORDER_BLOCK, Loader, shuffled
-from phalanx.data.order import order
+from phalanx.data.order import bits, order
 from phalanx.data.packing import Form, Sample, rows_of
 from phalanx.data.tokens import TokenFile, TokenWriter
 from phalanx.errors import DataError
@@ -20,6 +20,7 @@ WINDOWS = 37
 BATCH = 10
 FROZEN_MIXTURE = [12585, 153, 181, 109, 89, 37, 1, 53, 141, 101]  # first tokens of the first batch
 FROZEN = [9, 6, 7, 1, 0, 10, 3, 8, 4, 5, 2]  # order(seed=42, epoch=3, n=11)
+FROZEN_BITS = [8053682633584427252, 13518390527432820127, 16103268029155050672]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,10 @@ def test_order_looks_shuffled_and_differs_by_seed_and_epoch() -> None:
 def test_order_is_the_same_in_every_version() -> None:
     """A resumed run may be another release: this order must never change."""
     assert order(42, 3, 11, np.arange(11)).tolist() == FROZEN
+
+
+def test_draws_of_a_sample_are_the_same_in_every_version() -> None:
+    assert [int(drawn) for drawn in bits(3, "masks", 5, 3)] == FROZEN_BITS
 
 
 def test_small_orders_reach_every_permutation() -> None:

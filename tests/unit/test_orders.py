@@ -60,5 +60,8 @@ def test_a_node_goes_on_with_the_replicas_of_the_ranks_before_its_own_as_long_as
     assert [replicas_of_before(start, node) for node in (0, 1, 2)] == [names[2:], [], names[:2]]
     assert replicas_of_before(order(everything, ranks=(1, 1)), 0) == []  # their files will look otherwise
     assert replicas_of_before(order({}), 0) == []
+    four = order({rank: (0, held(rank, world=4)) for rank in range(4)}, ranks=(1, 2, 1)) | {"seats": [0, 1, 2]}
+    names = [f"replicas/state-000004-{rank:05d}" for rank in range(4)]
+    assert [replicas_of_before(four, node) for node in (0, 1, 2)] == [names[3:], names[:1], names[1:3]]
     alone = {"seats": [0], "ranks": [3], "kept": start["kept"]}
     assert replicas_of_before(alone, 0) == []  # there is no other node
