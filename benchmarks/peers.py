@@ -82,6 +82,7 @@ def settings(case: Case) -> Any:
             dtype=case.dtype,
             compile=case.compile,
             eval_sequences=0,
+            patience=0,
             profile=None,
             memory_snapshot=0,
         ),

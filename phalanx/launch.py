@@ -43,6 +43,7 @@ from phalanx.records import ExitCode, Kind, Placement, RunPaths, write_atomic, w
 from phalanx.remote_run import fetch_records, mirrored
 from phalanx.report.terminal import open_terminal
 from phalanx.shared_memory import SharedMemory
+from phalanx.train.stopping import HELD
 
 if TYPE_CHECKING:
     from phalanx.report.console import Console
@@ -171,6 +172,7 @@ def run_ranks(
         on_idle=idle,
         first_attempt=prepared.attempt,
         grace_s=prepared.config.comm.timeout_s,
+        held=HELD,
         after_out_of_memory=hardware.lowered(paths),
         after_kernel_kill=less_for(prepared.job),
     )

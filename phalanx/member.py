@@ -47,6 +47,7 @@ from phalanx.records import BASE_WEIGHTS, ExitCode, Kind, RunPaths, write_event
 from phalanx.remote_run import fetch_records
 from phalanx.report import words
 from phalanx.shared_memory import SharedMemory
+from phalanx.train.stopping import HELD
 
 WEIGHTS = "model.from_hf"  # what a new run begins with: each rank reads its own part of it
 
@@ -182,6 +183,7 @@ class Member(Participant):
             on_event=functools.partial(self._note, world),
             on_idle=self._idle,
             grace_s=training.config.comm.timeout_s,
+            held=HELD,
             patience=launch.patience(training.config),
             after_out_of_memory=self._limit_has_fallen,
             after_kernel_kill=launch.less_for(training),

@@ -115,7 +115,9 @@ class Attempt:
         job, interface = self.job, self.part.interface
         taken = self.early.take(job, placement, interface)
         try:
-            pid, pidfd = taken or fork(lambda: run_worker(job.worker, placement, job.paths, interface, job.logs), keep)
+            pid, pidfd = taken or fork(
+                lambda: run_worker(job.worker, placement, job.paths, interface, job.logs), keep, held=job.held
+            )
         except OSError as error:
             raise PhalanxError(
                 f"rank {placement.rank} was not started, as there is no room here for another process or open file "

@@ -59,7 +59,7 @@ class Early:
             ours.settimeout(TOLD_S)
             with theirs:
                 try:
-                    pid, pidfd = fork(lambda: _wait(theirs, job), [theirs.fileno()])
+                    pid, pidfd = fork(lambda: _wait(theirs, job), [theirs.fileno()], held=job.held)
                 except OSError:
                     ours.close()
                     return

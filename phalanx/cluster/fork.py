@@ -43,12 +43,15 @@ def out_of_memory_kills() -> int:
     return 0
 
 
-def fork(child: Callable[[], int], keep: Collection[int] = (), session: bool = False) -> tuple[int, int]:
+def fork(
+    child: Callable[[], int], keep: Collection[int] = (), session: bool = False, held: Collection[int] = ()
+) -> tuple[int, int]:
     """Fork a child that runs `child()` and exits with its return value; give back (pid, pidfd).
 
     The child leads a process group of its own, with `session` a session, which Linux serves as it does all others,
     however busy the parent's is (sched_autogroup). It dies with its parent, and holds of the parent's descriptors only
-    output, error (standard input is empty) and those in `keep`. It never returns into the caller's frames.
+    output, error (standard input is empty) and those in `keep`. Signals that are `held` wait until it unblocks them. It
+    never returns into the caller's frames.
 
     Raises:
         AssertionError: this process has more than one thread; the child could hang on a lock that nobody will release.
@@ -67,7 +70,7 @@ def fork(child: Callable[[], int], keep: Collection[int] = (), session: bool = F
     try:
         pid = os.fork()
         if pid == 0:
-            _live(child, parent, keep, old_mask, session)
+            _live(child, parent, keep, {*old_mask, *held}, session)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     # Here as well as in the child: whoever comes first, kill_group works from now on. The child may have ended already.

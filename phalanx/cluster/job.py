@@ -1,6 +1,6 @@
 """What an agent runs on its node, and what it knows of the other nodes of the same job."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -115,13 +115,13 @@ class Job:
     memory, and has it ask for less if that can be. None: it is a death like any other.
 
     `devices` has one name per rank (none given: all on the CPU). `paths` says where logs and causes of death go (None:
-    standard error, and no causes), `logs` whether ranks have logs or write to
-    where their agent does. `on_event(kind, details)` gets the events; details always hold `attempt`. `on_idle`
-    is called about every 0.1 s. `grace_s`: seconds that workers get, after a stop signal, to finish their step and
-    save, before they are killed. `part` and `others` belong to a job on several nodes. `shared`: a
-    folder in this node's shared memory, which outlives the ranks, where they may keep their state if it `keeps` that;
-    there their pulses are, by which ranks are ended for
-    which nothing has changed for longer than `patience` (None: for ever); `known` is what attempts of this job before
+    standard error, and no causes), `logs` whether ranks have logs or write to where their agent does. `held`: signals
+    that wait until a rank unblocks them, as one that trains does once it can heed them. `on_event(kind, details)` gets
+    the events; details always hold `attempt`. `on_idle` is called about every 0.1 s. `grace_s`: seconds that workers
+    get, after a stop signal, to finish their step and save, before they are killed. `part` and `others` belong to a job
+    on several nodes. `shared`: a folder in this node's shared memory, which outlives the ranks, where they may keep
+    their state if it `keeps` that; there their pulses are, by which ranks are ended for which nothing has changed for
+    longer than `patience` (None: for ever); `known` is what attempts of this job before
     have shown of their steps.
     """
 
@@ -146,6 +146,7 @@ class Job:
     kept: Callable[[], Kept | None] = _nothing_kept
     same_crash: int = 3
     logs: bool = True
+    held: Collection[int] = ()
 
     def __post_init__(self) -> None:
         self.devices = list(self.devices) or ["cpu"] * self.world

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
+HELD = (signal.SIGTERM, signal.SIGUSR1)  # of a rank that an agent starts, until it can heed them
+
 
 @dataclass
 class StopRequest:
@@ -22,10 +24,11 @@ def asked_to_stop() -> Iterator[StopRequest]:
     def note(number: int, frame: FrameType | None) -> None:
         request.signal = signal.Signals(number).name
 
-    heeded = [signal.SIGTERM, signal.SIGUSR1]
+    heeded = list(HELD)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and so do we then
         heeded.append(signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in heeded}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)  # one that has come already is heeded now
     try:
         yield request
     finally:
