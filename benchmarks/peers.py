@@ -95,6 +95,7 @@ def settings(case: Case) -> Any:
         parallel=SimpleNamespace(data="single", settled=(1, "per_step")),
         memory=SimpleNamespace(activations=case.activations),
         resilience=SimpleNamespace(on_nan="skip", on_spike="off", checksum_every=0),
+        checkpoint=SimpleNamespace(best=False),
     )  # fmt: skip
 
 

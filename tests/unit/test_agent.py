@@ -21,10 +21,12 @@ from phalanx.cluster import attempt as attempts
 from phalanx.cluster.attempt import Attempt
 from phalanx.cluster.causes import End, describe, first_cause, is_aftermath, is_deterministic, place_of
 from phalanx.cluster.early import Early
+from phalanx.cluster.fork import fork
 from phalanx.cluster.job import Job
 from phalanx.cluster.stopping import Signals
 from phalanx.errors import CollectiveError, ConfigError, PhalanxError
 from phalanx.records import RunPaths
+from phalanx.train.stopping import HELD, asked_to_stop
 from tests.helpers import ROOT, is_alive, wait_until
 from tests.unit import agent_jobs
 
@@ -175,7 +177,7 @@ def test_where_there_is_no_room_for_a_rank_it_is_said_and_none_is_left(
 ) -> None:
     started = [subprocess.Popen(["sleep", "60"], process_group=0)]
 
-    def fork(child: Any, keep: Any) -> tuple[int, int]:
+    def fork(child: Any, keep: Any, held: Any) -> tuple[int, int]:
         if len(started) > 1:
             raise BlockingIOError(11, "Resource temporarily unavailable")
         started.append(started[0])
@@ -454,10 +456,10 @@ def test_without_room_for_another_process_fewer_wait_and_none_is_late() -> None:
         EARLY
         + """
 forks = [early.fork]
-def full(*arguments):
+def full(*arguments, **others):
     if not forks:
         raise BlockingIOError("no room for another process")
-    return forks.pop()(*arguments)
+    return forks.pop()(*arguments, **others)
 early.fork = full
 print(len(fill(first)), code(first, place), waiting.take(first, place, "lo"))
 early.LATER_S = 60.0
@@ -499,6 +501,18 @@ print(sys.modules["greedy"].seen, os.environ["OMP_NUM_THREADS"], os.environ.get(
         env=os.environ | {"FOLDER": str(tmp_path), "OMP_NUM_THREADS": "7"},
     )
     assert done.stdout.startswith("1 7 "), done.stderr
+
+
+def test_a_stop_that_comes_while_a_rank_starts_is_heeded_once_it_can(tmp_path: Path) -> None:
+    def child() -> int:
+        time.sleep(0.2)
+        with asked_to_stop() as request:
+            return int(request.signal == "SIGTERM")
+
+    pid, pidfd = fork(child, held=HELD)
+    signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+    os.close(pidfd)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 def test_fork_call_gives_results_and_errors_back() -> None:
