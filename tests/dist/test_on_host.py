@@ -112,7 +112,11 @@ def test_a_script_that_wants_fp8_is_told_what_to_do_without(tmp_path: Path) -> N
     script = written(tmp_path, "import transformer_engine.pytorch as te\nwith te.fp8_autocast(enabled=True): pass\n")
     with pytest.raises(AssertionError, match=r"transformer_engine.*not installed.*FP8 is"):
         run_ranks(run_script, 1, script=script, arguments=[])
-    script = written(tmp_path, "import transformer_engine.pytorch as te\nte.fp8_autocast(False)\nprint('without')\n")
+    script = written(
+        tmp_path,
+        "import transformer_engine.pytorch as te\nte.fp8_autocast(False)\n"
+        "print('without' if not isinstance(1, (te.Linear, te.LayerNormLinear, te.LayerNormMLP)) else 1)\n",
+    )
     assert run_ranks(run_script, 1, script=script, arguments=[]) == ["without\n"]
     other = written(tmp_path, "import no_such_module_anywhere\n")
     with pytest.raises(AssertionError, match="No module named 'no_such_module_anywhere'"):

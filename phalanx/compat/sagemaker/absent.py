@@ -46,6 +46,25 @@ def not_installed(name: str) -> NotInstalled:
     return NotInstalled(f"{name} is used, but {package} is not installed here; {WITHOUT[package]}")
 
 
+class _Layer:
+    """A layer of Transformer Engine, for libraries that look whether a module is one, such as peft: none is."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        raise not_installed(f"transformer_engine.pytorch.{type(self).__name__}")
+
+
+class Linear(_Layer):
+    pass
+
+
+class LayerNormLinear(_Layer):
+    pass
+
+
+class LayerNormMLP(_Layer):
+    pass
+
+
 @contextlib.contextmanager
 def _as_it_is() -> Iterator[None]:
     yield

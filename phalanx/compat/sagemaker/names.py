@@ -94,7 +94,9 @@ NAMES: dict[str, dict[str, str]] = {
         "Format": f"{_HERE}.absent:Format",
         "DelayedScaling": f"{_HERE}.absent:DelayedScaling",
     },
-    "transformer_engine.pytorch": {"fp8_autocast": f"{_HERE}.absent:fp8_autocast"},
+    "transformer_engine.pytorch": {
+        name: f"{_HERE}.absent:{name}" for name in ("fp8_autocast", "Linear", "LayerNormLinear", "LayerNormMLP")
+    },
 }
 
 # Modules of older versions: what to do instead.
