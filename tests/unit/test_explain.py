@@ -34,6 +34,7 @@ def test_a_section_and_all_keys_are_listed_with_a_line_each() -> None:
     assert [line.split()[:2] for line in explain("checkpoint", 300).splitlines()] == [
         ["checkpoint.every", "100"],
         ["checkpoint.keep", "3"],
+        ["checkpoint.best", "false"],
     ]
     lines = explain("", 80).splitlines()
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == [key for key, _ in leaves()]
