@@ -66,8 +66,11 @@ def test_names_of_a_package_that_is_not_installed_can_be_imported_and_not_used()
     with pytest.raises(ConfigError, match=r"fp8_autocast.*transformer_engine is not installed.*train in bf16"):
         transformer_engine.pytorch.fp8_autocast(enabled=True, fp8_recipe=recipe)
     with pytest.raises(ConfigError, match=r"transformer_engine\.pytorch\.Linear is used, but"):
-        transformer_engine.pytorch.Linear  # noqa: B018
-    assert not hasattr(transformer_engine.pytorch, "Linear")
+        transformer_engine.pytorch.Linear(2, 2)  # though others, such as peft, may ask whether a layer is one
+    assert not isinstance(torch.nn.Linear(2, 2), transformer_engine.pytorch.Linear)
+    with pytest.raises(ConfigError, match=r"transformer_engine\.pytorch\.LayerNorm is used, but"):
+        transformer_engine.pytorch.LayerNorm  # noqa: B018
+    assert not hasattr(transformer_engine.pytorch, "LayerNorm")
     with pytest.raises(ModuleNotFoundError, match="FP8 is its kernels' alone"):
         import transformer_engine.jax
 
