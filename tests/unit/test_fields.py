@@ -541,6 +541,7 @@ def away(placement: Placement) -> list[str]:
     register().dead = True
     said = []
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "text.jsonl").write_text('{"text": "some words"}\n')
         for seconds in (0.2, 0.4):
             config = configured({"resilience.storage_timeout_s": seconds}, Path(folder))
             try:

@@ -18,7 +18,7 @@ from tests.dist import command
 
 RECIPE = """
 model: {hidden: 16, layers: 1, heads: 2, intermediate: 32}
-data: {source: not-yet-there.jsonl}
+data: {source: text.jsonl}
 report: {tensorboard: false, wandb: a-project}
 """
 
@@ -86,6 +86,7 @@ def test_a_run_and_its_continuation_are_one_run_there(tmp_path: Path) -> None:
 
 def test_nobody_logged_in_is_said_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n')
     clean: dict[str, str | None] = {key: None for key in os.environ if key.startswith("WANDB_")}
     clean |= {"HOME": str(tmp_path)}  # nobody's home
     words = ["train", "recipe.yaml", "--run-dir", "run", "--ranks", "1"]
