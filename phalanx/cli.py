@@ -353,7 +353,7 @@ def run(
         str | None,
         typer.Option(
             parser=_run_dir,
-            metavar="FOLDER",
+            metavar="PATH",
             help="Where nodes keep records; they share it. Default: runs/ and the script's name.",
         ),
     ] = None,

@@ -43,11 +43,6 @@ class Laps(Protocol):
         """Seconds of every unit's forward pass, then of every backward pass."""
 
 
-def laps_of(units: int, device: torch.device, traffic: Traffic) -> Laps:
-    """Those of this thread's passes on the device."""
-    return HostLaps(units, traffic) if device.type == "cpu" else DeviceLaps(units, device)
-
-
 class HostLaps:
     """Where the host itself works: its time less what it has waited."""
 

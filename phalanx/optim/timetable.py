@@ -19,7 +19,7 @@ from phalanx.comm.ways import Ways
 from phalanx.optim.engine import Precision
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import Orders, Sharding, guess, orders
-from phalanx.optim.pacing import Pacing, laps_of
+from phalanx.optim.pacing import DeviceLaps, HostLaps, Laps, Pacing
 from phalanx.optim.units import Unit
 from phalanx.records import Kind
 
@@ -37,11 +37,15 @@ class Timetable:
         self._units, self._mesh, self._sharding, self._parts = list(units), mesh, sharding, parts
         self._precision, self._traffic, self._ways = precision, traffic, ways
         self._has_root = bool(units) and not units[0].name
-        self.laps = laps_of(len(self._units), mesh.device, mesh.traffic)
         # Alone there is nothing to move. Devices send each bucket whole: only where gradients are not all there before
         # the first parameters leave can they do so in several orders.
         several = sharding.slots > 1 or sharding.zero == 3
         self._pacing = Pacing(len(self._units), mesh.device) if mesh.world > 1 and (mesh.on_host or several) else None
+        # Events of a device are not made where nobody asks for its times.
+        on_device = mesh.device.type != "cpu" and self._pacing is not None
+        self.laps: Laps = (
+            DeviceLaps(len(self._units), mesh.device) if on_device else HostLaps(len(self._units), mesh.traffic)
+        )
         # By the first step that they hold for.
         self._orders = {1: orders(guess([unit.elements for unit in units], parts), sharding, self._has_root)}
         self._ended: dict[int, Mark] = {}
