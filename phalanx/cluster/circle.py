@@ -86,7 +86,7 @@ class Circle:
         self._inbox: list[tuple[int, Message]] = []
         self._insisted: list[Message] = []
         now = time.monotonic()
-        self._heard_at, self._watched = dict.fromkeys(roster.nodes, now + MEET_S), set[int]()
+        self.heard_at, self._watched = dict.fromkeys(roster.nodes, now + MEET_S), set[int]()
         self._numbers: dict[str, int] = {}  # the last beat of each token
         self._turn = now
         self._joining: dict[int, Member] = {}
@@ -205,7 +205,7 @@ class Circle:
         """Another turn: where it comes late, its socket may have been full, and nobody is to be judged by that."""
         slept_s, self._turn = now - self._turn, now
         if slept_s > OVERSLEPT_S:
-            self._heard_at = {node: at if at > now else min(at + slept_s, now) for node, at in self._heard_at.items()}
+            self.heard_at = {node: at if at > now else min(at + slept_s, now) for node, at in self.heard_at.items()}
 
     def _hear_beats(self, now: float) -> None:
         for beat, address in self._beats.heard():
@@ -218,7 +218,7 @@ class Circle:
             elif member is not None and member.token == token and beat.node not in self.lost:
                 if beat.number > self._numbers.get(token, 0):
                     self._numbers[token] = beat.number
-                    self._heard_at[beat.node] = now
+                    self.heard_at[beat.node] = now
             elif beat.epoch < self.roster.epoch and token not in [each.token for each in self._joining.values()]:
                 answer = Beat(GIVEN_UP, self.roster.epoch, beat.node, beat.token, beat.number)
                 self._beats.send(answer, address)
@@ -231,22 +231,22 @@ class Circle:
     def _judge(self, now: float) -> None:
         watched = watched_by(self.me.node, self.roster, self.lost)
         for node in set(watched) - self._watched:  # it may not have seen yet that it has to tell this one
-            self._heard_at[node] = max(self._heard_at.get(node, now), now + self.heartbeat_s)
+            self.heard_at[node] = max(self.heard_at.get(node, now), now + self.heartbeat_s)
         self._watched = set(watched)
         for node in watched:
-            if now > self._heard_at.get(node, now) + self.heartbeat_s:
+            if now > self.heard_at.get(node, now) + self.heartbeat_s:
                 self._lose(node, f"nothing was heard of it for {self.heartbeat_s:g} s")
 
     def due_s(self) -> float:
         """Seconds until one of those that this node watches is lost, if nothing is heard of it before; or until those
         who call are to be looked at."""
         watched = watched_by(self.me.node, self.roster, self.lost) if self.fenced is None else []
-        first = min((self._heard_at[node] for node in watched if node in self._heard_at), default=math.inf)
+        first = min((self.heard_at[node] for node in watched if node in self.heard_at), default=math.inf)
         return max(SOON_S, min(first + self.heartbeat_s - time.monotonic(), self.door.due_s()))
 
     def suspected(self, node: int) -> bool:
         """Whether a member has been silent for half of the time after which it is lost."""
-        silent_s = time.monotonic() - self._heard_at.get(node, 0.0)
+        silent_s = time.monotonic() - self.heard_at.get(node, 0.0)
         return node != self.me.node and silent_s > self.heartbeat_s / 2
 
     def _lose(self, node: int, why: str) -> None:
@@ -472,7 +472,7 @@ class Circle:
                     channel.close("it is no member any more")
         known = [node for node in roster.nodes if roster.member(node) == before.member(node)]
         self.lost = {node: why for node, why in self.lost.items() if node in known}
-        self._heard_at = {node: now if node in known else now + MEET_S for node in roster.nodes}
+        self.heard_at = {node: now if node in known else now + MEET_S for node in roster.nodes}
         self._joining = {node: member for node, member in self._joining.items() if member not in roster.members}
         self._voted = self._leaderless_since = self._claimed = None
         self._voters = set()

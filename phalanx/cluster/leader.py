@@ -293,7 +293,9 @@ class Leader:
             self._welcome[member.token] = member.node, channel
             self.circle.admit(member)
         else:  # it may be that node, started again, and the one that is known may be gone without a word
-            until = time.monotonic() + DEATH_ANSWER_S * self.circle.heartbeat_s
+            # Who has just become a member has longer until its first sign of life, and may have died before that.
+            heard_at = max(time.monotonic(), self.circle.heard_at.get(member.node, 0.0))
+            until = heard_at + DEATH_ANSWER_S * self.circle.heartbeat_s
             self._claimants.append((channel, hello, until))
 
     def _is_welcome(self, node: int) -> bool:

@@ -47,7 +47,7 @@ class Nodes:
         self.until(lambda: all(self.knows(node) for node in range(count)))
         for node, each in self.circles.items():  # long ago: who does not watch another one has never heard of it
             for other in set(each.roster.nodes) - set(watched_by(node, each.roster)):
-                each._heard_at[other] = time.monotonic() - 100 * PATIENCE_S
+                each.heard_at[other] = time.monotonic() - 100 * PATIENCE_S
 
     def ballot(self, node: int) -> Message | None:
         return None if node in self.busy else vote(node, self.ready)
@@ -145,14 +145,14 @@ def a_head_falls_silent(placement: Placement, folder: str) -> list[Any]:
     with nodes(6, f"{folder}/run") as there:
         silent = there.circles.pop(1)
         three, five = there.circles[3], there.circles[5]
-        three._heard_at[1] = time.monotonic() - 2 * PATIENCE_S
+        three.heard_at[1] = time.monotonic() - 2 * PATIENCE_S
         three.tend()
         three.tend()
-        five._heard_at[1] = time.monotonic() - 2 * PATIENCE_S
-        five._heard_at[3] = time.monotonic()  # the first that node 3 has sent
+        five.heard_at[1] = time.monotonic() - 2 * PATIENCE_S
+        five.heard_at[3] = time.monotonic()  # the first that node 3 has sent
         there.until(lambda: 1 in five.lost and (five.fenced is not None or five._links[3].up), [three, five])
         for each in there.circles.values():
-            each._heard_at[1] = time.monotonic() - 2 * PATIENCE_S
+            each.heard_at[1] = time.monotonic() - 2 * PATIENCE_S
         there.until(lambda: all(each.roster.epoch > 1 or each.fenced for each in there.circles.values()))
         silent.close()
         return [*there.told(), three.roster.nodes]

@@ -90,17 +90,17 @@ def test_a_beat_counts_once_and_only_from_the_very_process_that_is_a_member(ther
 
     def heard(*beats: Beat) -> float:
         """Seconds from when node 1 was heard last, long ago, to when it was with these."""
-        first._heard_at[1] = 0.0
+        first.heard_at[1] = 0.0
         for beat in beats:
             there.circles[2]._beats.send(beat, (first.me.address, first.me.beats))
         marker = Beat(LIVES, 1, 2, bytes.fromhex(there.circles[2].me.token), 2 * number + len(sent))
         there.circles[2]._beats.send(marker, (first.me.address, first.me.beats))
         sent.append(marker)
-        first._heard_at[2] = 0.0
+        first.heard_at[2] = 0.0
         until = time.monotonic() + PATIENCE_S
-        while first._heard_at[2] == 0.0 and time.monotonic() < until:
+        while first.heard_at[2] == 0.0 and time.monotonic() < until:
             first._hear_beats(5.0)
-        return first._heard_at[1]
+        return first.heard_at[1]
 
     sent: list[Beat] = []
     first._numbers = {}
@@ -123,8 +123,8 @@ def test_who_was_given_up_hears_it_unless_the_answer_is_old(there: Nodes, ago_ms
     there.circles[2]._beats.send(beat, (first.me.address, first.me.beats))
     marker = Beat(LIVES, 1, 2, bytes.fromhex(there.circles[2].me.token), 10**6)
     there.circles[2]._beats.send(marker, (first.me.address, first.me.beats))
-    first._heard_at[2], until = 0.0, time.monotonic() + PATIENCE_S
-    while first._heard_at[2] == 0.0 and time.monotonic() < until:
+    first.heard_at[2], until = 0.0, time.monotonic() + PATIENCE_S
+    while first.heard_at[2] == 0.0 and time.monotonic() < until:
         first._hear_beats(5.0)
     assert (first.fenced is not None) == fenced
 
@@ -152,22 +152,22 @@ def test_who_is_fenced_decides_nothing(there: Nodes) -> None:
 
 def test_who_overslept_gives_the_others_that_time_back(there: Nodes) -> None:
     circle = there.circles[0]
-    circle._turn, circle._heard_at = 10.0, {1: 9.5, 2: 17.0}
+    circle._turn, circle.heard_at = 10.0, {1: 9.5, 2: 17.0}
     circle._wake(15.0)
-    assert circle._heard_at == {1: 14.5, 2: 17.0}
-    circle._heard_at[1] = 12.0
+    assert circle.heard_at == {1: 14.5, 2: 17.0}
+    circle.heard_at[1] = 12.0
     circle._wake(20.0)
-    assert circle._heard_at == {1: 17.0, 2: 17.0 + 3.0}
+    assert circle.heard_at == {1: 17.0, 2: 17.0 + 3.0}
     circle._wake(20.2)  # in time
-    assert circle._heard_at[1] == 17.0
+    assert circle.heard_at[1] == 17.0
 
 
 def test_how_long_a_silent_member_is_waited_for(there: Nodes) -> None:
     circle, now = there.circles[0], time.monotonic()
     for other in (1, 2):
-        circle._heard_at[other] = now
+        circle.heard_at[other] = now
     assert not circle.suspected(1)
-    circle._heard_at[2] = now - 0.75 * PATIENCE_S
+    circle.heard_at[2] = now - 0.75 * PATIENCE_S
     assert circle.suspected(2) and not circle.suspected(0)
     assert 0.2 * PATIENCE_S < circle.due_s() <= 0.25 * PATIENCE_S
     circle._judge(now)
@@ -181,10 +181,10 @@ def test_how_long_a_silent_member_is_waited_for(there: Nodes) -> None:
 
 def test_who_begins_to_watch_another_gives_it_time_to_be_heard(there: Nodes) -> None:
     circle, now = there.circles[0], time.monotonic()
-    circle._watched, circle._heard_at[1], circle._heard_at[2] = {2}, now - 9 * PATIENCE_S, now + 9 * PATIENCE_S
+    circle._watched, circle.heard_at[1], circle.heard_at[2] = {2}, now - 9 * PATIENCE_S, now + 9 * PATIENCE_S
     circle._judge(now)
-    assert circle._heard_at[1] == now + PATIENCE_S
-    assert circle._heard_at[2] == now + 9 * PATIENCE_S
+    assert circle.heard_at[1] == now + PATIENCE_S
+    assert circle.heard_at[2] == now + 9 * PATIENCE_S
 
 
 def test_poll_looks_at_all_that_may_speak_and_at_nothing_when_it_is_over(there: Nodes) -> None:

@@ -83,7 +83,7 @@ def test_of_two_that_come_as_the_same_node_one_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(leader, "objection", lambda *_, **__: None)
     monkeypatch.setattr(leader, "DEATH_ANSWER_S", 0.0)
     admitted: list[Member] = []
-    peer.circle.admit, peer.circle.heartbeat_s = admitted.append, 1.0
+    peer.circle.admit, peer.circle.heartbeat_s, peer.circle.heard_at = admitted.append, 1.0, {}
     answers: list[tuple[int, dict[str, Any]]] = []
 
     def comes(pid: int) -> None:
@@ -100,6 +100,26 @@ def test_of_two_that_come_as_the_same_node_one_is_refused(monkeypatch: pytest.Mo
     made._see_claimants()
     made._see_claimants()
     assert "roster" in answers[0][1] and answers[1][1]["refused"].startswith("process 71 on host7 says it is node 7")
+
+
+def test_a_node_that_died_before_its_first_sign_of_life_may_be_started_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is still taken for alive when the next process of that number comes."""
+    made, peer, _, _ = leading(monkeypatch)
+    monkeypatch.setattr(leader, "objection", lambda *_, **__: None)
+    now, admitted, answers = [100.0], list[Member](), list[Any]()
+    monkeypatch.setattr(leader.time, "monotonic", lambda: now[0])
+    peer.circle.admit, peer.circle.heartbeat_s, peer.circle.heard_at = admitted.append, 1.0, {1: 100.0 + leader.MEET_S}
+    channel = SimpleNamespace(lost=None, farewell=lambda message, why, patience_s: answers.append(message))
+    at = {"token": f"{71:016x}", "address": "127.0.0.1", "port": 1, "beats": 2}
+    made.greet(channel, {"node": 1, "host": "host1", "pid": 71, "devices": [["cpu", "any", True]], "at": at})
+    now[0] += leader.MEET_S + 1.5  # by then the dead one is lost
+    made._see_claimants()
+    assert (admitted, answers) == ([], [])
+    peer.circle.roster = peer.circle.roster.with_members([each for each in MEMBERS if each.node != 1], 0)
+    made._see_claimants()
+    assert [member.token for member in admitted] == [f"{71:016x}"] and answers == []
 
 
 def test_who_comes_when_the_job_has_just_ended_hears_how(monkeypatch: pytest.MonkeyPatch) -> None:
