@@ -1,7 +1,6 @@
 """The curve is the one that it was: what a recipe draws, orders, packs, masks and loses, against recorded values."""
 
 import json
-from pathlib import Path
 
 import pytest
 
