@@ -37,6 +37,6 @@ def check_run(paths: RunPaths) -> None:
     said = [versions] if isinstance(versions, dict) else []
     said += [event for event in read_lines(paths.events) if event.get("kind") == Kind.RUN_STARTED]
     for each in said:
-        wrong = problem(each.get(KEY, RUN_FOLDER), (RUN_FOLDER,), "name another run folder with --run-dir")
+        wrong = problem(each.get(KEY, RUN_FOLDER), (RUN_FOLDER,), "name another run folder")
         if wrong is not None:
             raise RunError(f"the run folder {paths.shown} {wrong}")

@@ -84,7 +84,7 @@ class Hardware:
     learnt: Learnt | None = None
 
 
-class OtherVersion(ValueError):
+class OtherHardwareFormat(ValueError):
     """A file is of a format version that this release does not read; the text is the end of a sentence."""
 
 
@@ -100,7 +100,7 @@ def read(path: Path) -> Hardware:
         raise ConfigError(f"the hardware file {path} is not JSON, so it is damaged; {AGAIN}") from None
     try:
         return from_json(tree)
-    except OtherVersion as error:
+    except OtherHardwareFormat as error:
         raise ConfigError(f"the hardware file {path} {error}") from None
     except ValueError as error:
         raise ConfigError(f"the hardware file {path} cannot be used: {error}; {AGAIN}") from None
@@ -128,7 +128,7 @@ def from_json(tree: Any) -> Hardware:
     if not isinstance(tree, dict):
         raise ValueError("it holds no table")
     if (wrong := formats.problem(tree.get("version"), (VERSION,), AGAIN)) is not None:
-        raise OtherVersion(wrong)
+        raise OtherHardwareFormat(wrong)
     work, devices, link = (_item(tree, key, "it") for key in ("work", "devices", "link"))
     if not isinstance(work, dict):
         raise ValueError(f"its work is {_shown(work)}, not a table")

@@ -44,7 +44,7 @@ _CHECK = 248  # where the CRC-32 of these is
 NOTHING: dict[str, Any] = {"tensors": [], "pieces": [], "bare": True}  # the index of a file without state
 
 
-class OtherVersion(CheckpointError):
+class OtherStateFormat(CheckpointError):
     """A state file is of a format version that this release does not read."""
 
 
@@ -345,7 +345,7 @@ def facts_from(path: Path, raw: bytes) -> Facts:
     _, version, generation, rank, world, index_bytes, data_at, slot_bytes, layout, run, *rest = _FIXED.unpack_from(raw)
     part, parts, slots = rest
     if (wrong := formats.problem(version, (VERSION,), _REMEDY)) is not None:
-        raise OtherVersion(f"the state file {path} {wrong}")
+        raise OtherStateFormat(f"the state file {path} {wrong}")
     if not 1 <= slots <= len(WORDS):
         raise _refused(path, f"says that it has {slots} slots")
     raw_words = [int.from_bytes(raw[at : at + 8], "little") for at in WORDS[:slots]]
