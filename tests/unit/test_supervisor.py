@@ -142,6 +142,7 @@ def test_a_node_that_returns_stays_a_spare_where_growing_is_off() -> None:
 def test_what_cannot_shrink_waits_and_then_stops() -> None:
     state, done = walk(begun(wait_s=5.0), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))
     assert done[-1] == Prepare(2, ((0, 1),))
+    assert state.crash == ("", 0)  # that a node is gone is no crash that could be the same once more
     state, done = walk(state, Refused(2, 2, "too little memory"), Time(6.9))
     assert kinds(done) == ["Note", "Note"]
     _back, done = walk(state, Joined(6.9, node(1, ready=0)), Ready(6.95, 1, 1))
@@ -240,6 +241,14 @@ def test_what_is_not_retried(code: ExitCode, lowered: bool, expected: str) -> No
     cause = Cause(1, code, "sentence", lowered)
     _, done = walk(begun(max_restarts=0), Ended(1, 0, 1, code, cause), Ended(1, 1, 1, 1, LOST_PEER))
     assert kinds(done)[-1] == expected
+
+
+def test_damage_in_memory_is_no_failure_but_where_a_node_was_lost_with_it() -> None:
+    damaged = Cause(1, 1, "a slot was damaged", damaged=True)
+    state, done = walk(begun(spares=1), Ended(1, 0, 1, 1, damaged), Ended(1, 1, 1, 1, LOST_PEER))
+    assert (kinds(done)[-1], state.failures) == ("Start", 0)
+    state, _ = walk(begun(spares=1), Ended(1, 0, 1, 1, damaged), Lost(1, 1, "gone"))
+    assert state.failures == 1
 
 
 def test_a_stop_asked_for_ends_the_job_however_it_ends() -> None:
