@@ -34,8 +34,9 @@ from benchmarks.harness import Check, Row, at_least, at_most, machine, options, 
 from phalanx.axes import Axes
 from phalanx.comm.mesh import Mesh, join
 from phalanx.optim.engine import Precision
+from phalanx.parallel import schedules
 from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.schedules import SEVERAL, SINGLE, orders
+from phalanx.parallel.schedules import orders
 from phalanx.parallel.stages import HELD, Action, Stages, bubble, bubble_of, divide, simulate, step_s
 from phalanx.records import Placement, RunPaths
 
@@ -185,9 +186,7 @@ def torchs(case: Case, mesh: Mesh, stages: Mapping[int, Waiting]) -> Callable[[]
         PipelineStage(module, stage, case.plan.last + 1, mesh.device, group=group) for stage, module in stages.items()
     ]
     how: dict[str, Any] = {"loss_fn": lambda output, target: output.sum(), "scale_grads": False}
-    known = SINGLE[case.schedule](made[0], count, **how) if case.schedule in SINGLE else SEVERAL[case.schedule](
-        made, count, **how
-    )  # fmt: skip
+    known = schedules.made(case.schedule, made, count, **how)
     rows = torch.arange(float(count))[:, None].expand(count, WIDTH)
     inputs = (rows,) if 0 in stages else ()
     target = {"target": rows} if case.plan.last in stages else {}

@@ -15,6 +15,7 @@ PRELOAD = (
     "torch",
     "torch._dynamo",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "phalanx.train.trainer",
     "phalanx.train.resolve",

@@ -8,11 +8,11 @@ import functools
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from phalanx.errors import is_out_of_memory
 
@@ -64,11 +64,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, repeat: bool, mask: Tensor | None =
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shared)
 
 
-@torch.compiler.assume_constant_result
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether torch's variable-length kernel runs there, forward and backward: it is asked once, with a few documents
     of real lengths and grouped heads."""
     return _tried(device, dtype, head_dim)
+
+
+# What torch.compiler.assume_constant_result does, without the import of all of torch._dynamo that it begins with.
+has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -96,6 +99,14 @@ def _try(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
             raise
         return False
     return True
+
+
+def varlen_attn(*args: Any, **kwargs: Any) -> Any:
+    """torch's variable-length attention. Its module imports all of torch._dynamo, more than a second of processor
+    time that a start without it is spared."""
+    from torch.nn.attention import varlen
+
+    return varlen.varlen_attn(*args, **kwargs)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, window: int | None, segments: Tensor | None) -> Tensor:

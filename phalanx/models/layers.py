@@ -52,6 +52,11 @@ class Embedding(nn.Embedding):
     and up to that within each 32 of them, so at most 96 roundings: not worth a copy of a large weight in float32.
     """
 
+    def reset_parameters(self) -> None:
+        """As nn.Embedding; on meta, where there are no values, nothing: torch would import torch._dynamo for it."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, input: Tensor) -> Tensor:
         """tokens (...) int64 -> (..., width) in the dtype of the weight."""
         if self.weight.device.type == "cpu" and self.weight.dtype in (torch.bfloat16, torch.float16):
@@ -61,6 +66,11 @@ class Embedding(nn.Embedding):
 
 class Linear(nn.Linear):
     """nn.Linear that may be handed dropout's draws, as one with an adapter is (lora.py), and has no use for them."""
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear; on meta nothing, as of `Embedding`."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
     def forward(self, input: Tensor, draws: Draws | None = None, place: Tensor | None = None) -> Tensor:
         """input (..., in) -> (..., out)."""

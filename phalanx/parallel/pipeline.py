@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Axis
@@ -150,6 +149,8 @@ class _Turn:
             self._made[Result("G", stage, number)] = _given(hidden.grad, hidden)
 
     def _to_input(self, stage: int, number: int) -> None:
+        from torch.distributed.pipelining._backward import stage_backward_input  # late, as in schedules.py
+
         if stage == 0:  # there is none: all of it is done in the other half
             return
         hidden, output = self._kept.pop((stage, number))
@@ -161,6 +162,8 @@ class _Turn:
         self._made[Result("G", stage, number)] = _given(given[0], hidden)
 
     def _to_weights(self, stage: int, number: int) -> None:
+        from torch.distributed.pipelining._backward import stage_backward_weight
+
         if stage == 0:
             self._backward(stage, number)
             return

@@ -2,7 +2,8 @@
 
 Only the tables are PyTorch's. Its runtime is not used: it asks for as many micro-batches as it was made for, all of one
 shape, where here their number changes from step to step and the last may be smaller; and it does not tell an engine
-which backward pass is the last of a stage. `pipeline.py` carries the tables out.
+which backward pass is the last of a stage. `pipeline.py` carries the tables out. Both import it where a pipeline
+is made: it imports all of torch._dynamo, more than a second of processor time that other runs are spared.
 """
 
 import itertools
@@ -10,17 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
-
 from phalanx.parallel.stages import HELD, Action, Kind, Stages
 
-SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleZBVZeroBubble}
+# Classes of torch.distributed.pipelining: with one stage of a rank, and with several.
+SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+SEVERAL = {"interleaved": "ScheduleInterleaved1F1B", "zero_bubble": "ScheduleZBVZeroBubble"}
 ACTIONS = ("F", "B", "I", "W")
 
 
@@ -44,6 +39,15 @@ def accepted(schedule: str, ranks: int, micro_batches: int) -> int:
     return micro_batches
 
 
+def made(schedule: str, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
+    """PyTorch's schedule of that name for the `stages` of a rank."""
+    from torch.distributed import pipelining
+
+    if schedule in SINGLE:
+        return getattr(pipelining, SINGLE[schedule])(stages[0], micro_batches, **options)
+    return getattr(pipelining, SEVERAL[schedule])(stages, micro_batches, **options)
+
+
 def orders(schedule: str, stages: Stages, micro_batches: int) -> list[list[Action]]:
     """The passes of each rank, in order.
 
@@ -52,7 +56,7 @@ def orders(schedule: str, stages: Stages, micro_batches: int) -> list[list[Actio
     """
     ranks, count = stages.ranks, accepted(schedule, stages.ranks, micro_batches)
     places = [_Place(stage, stages.last + 1, ranks) for stage in range(0, ranks * HELD[schedule], ranks)]
-    table = SINGLE[schedule](places[0], count) if schedule in SINGLE else SEVERAL[schedule](places, count)
+    table = made(schedule, places, count)
     return [_passes(table.pipeline_order[rank], micro_batches) for rank in range(ranks)]
 
 

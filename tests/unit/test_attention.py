@@ -1,5 +1,7 @@
 """Attention with a window, with several documents in a row, and with both, against what they mean."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -207,3 +209,17 @@ def test_packed_documents_are_as_each_alone(architecture: str) -> None:
         torch.testing.assert_close(packed, single, rtol=1e-9, atol=1e-11)
     crossing = model(rows, positions=positions)[0, 12:]
     assert not torch.allclose(crossing, together[12:20], rtol=1e-3)
+
+
+def test_a_model_is_made_without_the_compiler() -> None:
+    """Whose import takes more than a second; and what it is told of a kernel is the same all the same."""
+    code = """
+import sys
+import phalanx.train.trainer, phalanx.train.dry_run
+from phalanx.models.custom import on_meta
+from phalanx.models.spec import PRESETS
+on_meta(PRESETS["llama-3.2-1b"])
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert vars(has_kernel) == vars(torch.compiler.assume_constant_result(lambda: None))
