@@ -242,27 +242,27 @@ class RunPaths:
         return self.root / "tokenizer" / "config.json"
 
     @property
-    def model_code(self) -> Path:
-        """The copy of the file that `model.code` names."""
+    def model_code(self) -> Path:  # the copy of the file that `model.code` names
         return self.root / "model.py"
 
     @property
-    def task_code(self) -> Path:
-        """The copy of the file that `task.code` names."""
+    def task_code(self) -> Path:  # that of `task.code`
         return self.root / "task.py"
+
+    @property
+    def callback_code(self) -> Path:  # that of `callback.code`
+        return self.root / "callback.py"
 
     @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 
     @property
-    def wandb(self) -> Path:
-        """The id under which Weights & Biases knows this run."""
+    def wandb(self) -> Path:  # the id under which Weights & Biases knows this run
         return self.root / "wandb.json"
 
     @property
-    def inside(self) -> Path:
-        """Traces and memory snapshots."""
+    def inside(self) -> Path:  # traces and memory snapshots
         return self.root / "profile"
 
     def trace(self, rank: int, first: int, last: int) -> Path:
