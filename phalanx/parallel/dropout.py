@@ -1,10 +1,9 @@
 """Dropout in models of transformers whose tensors are divided: what all ranks hold is dropped alike on all of them, and
 what each holds for itself, the probabilities of its heads, by draws of its own.
 
-Before the first pass the ranks agree on a generator of seeds, by the only collective that this takes. Each pass begins
-with the next seed, so that the ranks' default generators go on together; around attention each rank takes a seed of its
-own, drawn from there, and then goes on where all are. Recomputed layers draw what they drew: PyTorch's checkpoints
-restore the default generator, which is all that a pass depends on.
+Before each pass the ranks take one seed, so that their generators go on together; around attention each takes a seed of
+its own, drawn from there, and then goes on where all are. Recomputed layers draw what they drew: PyTorch's checkpoints
+restore the generator, which is all that this depends on.
 """
 
 import contextlib
@@ -30,25 +29,18 @@ def agree(model: nn.Module, attention: list[nn.Module], peers: Peers) -> None:
 
 
 class _OneSeed:
-    """Seeds the default generators of all ranks alike for each pass, by a generator of seeds that follows from a number
-    which the first rank draws from its default generator before the first pass."""
+    """Seeds the generators of all ranks alike, by a number that the first draws from its own."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._seeds: torch.Generator | None = None
 
     def __call__(self, model: nn.Module, _: Any) -> None:
         if not model.training:
             return
-        if self._seeds is None:
-            self._seeds = torch.Generator().manual_seed(self._agreed())
-        torch.manual_seed(int(torch.randint(_SEEDS, (), generator=self._seeds, device="cpu")))
-
-    def _agreed(self) -> int:
         axis = self._peers.axis
         seed = torch.randint(_SEEDS, (1,), device="cpu").to(carried_from(axis.group, torch.device("cpu")))
         dist.broadcast(seed, axis.ranks[0], group=axis.group)
-        return int(seed)
+        torch.manual_seed(int(seed))
 
 
 class _OwnDraws:
