@@ -252,6 +252,8 @@ def test_the_fewest_micro_batches_are_tried_where_more_look_better_in_fractions(
     speeds = [Speed(2.0, 0.5, 2), Speed(3.0, 2.0, 5), Speed(2.0, 1.0, 10), Speed(2.0, 0.0, 10)]
     assert divide(13, speeds) == Division((2, 2, 4, 5), 1)
     assert balance._fluid_parts(13, [(each.fixed_s, each.sequence_s, each.most) for each in speeds]) > 1.5
+    # And each number on the way there.
+    assert divide(23, [Speed(1.0, 0.5, 4), Speed(0.7, 1.0, 9), Speed(0.7, 0.5, 2)]) == Division((8, 9, 6), 3)
 
 
 def test_a_device_that_holds_nothing_is_named() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.optim.overlap import Work, _urgency, as_ddp, bound, late, plan, simulate
+from phalanx.optim.overlap import Work, _heads, _urgency, as_ddp, bound, late, plan, simulate
 from phalanx.optim.prefetch import plan_zero3, simulate_zero3
 from phalanx.optim.timeline import Op, Span, Timeline
 
@@ -64,6 +64,8 @@ def test_updates_and_the_agreement_by_hand() -> None:
     # Each update takes 2 s. R1 2-5, its update 5-7; R0 5-8, its update 8-10; G1 8-9, G0 10-11; forward 11-13.
     work = replace(TWO, update_s=(2.0, 2.0), agree_s=0.5)
     assert simulate(work, (R1, R0, G1, G0)).step_s == 13
+    # DDP: both updates behind all that is moved, instead of beside it.
+    assert as_ddp(work) == 12 + 4
     # If G0 is first, G1 is not there before 12: forward 0 waits for 7, and 1 for nothing, as it begins at 12.
     assert simulate(work, (R1, R0, G0, G1)).step_s == 13
     # All updates behind the agreement at 8.5: 0 until 10.5, 1 until 12.5; G0 10.5-11.5, G1 12.5-13.5, forward to 14.5.
@@ -107,6 +109,9 @@ def test_micro_batches_by_hand() -> None:
     timeline = simulate(replace(each, room=1), (R1, R0, *last, G0, G1))
     assert timeline.step_s == 23
     assert waits(timeline) == [("room", 0, 3), ("room", 1, 1), ("room", 0, 3), ("gather", 0, 4)]
+    # A bucket's gradients have no room for those of the next micro-batch before they are reduced.
+    heads = _heads(replace(each, reduce_s=(20.0, 20.0)))
+    assert heads["reduce", 1, 1] == heads["reduce", 1, 0] + 20 + each.backward_s[1]
 
 
 def test_parts_by_hand() -> None:

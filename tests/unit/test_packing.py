@@ -108,6 +108,16 @@ def test_a_row_is_whole_documents_and_padding(tmp_path: Path, drop_long: bool) -
     assert rows.filled == pytest.approx(kept / (9 * rows.count))
 
 
+def test_a_row_that_its_documents_fill_but_for_a_last_label_has_no_padding_to_attend_to(tmp_path: Path) -> None:
+    file = write(tmp_path / "set", [5, 3], masked=False)
+    row = Packed(file, Form(8, packed=True), seed=0).row(0)
+    assert row.lengths is not None
+    assert row.learnt is not None
+    assert sorted(row.lengths.tolist()) == [3, 5]
+    assert row.learnt.sum() == 6  # of each document all but its first token, and nothing of what fills the row
+    assert not row.learnt[-1]
+
+
 def test_documents_that_no_row_holds_are_told(tmp_path: Path) -> None:
     file = write(tmp_path / "set", [3, 30, 40])
     for drop, done in ((False, "cut"), (True, "left out")):

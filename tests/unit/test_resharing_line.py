@@ -349,6 +349,30 @@ def test_what_saves_the_trouble_of_dividing_decides_nothing(
     assert decide(found)[1] is None
 
 
+def divisions_looked_for(monkeypatch: pytest.MonkeyPatch, history: History, steps: int) -> int:
+    """How often a division is looked for while all stays as it is."""
+    calls, search = [], resharing.divide
+    monkeypatch.setattr(resharing, "divide", lambda *asked: calls.append(asked) or search(*asked))
+    for _ in range(steps):
+        history, decision = decide(history)
+        assert decision is None
+    return len(calls)
+
+
+def test_no_division_is_looked_for_where_even_parts_of_sequences_would_gain_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert divisions_looked_for(monkeypatch, history(seen=9), 5) == 0
+
+
+def test_a_division_that_gained_nothing_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One sequence more on either rank: halves of one would gain, whole ones do not.
+    coarse = begin([Speed(1.0, 0.0, 64)] * 2, Division((2, 1), 1))
+    for _ in range(400):
+        coarse = observe(coarse, coarse.division, [2.0, 1.0])
+    assert divisions_looked_for(monkeypatch, coarse, 5) == 1
+
+
 def test_reasons_name_at_most_three_ranks_that_changed_most() -> None:
     now = history(ranks=5, seen=9)
     used = now.paces

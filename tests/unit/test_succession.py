@@ -412,3 +412,11 @@ def test_a_job_begins_at_once_where_all_with_a_seat_are_there_and_else_misses_th
     assert decide(whole, Time(0.0))[0].attempt == 4
     without = job.roster.with_members([each for each in job.roster.members if each.node != 1], 0)
     assert beginning_state(offer, without, 4, 7, {}).phase == Phase.IDLE
+
+
+def test_of_what_no_order_to_start_has_said_nothing_is_spent_yet() -> None:
+    job = Job(2, 1, Policy(nodes=2))
+    offer = job.agents[0].offer
+    found = succeeding_state(offer, None, job.roster, {1: {"ready": 0, "attempt": 2}}, 4)
+    assert (found.attempt, found.first, found.committed, found.reached, found.failures) == (3, 4, 0, 0, 0)
+    assert found.crash == ("", 0)

@@ -142,6 +142,7 @@ def test_a_node_that_returns_stays_a_spare_where_growing_is_off() -> None:
 def test_what_cannot_shrink_waits_and_then_stops() -> None:
     state, done = walk(begun(wait_s=5.0), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))
     assert done[-1] == Prepare(2, ((0, 1),))
+    assert state.crash == ("", 0)  # that a node is gone is no crash that could be the same once more
     state, done = walk(state, Refused(2, 2, "too little memory"), Time(6.9))
     assert kinds(done) == ["Note", "Note"]
     _back, done = walk(state, Joined(6.9, node(1, ready=0)), Ready(6.95, 1, 1))

@@ -25,6 +25,7 @@ struct Stream {
   int64_t id;  // 0: the default stream of the device
   std::deque<Task> queue;
   uint64_t queued = 0, done = 0;  // tasks so far
+  std::condition_variable filled, passed;  // a task was queued, was done; each stream's own, for idle ones to sleep
 };
 
 // A place in a stream: after its first `position` tasks.
@@ -37,7 +38,6 @@ struct Mark {
 // Never destroyed: threads of streams outlive main.
 struct State {
   std::mutex mutex;  // of all that follows
-  std::condition_variable changed;
   std::map<std::pair<int, int64_t>, std::unique_ptr<Stream>> streams;
   std::map<std::string, int64_t> counts;  // kernels: "queued", or "sync NAME" for one that the host waited for
   std::string failure;                    // of a kernel; it stays
@@ -106,7 +106,7 @@ inline void serve(Stream* stream, std::function<void()> prepare) {
   std::mt19937 dice(seeds);
   Lock lock(state.mutex);
   while (true) {
-    state.changed.wait(lock, [&] { return !stream->queue.empty(); });
+    stream->filled.wait(lock, [&] { return !stream->queue.empty(); });
     auto task = std::move(stream->queue.front());
     stream->queue.pop_front();
     lock.unlock();
@@ -116,7 +116,7 @@ inline void serve(Stream* stream, std::function<void()> prepare) {
     execute(task);
     lock.lock();
     stream->done++;
-    state.changed.notify_all();
+    stream->passed.notify_all();
   }
 }
 
@@ -146,7 +146,7 @@ inline void run_until(Stream* stream, uint64_t position) {
   WithoutGil without_gil;
   if (threaded()) {
     Lock lock(state.mutex);
-    state.changed.wait(lock, [&] { return stream->done >= position; });
+    stream->passed.wait(lock, [&] { return stream->done >= position; });
     return;
   }
   std::lock_guard<std::recursive_mutex> one(state.one_kernel);
@@ -229,7 +229,7 @@ inline Mark push(Stream* stream, std::string name, std::function<void()> run) {
     mark.position = ++stream->queued;
   }
   if (threaded()) {
-    state.changed.notify_all();
+    stream->filled.notify_one();
   } else if (at_once(stream)) {
     run_until(stream, mark.position);
   } else if (settings().order == Order::Random) {
