@@ -56,7 +56,7 @@ config = LlamaConfig(vocab_size=600, hidden_size=48, intermediate_size=96, num_h
 LlamaForCausalLM(config).save_pretrained("hf/model")
 """
 WRITE = """
-import sys, torch
+import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model, words = (kind.from_pretrained("out/my") for kind in (AutoModelForCausalLM, AutoTokenizer))
 asked = words(sys.argv[1], return_tensors="pt", return_token_type_ids=False)
@@ -75,17 +75,17 @@ class User:
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         self.environment |= {"HOME": str(self.folder), "PATH": f"{place / 'env' / 'bin'}:{os.environ['PATH']}"}
 
-    def run(self, line: str, code: int = 0) -> str:
-        """What a line of a shell prints; it ends with this code."""
+    def run(self, line: str) -> str:
+        """What a line of a shell prints; it ends well."""
         done = subprocess.run(
             ["bash", "-c", line], cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=400
         )
-        assert done.returncode == code, f"exit code {done.returncode} of {line}\n{done.stdout}{done.stderr}"
-        return done.stdout + (done.stderr if code else "")
+        assert done.returncode == 0, f"exit code {done.returncode} of {line}\n{done.stdout}{done.stderr}"
+        return done.stdout
 
-    def do(self, line: str, *small: str, code: int = 0, **mine: str) -> str:
+    def do(self, line: str, *small: str, **mine: str) -> str:
         """Run a command of the pages, with what is the user's own in place of what it names, and settings behind it."""
-        return self.run(self.own(line, *small, **mine), code)
+        return self.run(self.own(line, *small, **mine))
 
     def own(self, line: str, *small: str, **mine: str) -> str:
         assert re.search(rf"^{re.escape(line)} *(#.*)?$", PAGES, re.M), f"no page has the command {line}"
