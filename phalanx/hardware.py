@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx import formats
 from phalanx.balance import UNBOUND, Speed
 from phalanx.errors import ConfigError
 from phalanx.records import RunPaths, write_atomic
@@ -83,6 +84,10 @@ class Hardware:
     learnt: Learnt | None = None
 
 
+class OtherHardwareFormat(ValueError):
+    """A file is of a format version that this release does not read; the text is the end of a sentence."""
+
+
 def read(path: Path) -> Hardware:
     """Read what `write` wrote. Raises ConfigError, naming the file and what to do, for one that is none or damaged."""
     try:
@@ -95,6 +100,8 @@ def read(path: Path) -> Hardware:
         raise ConfigError(f"the hardware file {path} is not JSON, so it is damaged; {AGAIN}") from None
     try:
         return from_json(tree)
+    except OtherHardwareFormat as error:
+        raise ConfigError(f"the hardware file {path} {error}") from None
     except ValueError as error:
         raise ConfigError(f"the hardware file {path} cannot be used: {error}; {AGAIN}") from None
 
@@ -120,8 +127,8 @@ def from_json(tree: Any) -> Hardware:
     """The other way round; raises ValueError with half a sentence for anything else than what `to_json` gives."""
     if not isinstance(tree, dict):
         raise ValueError("it holds no table")
-    if tree.get("version") != VERSION:
-        raise ValueError(f"it is of version {_shown(tree.get('version'))}, and this Phalanx reads version {VERSION}")
+    if (wrong := formats.problem(tree.get("version"), (VERSION,), AGAIN)) is not None:
+        raise OtherHardwareFormat(wrong)
     work, devices, link = (_item(tree, key, "it") for key in ("work", "devices", "link"))
     if not isinstance(work, dict):
         raise ValueError(f"its work is {_shown(work)}, not a table")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.errors import CheckpointError, RunError
 from phalanx.kept import BARE, Held, Kept, KeptFile, choose
-from phalanx.state_file import NOTHING, UNFINISHED, Facts, digest, facts_at, facts_of, name_of, opened
+from phalanx.state_file import NOTHING, UNFINISHED, Facts, OtherStateFormat, digest, facts_at, facts_of, name_of, opened
 
 RANKS = "ranks"  # a file that every rank has locked while it lives
 DEATH_S, LOOK_S = 10.0, 0.01  # what ranks of before get to die, and how often that is looked at
@@ -31,8 +31,8 @@ def there(folder: Path, run: bytes) -> list[Facts]:
 
 
 def damage_in(folder: Path) -> list[str]:
-    """A sentence for each state file of a folder, replicas too, whose first page has been damaged. One that nobody has
-    finished making has not."""
+    """A sentence for each state file of a folder, replicas too, whose first page has been damaged or is of another
+    release. One that nobody has finished making is neither."""
     found = []
     for path in (*files_in(folder), *files_in(folder / REPLICAS)):
         try:
@@ -41,6 +41,9 @@ def damage_in(folder: Path) -> list[str]:
                 problems = [f"has a damaged word for slot {slot}" for slot in facts_at(path, descriptor).torn]
             finally:
                 os.close(descriptor)
+        except OtherStateFormat as error:
+            found.append(f"{str(error).partition(';')[0]}, so what else is kept is gone on from")
+            continue
         except CheckpointError as error:
             problems = [str(error).partition(f"{path} ")[2].partition(";")[0]]
         found += [passed_over(path, problem) for problem in problems if problem != UNFINISHED]

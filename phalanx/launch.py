@@ -17,6 +17,7 @@ from phalanx import (
     faults,
     fitness,
     foretelling,
+    formats,
     hardware,
     kept_files,
     layouts,
@@ -451,6 +452,7 @@ def preload_tensorboard() -> None:
 def facts(prepared: Prepared, devices: Sequence[Device], world: int) -> dict[str, Any]:
     """What the records say of a start; `devices` are those of all ranks where they are known."""
     return {
+        formats.KEY: formats.RUN_FOLDER,
         "parameters": prepared.parameters,
         "trainable": prepared.trainable,
         "world": world,

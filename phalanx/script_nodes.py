@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx import fitness, nodes
+from phalanx import fitness, formats, nodes
 from phalanx.cluster import epochs, succession
 from phalanx.cluster.affairs import Phase, Policy
 from phalanx.cluster.first_node import FirstNode
@@ -249,6 +249,7 @@ class ScriptMember(Participant):
 
     def _facts(self, devices: Sequence[Device]) -> dict[str, Any]:
         return {
+            formats.KEY: formats.RUN_FOLDER,
             "script": self.script.path,
             "world": len(devices),
             "device": devices[0].name.partition(":")[0],

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx import formats
 from phalanx.errors import CheckpointError
 from phalanx.integrity import VOID_WORD, checksum, frame_bytes, framed, from_word, to_word, unframed
 
@@ -38,8 +39,13 @@ UNFINISHED = "is not a whole state file yet"
 ALIGNED = 64  # bytes, of everything in a slot
 # Magic, version, generation, rank, world, index bytes, data at, slot bytes, layout, run, part, parts, slots.
 _FIXED = struct.Struct("<8sIIIIQQQ32s32sIII")
+_REMEDY = "remove it, and the run goes on from its newest checkpoint"
 _CHECK = 248  # where the CRC-32 of these is
 NOTHING: dict[str, Any] = {"tensors": [], "pieces": [], "bare": True}  # the index of a file without state
+
+
+class OtherStateFormat(CheckpointError):
+    """A state file is of a format version that this release does not read."""
 
 
 @dataclass(frozen=True)
@@ -338,8 +344,8 @@ def facts_from(path: Path, raw: bytes) -> Facts:
         raise _refused(path, UNFINISHED if raw[:8] == bytes(8) else "is not a whole state file")
     _, version, generation, rank, world, index_bytes, data_at, slot_bytes, layout, run, *rest = _FIXED.unpack_from(raw)
     part, parts, slots = rest
-    if version != VERSION:
-        raise _refused(path, f"is of version {version}, not {VERSION}")
+    if (wrong := formats.problem(version, (VERSION,), _REMEDY)) is not None:
+        raise OtherStateFormat(f"the state file {path} {wrong}")
     if not 1 <= slots <= len(WORDS):
         raise _refused(path, f"says that it has {slots} slots")
     raw_words = [int.from_bytes(raw[at : at + 8], "little") for at in WORDS[:slots]]
@@ -354,6 +360,4 @@ def facts_from(path: Path, raw: bytes) -> Facts:
 
 
 def _refused(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"the state file {path} {problem}; remove it, and the run goes on from its newest checkpoint"
-    )
+    return CheckpointError(f"the state file {path} {problem}; {_REMEDY}")

@@ -24,9 +24,8 @@ PLAIN = {
     "config", "combinations", "recipe", "explain", "models.spec", "optim.overlap", "optim.timeline",
     "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
     "shared_memory", "state_file", "kept_files", "integrity", "kept", "pairing", "pulse", "faults", "slurm_config",
-    "resilience_config",
-    "fencing", "replicas", "host_memory", "links", "locks", "incidents", "kept_bytes", "processors", "control_groups",
-    "shared_secret", "privacy", "bundled",
+    "resilience_config", "fencing", "replicas", "host_memory", "links", "locks", "incidents", "kept_bytes",
+    "processors", "control_groups", "shared_secret", "privacy", "bundled", "formats",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -35,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "phalanx": set(),
     "records": {"kept"},
     "errors": {"records"},
+    "formats": {"errors", "records"},
     "patience": {"errors", "records"},
     "storage": {"errors", "patience", "records"},
     "mirror": {"errors", "records", "storage"},
@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "faults": {"errors"},
     "kept": set(),
     "integrity": set(),
-    "state_file": {"errors", "integrity"},
+    "state_file": {"errors", "formats", "integrity"},
     "kept_files": {"errors", "kept", "state_file"},
     "replicas": {"errors", "kept", "state_file"},
     "control_groups": set(),
@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "privacy": {"errors"},
     "axes": {"config", "errors"},
     "resharing": {"balance"},
-    "hardware": {"balance", "errors", "records"},
+    "hardware": {"balance", "errors", "formats", "records"},
     "rules": set(),
     "models.spec": set(),
     "optim.timeline": set(),
@@ -93,7 +93,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm": PLAIN | {"accelerator", "phases"},
     # level 2
     "tasks": {"models", "errors", "records", "balance"},
-    "data": {"config", "models", "errors", "records", "balance", "storage"},
+    "data": {"config", "models", "errors", "formats", "records", "balance", "storage"},
     "optim": PLAIN | {"comm", "accelerator"},
     "parallel": PLAIN | {"phases", "comm", "accelerator", "models", "optim"},
     "checkpoint": PLAIN | {"comm", "accelerator", "optim"},

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from safetensors import SafetensorError
 from torch import Tensor
 
-from phalanx import storage
+from phalanx import formats, storage
 from phalanx.checkpoint.assemble import assemble
 from phalanx.checkpoint.files import LocalFiles, RemoteFiles
 from phalanx.checkpoint.windows import Window, bands, covers, project
@@ -212,12 +212,11 @@ class Checkpoint:
             manifest = json.loads(raw.decode("ascii"))
         except (ValueError, RecursionError) as error:
             raise self._refuse(MANIFEST, "is torn: it is not complete JSON") from error
-        if (
-            not isinstance(manifest, dict)
-            or manifest.get("format") != FORMAT
-            or manifest.get("version") not in (VERSION, WINDOWED)
-        ):
-            raise self._refuse(MANIFEST, f"is not of format {FORMAT} version {VERSION} or {WINDOWED}")
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise self._refuse(MANIFEST, f"is not of format {FORMAT}")
+        wrong = formats.problem(manifest.get("version"), (VERSION, WINDOWED), "resume from another checkpoint")
+        if wrong is not None:
+            raise CheckpointError(f"checkpoint {self.path} cannot be used because its file {MANIFEST} {wrong}")
         # Comparing the spelling as well leaves no byte of the file that could change unnoticed.
         if manifest_checksum(manifest) != manifest.get("checksum") or canonical(manifest) != raw:
             raise self._refuse(MANIFEST, "does not match its own checksum")

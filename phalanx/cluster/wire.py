@@ -195,8 +195,14 @@ class Proof:
 
     def _answer(self, message: Message) -> None:
         nonce = message.get("nonce")
-        if message.get("phalanx") != PROTOCOL or not _is_ascii(nonce):
-            self.failed = "what listens there is no node 0 of this version of Phalanx"
+        if type(message.get("phalanx")) is not int or not _is_ascii(nonce):
+            self.failed = "what listens there is no node 0 of Phalanx"
+            return
+        if message["phalanx"] != PROTOCOL:
+            self.failed = (
+                f"the node that listens there speaks version {message['phalanx']} of the protocol and this one "
+                f"{PROTOCOL}; install the same release of Phalanx on all nodes"
+            )
             return
         with contextlib.suppress(OSError):  # it has gone again, as the channel will find
             self._port = _port(self.channel.socket.getpeername())

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.tokens import MANIFEST, damaged, mapped, verify_once, write_synced
+from phalanx.data.tokens import MANIFEST, damaged, mapped, of_other_version, verify_once, write_synced
 from phalanx.errors import DataError
 from phalanx.records import sync_folder
 
@@ -182,4 +182,4 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder} is not a set of records: it has no {MANIFEST}; prepare the data again") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(damaged(path, f"it is not a manifest of a set of records ({error!r})")) from None
-    raise DataError(damaged(path, f"its format version is {version}, this program reads {FORMAT_VERSION}"))
+    raise DataError(of_other_version(path, version, FORMAT_VERSION))

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx import formats
 from phalanx.data.wordpiece import Specials
 from phalanx.errors import DataError
 from phalanx.records import sync_folder, write_atomic
@@ -193,6 +194,11 @@ def damaged(path: Path, what: str) -> str:
     return f"{path} cannot be used: {what}; delete {path.parent} and prepare the data again"
 
 
+def of_other_version(path: Path, version: Any, known: int) -> str:
+    """The sentence about the manifest of a prepared set that another release has written."""
+    return f"{path} {formats.problem(version, (known,), f'delete {path.parent} and prepare the data again')}"
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
@@ -208,7 +214,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder} is not a token set: it has no {MANIFEST}; prepare the data again") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(damaged(path, f"it is not a manifest of a token set ({error!r})")) from None
-    raise DataError(damaged(path, f"its format version is {version}, this program reads {FORMAT_VERSION}"))
+    raise DataError(of_other_version(path, version, FORMAT_VERSION))
 
 
 def _specials(folder: Path, manifest: dict[str, Any]) -> Specials | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from phalanx import formats
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, read_lines, split_attempts
 from phalanx.report import devices, words
@@ -41,12 +42,14 @@ class Run:
 
 
 def read_run(paths: RunPaths) -> Run:
-    """Read the records of a run folder. Raises RunError where it holds neither metrics nor events."""
+    """Read the records of a run folder. Raises RunError where it holds neither metrics nor events,
+    or a later release has written it."""
     if not paths.metrics.exists() and not paths.events.exists():
         raise RunError(
             f"{paths.shown} holds neither {paths.metrics.name} nor {paths.events.name}, so there is nothing to report; "
             "name the folder of a run"
         )
+    formats.check_run(paths)
     kept, lost = split_attempts(read_lines(paths.metrics))
     # By attempt and place in the file, not by time: a clock may be set back.
     events = sorted(_with_attempts(read_lines(paths.events)), key=lambda event: event["attempt"])

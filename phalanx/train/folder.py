@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import phalanx
-from phalanx import links, locks, recipe, storage
+from phalanx import formats, links, locks, recipe, storage
 from phalanx.config import Config
 from phalanx.data.chat import template_text
 from phalanx.data.tokens import TokenFile
@@ -54,9 +54,10 @@ def open_folder(paths: RunPaths, holder: int | None = None) -> tuple[int, bool]:
     """Create the run folder if need be and lock it for this process, or in the name of another one, its `holder`.
 
     Returns the lock's descriptor, which keeps it, and whether the folder is new. Raises RunError when the folder is in
-    use, cannot be written, or has links that lead out of it.
+    use, cannot be written, was written by a later release, or has links that lead out of it.
     """
     links.check(paths)
+    formats.check_run(paths)
     created = taken_back = False
     for _ in range(LOCK_TRIES):
         made = False
@@ -148,6 +149,7 @@ def saved_config(paths: RunPaths) -> Config | None:
                 "restore that file or choose another --run-dir"
             )
         return None
+    formats.check_run(paths)  # of a run at a URL, whose records have only come after the folder was opened
     return recipe.load_saved(paths.config)
 
 
@@ -262,7 +264,7 @@ def remove_if_unused(paths: RunPaths, created: bool) -> None:
 def write_start(paths: RunPaths, config: Config, tokenizer: Path | str | None) -> None:
     """Write what makes the run repeatable: configuration, versions, tokenizer, code of the user's."""
     write_atomic(paths.config, recipe.saved_text(config))
-    write_atomic(paths.versions, json.dumps(_versions(), indent=2) + "\n")
+    write_atomic(paths.versions, json.dumps({formats.KEY: formats.RUN_FOLDER, **_versions()}, indent=2) + "\n")
     for _, code, kept in _codes(paths, config):
         write_atomic(kept, _code(code))
     if tokenizer is None:

@@ -79,7 +79,9 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
     broken("manifest.json", b"{", r"manifest\.json cannot be used: it is not a manifest")
     broken("manifest.json", b"{}", r"it is not a manifest")
     manifest = json.loads((folder / "manifest.json").read_text())
-    broken("manifest.json", json.dumps(manifest | {"columns_version": 9}).encode(), "its format version is 9")
+    broken(
+        "manifest.json", json.dumps(manifest | {"columns_version": 9}).encode(), "is of format version 9, which a lat"
+    )
     broken("manifest.json", json.dumps(manifest | {"records": "5"}).encode(), "its fields are not those")
     with pytest.raises(DataError, match=r"is not a set of records"):
         Columns(tmp_path)

@@ -127,6 +127,13 @@ def test_no_range_cuts_a_row_that_must_stay_whole(
             assert not any(bucket.share(rank) for rank, weight in enumerate(weights) if not weight)
 
 
+def test_a_cut_within_a_row_moves_to_the_nearest_end_of_one() -> None:
+    # 1064 elements, halved at 576, which is 5.12 rows behind where the rows begin at 64.
+    first, rows = Parameter("a", (64,), "", "fp32", True, False), Parameter("b", (10, 100), "", "fp32", True, True)
+    [bucket] = lay_out([first, rows], [1.0, 1.0])
+    assert [part.cuts[1] for part in bucket.parts] == [64 + 5 * 100]
+
+
 def test_a_link_carries_all_but_the_smallest_range() -> None:
     """By hand: 64 and 128 elements; 64, none, 64."""
     two, three = Part(0, (0, 64, 192)), Part(192, (0, 64, 64, 128))

@@ -243,6 +243,14 @@ def test_what_is_not_retried(code: ExitCode, lowered: bool, expected: str) -> No
     assert kinds(done)[-1] == expected
 
 
+def test_damage_in_memory_is_no_failure_but_where_a_node_was_lost_with_it() -> None:
+    damaged = Cause(1, 1, "a slot was damaged", damaged=True)
+    state, done = walk(begun(spares=1), Ended(1, 0, 1, 1, damaged), Ended(1, 1, 1, 1, LOST_PEER))
+    assert (kinds(done)[-1], state.failures) == ("Start", 0)
+    state, _ = walk(begun(spares=1), Ended(1, 0, 1, 1, damaged), Lost(1, 1, "gone"))
+    assert state.failures == 1
+
+
 def test_a_stop_asked_for_ends_the_job_however_it_ends() -> None:
     stopped = [Ended(2, 0, 1, ExitCode.STOPPED), Ended(2, 1, 1, ExitCode.STOPPED)]
     _, done = walk(begun(), Asked(1, "SIGTERM"), *stopped)

@@ -101,7 +101,7 @@ def move_offsets(path: Path) -> None:
         (MANIFEST, shorten, "not a manifest"),
         (MANIFEST, lambda path: path.write_text("[]"), "not a manifest"),
         (MANIFEST, lambda path: path.write_bytes(b"\xff"), "not a manifest"),
-        (MANIFEST, lambda path: change_manifest(path, format_version=99), "version is 99"),
+        (MANIFEST, lambda path: change_manifest(path, format_version=99), "is of format version 99"),
         (MANIFEST, lambda path: change_manifest(path, tokens="5"), "fields"),
         (MANIFEST, lambda path: change_manifest(path, dtype="<f4"), "fields"),
         (MANIFEST, lambda path: change_manifest(path, tokens=6), "its manifest says 12"),
