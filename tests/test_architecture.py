@@ -140,7 +140,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"checkpoint", "train"},
     "script_nodes": PLAIN
     | {"cluster", "compat", "devices", "fitness", "meetings", "nodes", "participant", "recorder", "report", "train"},
-    "help_texts": {"config"},
+    "help_texts": {"config", "errors"},
     "config_commands": PLAIN | {"data_commands", "models", "report"},
     "data_commands": PLAIN | {"data", "help_texts", "report", "train"},
     "keeper": PLAIN | {"cluster", "ending"},
