@@ -2,8 +2,8 @@
 
 torch takes a library that exists for one that is whole. A linker that was killed leaves an empty or torn one, which
 every later start would load and die of ("file too short"). While it builds one, torch keeps a folder beside it and
-holds a lock; a folder that stays without anybody holding the lock tells of a build that never ended. By default the cache
-has a name in the place for temporary files that can be foreseen, and torch runs what it finds there.
+holds a lock; a folder that stays without anybody holding the lock tells of a build that never ended. By default the
+cache has a name in the place for temporary files that can be foreseen, and torch runs what it finds there.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
-"""What a process that was killed while it compiled has left does not stop those that come after it; nor does code run that
-another user has put in its place."""
+"""What a process that was killed while it compiled has left does not stop those that come after it; nor does code run
+that another user has put in its place."""
 
 import os
 import tempfile
