@@ -412,8 +412,17 @@ def write_event(path: Path, kind: str, attempt: int, **details: Any) -> dict[str
     return event
 
 
+def check_is_file(path: Path) -> None:
+    """Raises OSError for what is there and is no file: root would put one in a device's place, for the whole machine."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is a device or a pipe")
+
+
 def write_atomic(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old content or the new one, never a part."""
+    """Write a text file so that a reader sees the old content or the new one, never a part. Raises OSError."""
+    check_is_file(path)
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")  # processes of two nodes may have one number
     try:
         with open(temporary, "w", encoding="utf-8") as file:

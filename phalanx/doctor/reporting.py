@@ -1,8 +1,6 @@
 """The report of an examination, to be sent to others: without names of machines and users, addresses or secrets."""
 
-import errno
 import json
-import os
 import platform
 import re
 import tempfile
@@ -14,7 +12,7 @@ from typing import Any
 from phalanx import __version__
 from phalanx.doctor.lines import CheckState, Line, verdict
 from phalanx.errors import RunError
-from phalanx.records import write_atomic
+from phalanx.records import check_is_file, write_atomic
 
 VERSION = 1  # of this form
 LONG, SHORT = 8, 4  # characters: a shorter value of the environment is part of many words, one of a secret is none
@@ -51,8 +49,7 @@ def check_writable(file: Path) -> None:
     """Raises RunError where the report could not be written later."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        check_is_file(file)
         tempfile.TemporaryFile(dir=file.parent).close()
     except OSError as error:
         raise _not_written(file, error) from None
