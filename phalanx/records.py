@@ -413,7 +413,7 @@ def write_event(path: Path, kind: str, attempt: int, **details: Any) -> dict[str
 
 
 def check_is_file(path: Path) -> None:
-    """Raises OSError for what is there and is no file: in a device's place, root would put one for the whole machine."""
+    """Raises OSError for what is there and is no file: root would replace a device by one, for the whole machine."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if path.exists() and not path.is_file():
