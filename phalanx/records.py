@@ -396,8 +396,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)  # without it, another writer's line in the making looks torn
-        end = os.fstat(fd).st_size
-        if end and os.pread(fd, 1, end - 1) != b"\n":
+        if (end := os.fstat(fd).st_size) and os.pread(fd, 1, end - 1) != b"\n":
             line = b"\n" + line  # a writer died, or the disk was full, within the last line: lose that one alone
         if os.write(fd, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -407,22 +406,14 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 def write_event(path: Path, kind: str, attempt: int, **details: Any) -> dict[str, Any]:
     """Append an event (kind, time, attempt and details) to `events.jsonl` and return it."""
-    event = {"kind": str(kind), "time": time.time(), "attempt": attempt, **details}
-    append_line(path, event)
+    append_line(path, event := {"kind": str(kind), "time": time.time(), "attempt": attempt, **details})
     return event
-
-
-def check_is_file(path: Path) -> None:
-    """Raises OSError for what is there and is no file: root would replace a device by one, for the whole machine."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is a device or a pipe")
 
 
 def write_atomic(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old content or the new one, never a part. Raises OSError."""
-    check_is_file(path)
+    if path.exists() and not path.is_file() and not path.is_dir():  # root would put a file in a device's place
+        raise OSError(errno.EINVAL, "it is a device or a pipe")
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")  # processes of two nodes may have one number
     try:
         with open(temporary, "w", encoding="utf-8") as file:

@@ -1,5 +1,6 @@
 """The report of an examination, to be sent to others: without names of machines and users, addresses or secrets."""
 
+import errno
 import json
 import platform
 import re
@@ -12,7 +13,7 @@ from typing import Any
 from phalanx import __version__
 from phalanx.doctor.lines import CheckState, Line, verdict
 from phalanx.errors import RunError
-from phalanx.records import check_is_file, write_atomic
+from phalanx.records import write_atomic
 
 VERSION = 1  # of this form
 LONG, SHORT = 8, 4  # characters: a shorter value of the environment is part of many words, one of a secret is none
@@ -49,7 +50,8 @@ def check_writable(file: Path) -> None:
     """Raises RunError where the report could not be written later."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        check_is_file(file)
+        if file.exists() and not file.is_file():
+            raise OSError(errno.EINVAL, "it is no file")
         tempfile.TemporaryFile(dir=file.parent).close()
     except OSError as error:
         raise _not_written(file, error) from None
