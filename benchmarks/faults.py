@@ -44,6 +44,7 @@ from benchmarks.faulty_runs import (
     plan_alone,
 )
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
+from phalanx.records import RunPaths
 
 RIGHT = 0.95  # what is asked of the causes that are named
 CLEAN = 5  # undisturbed runs with --diagnosis, for each run of a kind
@@ -183,6 +184,14 @@ def _tell(outcome: Outcome, done: int) -> None:
     if not is_good(outcome):
         print(f"      ended {outcome.ended}, same {outcome.same}, lost {outcome.steps_lost}, blamed {outcome.blamed}",
               flush=True)  # fmt: skip
+        events = RunPaths(outcome.where).events
+        for file in (*sorted(outcome.where.parent.glob(f"{outcome.where.name}-*.txt")), events):
+            print(f"      the end of {file.name}:", *_last_lines(file), sep="\n        ", flush=True)
+
+
+def _last_lines(file: Path, count: int = 8) -> list[str]:
+    """What a command said last, or the last events of a run: of what ended badly the folder is gone afterwards."""
+    return file.read_text(errors="replace").splitlines()[-count:] if file.exists() else ["there is no such file"]
 
 
 if __name__ == "__main__":
