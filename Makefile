@@ -11,7 +11,7 @@ help:
 	@echo "make demo         train a small LLaMA on two ranks, kill one, go on, export, generate (about three minutes)"
 	@echo "make dist         build a wheel and a source distribution into dist/"
 	@echo "make test         run the tests (WORKERS=N at a time; two cores serve three)"
-	@echo "make test-all     run them at full length, with the simulated accelerator in all orders of its streams"
+	@echo "make test-all     run them at full length, a user's first hour too, and the simulated accelerator in all orders"
 	@echo "make accelerator  run those on the simulated accelerator in all orders of its streams"
 	@echo "make fuzz         hostile frames and files, FUZZ=10000 of each kind"
 	@echo "make mutants      take out each wait on a device, and change what decides in 300 places: a test must notice"

@@ -206,6 +206,11 @@ def supports_bf16(device: str) -> bool:
         return _says_bf16(torch.get_device_module(chosen))
 
 
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """That of a GPU as CUDA counts it, (major, minor); (0, 0) of any other device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def best_dtype(device: torch.device) -> torch.dtype:
     """The fastest type that is good enough to train in: bfloat16, else float16, on a CPU float32."""
     if device.type == "cpu":

@@ -466,6 +466,7 @@ def main() -> None:
         # What commands start, and what it starts, has no use for the secret by which nodes meet.
         command = typer.main.get_command(app)
         help_texts.spell_alike(command)
+        help_texts.check_options(command, ours)
         command(args=arguments, prog_name="phalanx", obj=shared_secret.withdrawn())
     except PhalanxError as error:
         if debug:

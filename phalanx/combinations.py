@@ -24,6 +24,7 @@ def problems(config: Config) -> list[str]:
     train, optim, data = config.train, config.optim, config.data
     found += _own_problems(config) if is_own(config) else _model_problems(config)
     found += _task_problems(config)
+    found += _callback_problems(config)
     if train.micro_batch != "auto" and train.micro_batch > train.global_batch:
         found.append(
             f"train.micro_batch {train.micro_batch} is larger than train.global_batch {train.global_batch}; lower it"
@@ -295,6 +296,12 @@ def _mixture_problems(sources: list[str | SourceSection]) -> list[str]:
 def is_own(config: Config) -> bool:
     """Whether the task is of a user's own."""
     return config.task.code is not None
+
+
+def _callback_problems(config: Config) -> list[str]:
+    if config.callback.options and config.callback.code is None:
+        return ["callback.options are arguments of the class Callback of callback.code, which is not set; remove them"]
+    return []
 
 
 def _task_problems(config: Config) -> list[str]:

@@ -20,6 +20,7 @@ from phalanx.models import spec as shapes
 from phalanx.models import spec_problems
 from phalanx.models.spec import PRESETS, LoraSpec, ModelSpec, RopeScaling
 from phalanx.parallel import slices, stages
+from phalanx.report_config import CallbackSection, ReportSection
 from phalanx.resilience_config import ResilienceSection
 from phalanx.slurm_config import SlurmSection
 from phalanx.values import (
@@ -322,13 +323,6 @@ class StorageSection(Section):
     )
 
 
-class ReportSection(Section):
-    """What is shown."""
-
-    tensorboard: bool = knob(True, "write TensorBoard event files")
-    wandb: Text | None = knob(None, "Weights & Biases project to log to; needs the wandb package")
-
-
 class Config(Section):
     """A whole run."""
 
@@ -344,6 +338,7 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()
     storage: StorageSection = StorageSection()
+    callback: CallbackSection = CallbackSection()
     report: ReportSection = ReportSection()
     slurm: SlurmSection = SlurmSection()
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+from phalanx.errors import ConfigError
+
 # Groups of commands, in the order of a project's life.
 TRAIN, WATCH, DATA, MODEL, MACHINES = (
     "Train", "Look after runs", "Recipes and data", "Use a trained model", "Machines and layouts",
@@ -29,6 +31,23 @@ def spell_alike(command: Any) -> None:
             parameter.metavar = PLACEHOLDERS[kind]
     for child in getattr(command, "commands", {}).values():
         spell_alike(child)
+
+
+def check_options(command: Any, arguments: list[str]) -> None:
+    """Raise ConfigError for an option that is none, and is called as a key of recipes: `--steps` for `train.steps=`."""
+    below = getattr(command, "commands", {}).get(arguments[0] if arguments else "")
+    if below is None or all(parameter.name != "overrides" for parameter in below.params):
+        return
+    known = {name for parameter in below.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    for name in (argument.partition("=")[0] for argument in arguments[1:]):
+        if not name.startswith("--") or name in known:
+            continue
+        word = name[2:].replace("-", "_")
+        if meant := [key[:-1] for key, _ in keys("") if word in (key[:-1], key[:-1].rpartition(".")[2])]:
+            raise ConfigError(
+                f"{name} is no option of `phalanx {arguments[0]}` but a key of the recipe; write "
+                f"{' or '.join(f'{key}=VALUE' for key in meant)}, without dashes"
+            )
 
 
 def _nothing(ctx: object) -> None:

@@ -271,7 +271,8 @@ def _show_logs(paths: RunPaths, rank: int | None, node: int | None, follow: bool
         return file
 
     if not follow:
-        typer.echo(found.tail(log()), nl=False)
+        text = found.tail(file := log())
+        typer.echo(text or f"{file} is empty; {found.ELSEWHERE}\n", nl=False, err=not text)
         return
     goes_on = jobs.Asking(paths)
     with contextlib.suppress(KeyboardInterrupt):

@@ -48,6 +48,7 @@ from phalanx.train.stopping import HELD
 
 if TYPE_CHECKING:
     from phalanx.report.console import Console
+    from phalanx.train.callback import Callback
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,17 @@ def train(
     environment: Mapping[str, str],
     on_cpu: bool = False,
     planned: Sequence[Fault] = (),
+    callbacks: Sequence["Callback"] = (),
 ) -> int:
     """Train `wanted` in a run folder: as local ranks, or as the rank that torchrun's or Slurm's variables describe;
-    `on_cpu` leaves accelerators alone; `planned` is what shall go wrong.
+    `on_cpu` leaves accelerators alone; `planned` is what shall go wrong. `callbacks` are called beside the recipe's, in
+    the process of rank 0: what they change there is not seen here.
 
     Returns the exit code, also of a stop signal that comes before there are ranks; raises PhalanxError for what a user
     can mend.
     """
     try:
-        return _train(wanted, paths, ranks, environment, on_cpu, planned)
+        return _train(wanted, paths, ranks, environment, on_cpu, planned, tuple(callbacks))
     except StopAsked as asked:
         open_terminal().print(ending.stopped_early(paths, str(asked)))
         return ExitCode.STOPPED
@@ -93,6 +96,7 @@ def _train(
     environment: Mapping[str, str],
     on_cpu: bool,
     planned: Sequence[Fault],
+    callbacks: tuple["Callback", ...],
 ) -> int:
     with stoppable():
         if not paths.config.exists() and from_environment(environment, ()) is None:  # of a larger job one rank looks
@@ -100,11 +104,17 @@ def _train(
         found, accelerators = warmed(on_cpu)
     given = None if ranks is not None else from_environment(environment, accelerators)
     if given is not None:
-        return _join(wanted, paths, given, found[given.device], planned)
-    return _launch(wanted, paths, devices_of_ranks(found, accelerators, ranks), planned)
+        return _join(wanted, paths, given, found[given.device], planned, callbacks)
+    return _launch(wanted, paths, devices_of_ranks(found, accelerators, ranks), planned, callbacks)
 
 
-def _launch(wanted: Config, paths: RunPaths, devices: Sequence[Device], planned: Sequence[Fault]) -> int:
+def _launch(
+    wanted: Config,
+    paths: RunPaths,
+    devices: Sequence[Device],
+    planned: Sequence[Fault],
+    callbacks: tuple["Callback", ...],
+) -> int:
     """Run local ranks under the agent, which starts them again when one dies."""
     from phalanx.train import folder
 
@@ -117,6 +127,7 @@ def _launch(wanted: Config, paths: RunPaths, devices: Sequence[Device], planned:
                 return done
             noticed = fitness.checked(wanted, paths, devices)
             prepared = armed(prepare(wanted, paths, devices, len(devices), len(devices), writes=True), planned)
+            prepared = dataclasses.replace(prepared, job=dataclasses.replace(prepared.job, callbacks=callbacks))
         return run_ranks(prepared, paths, devices, noticed=noticed)
 
 
@@ -242,7 +253,14 @@ def patience(config: Config) -> Patience | None:
     return patience_of(config.resilience.hang_s, config.comm.timeout_s, config.train.compile is True)
 
 
-def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device, planned: Sequence[Fault]) -> int:
+def _join(
+    wanted: Config,
+    paths: RunPaths,
+    placement: Placement,
+    device: Device,
+    planned: Sequence[Fault],
+    callbacks: tuple["Callback", ...],
+) -> int:
     """Be one rank of a job that something else started; rank 0 keeps the folder and shows the progress."""
     from phalanx.report.console import Console
     from phalanx.train import folder, trainer
@@ -270,7 +288,7 @@ def _join(wanted: Config, paths: RunPaths, placement: Placement, device: Device,
             noticed = fitness.checked(wanted, paths, [device]) if placement.local_rank == 0 else None
             prepared = prepare(wanted, paths, [device], placement.world, placement.local_world, writes=first)
         # Who restarts the ranks starts this command again: attempts are those of the run folder.
-        job = dataclasses.replace(prepared.job, faults=tuple(planned))
+        job = dataclasses.replace(prepared.job, faults=tuple(planned), callbacks=callbacks)
         sinks: list[Sink] = []
         if first:
             write_event(paths.events, Kind.RUN_STARTED, prepared.attempt, **facts(prepared, [device], placement.world))

@@ -19,7 +19,7 @@ from phalanx.errors import RunError
 
 # What a rank does in a step, in this order for each micro-batch; and what it does beside steps.
 STEP_PHASES = ("data", "forward", "backward", "exchange", "update")
-PHASES = ("starting", "restore", *STEP_PHASES, "evaluate", "checkpoint", "profile", "ending")
+PHASES = ("starting", "restore", *STEP_PHASES, "evaluate", "checkpoint", "callback", "profile", "ending")
 # What its main thread waits for: collectives, the thread that moves data, the device. The first means nothing.
 WAITS = ("", "reduce", "gather", "message", "lane", "device")
 

@@ -242,27 +242,27 @@ class RunPaths:
         return self.root / "tokenizer" / "config.json"
 
     @property
-    def model_code(self) -> Path:
-        """The copy of the file that `model.code` names."""
+    def model_code(self) -> Path:  # the copy of the file that `model.code` names
         return self.root / "model.py"
 
     @property
-    def task_code(self) -> Path:
-        """The copy of the file that `task.code` names."""
+    def task_code(self) -> Path:  # that of `task.code`
         return self.root / "task.py"
+
+    @property
+    def callback_code(self) -> Path:  # that of `callback.code`
+        return self.root / "callback.py"
 
     @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 
     @property
-    def wandb(self) -> Path:
-        """The id under which Weights & Biases knows this run."""
+    def wandb(self) -> Path:  # the id under which Weights & Biases knows this run
         return self.root / "wandb.json"
 
     @property
-    def inside(self) -> Path:
-        """Traces and memory snapshots."""
+    def inside(self) -> Path:  # traces and memory snapshots
         return self.root / "profile"
 
     def trace(self, rank: int, first: int, last: int) -> Path:
@@ -396,8 +396,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)  # without it, another writer's line in the making looks torn
-        end = os.fstat(fd).st_size
-        if end and os.pread(fd, 1, end - 1) != b"\n":
+        if (end := os.fstat(fd).st_size) and os.pread(fd, 1, end - 1) != b"\n":
             line = b"\n" + line  # a writer died, or the disk was full, within the last line: lose that one alone
         if os.write(fd, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -407,13 +406,14 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 def write_event(path: Path, kind: str, attempt: int, **details: Any) -> dict[str, Any]:
     """Append an event (kind, time, attempt and details) to `events.jsonl` and return it."""
-    event = {"kind": str(kind), "time": time.time(), "attempt": attempt, **details}
-    append_line(path, event)
+    append_line(path, event := {"kind": str(kind), "time": time.time(), "attempt": attempt, **details})
     return event
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old content or the new one, never a part."""
+    """Write a text file so that a reader sees the old content or the new one, never a part. Raises OSError."""
+    if path.exists() and not path.is_file() and not path.is_dir():  # root would put a file in a device's place
+        raise OSError(errno.EINVAL, "it is a device or a pipe")
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")  # processes of two nodes may have one number
     try:
         with open(temporary, "w", encoding="utf-8") as file:

@@ -24,8 +24,9 @@ PLAIN = {
     "config", "combinations", "recipe", "explain", "models.spec", "optim.overlap", "optim.timeline",
     "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
     "shared_memory", "state_file", "kept_files", "integrity", "kept", "pairing", "pulse", "faults", "slurm_config",
-    "resilience_config", "fencing", "replicas", "host_memory", "links", "locks", "incidents", "kept_bytes",
-    "processors", "control_groups", "shared_secret", "privacy", "bundled", "formats", "sizes", "models.hf_config",
+    "resilience_config", "report_config", "fencing", "replicas", "host_memory", "links", "locks", "incidents",
+    "kept_bytes", "processors", "control_groups", "shared_secret", "privacy", "bundled", "formats", "sizes",
+    "models.hf_config",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -74,9 +75,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model_config": {"values", "models.spec"},
     "slurm_config": {"values"},
     "resilience_config": {"values"},
+    "report_config": {"values"},
     "config": {
-        "errors", "model_config", "slurm_config", "resilience_config", "values", "models.spec", "parallel.slices",
-        "parallel.stages",
+        "errors", "model_config", "slurm_config", "resilience_config", "report_config", "values", "models.spec",
+        "parallel.slices", "parallel.stages",
     },
     "combinations": {"axes", "config", "balance", "errors", "rules", "models.spec"},
     "bundled": {"errors"},
@@ -142,7 +144,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"checkpoint", "train"},
     "script_nodes": PLAIN
     | {"cluster", "compat", "devices", "fitness", "meetings", "nodes", "participant", "recorder", "report", "train"},
-    "help_texts": {"config"},
+    "help_texts": {"config", "errors"},
     "config_commands": PLAIN | {"data_commands", "models", "report"},
     "data_commands": PLAIN | {"data", "help_texts", "report", "train"},
     "keeper": PLAIN | {"cluster", "ending"},
@@ -163,6 +165,7 @@ MAY_USE: dict[str, set[str]] = {
     "model_config": {"pydantic"},
     "slurm_config": {"pydantic"},
     "resilience_config": {"pydantic"},
+    "report_config": {"pydantic"},
     "config": {"pydantic"},
     "recipe": {"pydantic", "yaml"},
     "explain": {"pydantic"},
@@ -189,7 +192,7 @@ MAY_USE: dict[str, set[str]] = {
     "sharded_model": {"torch"},
     "sharding": {"torch"},
     "scripts": {"torch"},
-    "compat": {"torch", "numpy", "transformers"},
+    "compat": {"torch", "numpy", "transformers", "flash_attn"},
     "config_commands": {"typer"},
     "data_commands": {"typer"},
     "demo": {"torch", "transformers", "typer"},

@@ -28,6 +28,8 @@ SILENT_S = IDLE_S + BETWEEN_S * COUNT
 ASK_S, DEAF_S = 30.0, 300.0
 LINGER_S = 0.5  # what last words get to be taken
 AGAIN_S = 0.1  # between two calls of a process that may wait, where the first one was hung up on
+PART_BYTES = 1 << 16  # that are taken at a time
+TOO_LONG = "it sent a line that is too long"
 
 Message = dict[str, Any]
 
@@ -65,23 +67,16 @@ class Channel:
         """The messages that have come since the last call; what makes no sense loses the channel."""
         self._send()
         self._receive()
-        messages = []
-        while self.lost is None or self._in:
-            line, end, rest = self._in.partition(b"\n")
-            if len(line) > self.most_bytes:
-                self.close("it sent a line that is too long")
-                break
-            if not end:
-                break
-            self._in = rest
-            try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):
-                message = None
-            if not isinstance(message, dict):
-                self.close("it sent what is no message")
+        messages: list[Message] = []
+        *lines, self._in = self._in.split(b"\n")
+        for line in lines:
+            message = _read(line) if len(line) <= self.most_bytes else None
+            if message is None:
+                self.close("it sent what is no message" if len(line) <= self.most_bytes else TOO_LONG)
                 break
             messages.append(message)
+        if len(self._in) > self.most_bytes:
+            self.close(TOO_LONG)
         return messages
 
     def give_back(self, messages: list[Message]) -> None:
@@ -135,10 +130,11 @@ class Channel:
             del self._out[:sent]
 
     def _receive(self) -> None:
-        # No more than two lines' worth: who sends without end must not keep anybody busy.
-        while self.lost is None and len(self._in) <= self.most_bytes:
+        # No more than ends a line: who sends without end must not keep anybody busy.
+        got, ended = 0, False
+        while self.lost is None and len(self._in) <= self.most_bytes and not (ended and got >= PART_BYTES):
             try:
-                part = self.socket.recv(1 << 16)
+                part = self.socket.recv(min(PART_BYTES, self.most_bytes + 1 - len(self._in)))
             except BlockingIOError:
                 return
             except OSError as error:
@@ -148,6 +144,7 @@ class Channel:
                 self._over("it closed the connection")
                 return
             self._in += part
+            got, ended = got + len(part), ended or b"\n" in part
             self._quiet_since, self._asked = time.monotonic(), False
 
     def _over(self, why: str) -> None:
@@ -304,6 +301,15 @@ def call(address: tuple[str, int], secret: str, hello: Message, timeout_s: float
             return channel.socket
     channel.close("it did not answer in time")
     raise ConnectionError(channel.lost)
+
+
+def _read(line: bytearray) -> Message | None:
+    """The message in a line; None where it is none."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) else None
 
 
 def _port(name: Any) -> int:

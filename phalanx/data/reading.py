@@ -235,9 +235,10 @@ def _record(found: Any, format: Format, where: str) -> Record:
         if not isinstance(found, dict) or key not in found:
             has = ", ".join(map(str, list(found)[:8])) if isinstance(found, dict) else "no object"
             what = format.option(key)
-            raise DataError(
-                f"{where} has no key {key!r} (it has: {has}); set data.{what}_key to the key that holds the {what}"
-            )
+            likely = record_layouts.likely_format(found, format) if isinstance(found, dict) else None
+            remedy = f"set data.format={likely}, or " if likely else "set "
+            remedy += f"data.{what}_key to the key that holds the {what}"
+            raise DataError(f"{where} has no key {key!r} (it has: {has}); {remedy}")
     if format.format != "text":
         return Record(None, found, where)
     text = found[format.text_key]

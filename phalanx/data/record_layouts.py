@@ -19,6 +19,14 @@ WITHOUT_INPUT = (
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
 
+USUAL_KEYS = {"text": ("text",), "chat": ("messages", SHAREGPT), "prompt": ("prompt", INSTRUCTION)}
+
+
+def likely_format(record: dict[str, Any], format: Format) -> str | None:
+    """The `data.format` under whose usual keys a record stands, where that is not the one that is read."""
+    named = [name for name, keys in USUAL_KEYS.items() if not record.keys().isdisjoint(keys)]
+    return named[0] if named and format.format in USUAL_KEYS and format.format not in named else None
+
 
 def normalised(record: dict[str, Any], format: Format) -> dict[str, Any]:
     """A record under the keys that `format` names. One that has these, or is of no known layout, stays as it is.

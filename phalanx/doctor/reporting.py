@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import platform
 import re
 import tempfile
@@ -51,8 +50,8 @@ def check_writable(file: Path) -> None:
     """Raises RunError where the report could not be written later."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if file.exists() and not file.is_file():
+            raise OSError(errno.EINVAL, "it is no file")
         tempfile.TemporaryFile(dir=file.parent).close()
     except OSError as error:
         raise _not_written(file, error) from None

@@ -79,8 +79,7 @@ def resume(place: Place) -> list[Line]:
     """A run that ends and goes on from its checkpoint, in which a rank is killed, and which goes on by itself."""
     name, rank = "resume", place.world - 1
     _walk(place, name, place.world, {"parallel.zero": 2, "train.steps": SAVED})
-    changes = {"parallel.zero": 2, "resilience.memory": True}
-    found = _walk(place, name, place.world, changes, f"kill:rank={rank},step={KILLED}")
+    found = _walk(place, name, place.world, {"parallel.zero": 2}, f"kill:rank={rank},step={KILLED}")
     died = [event["reason"] for event in found.events if event["kind"] == Kind.WORKER_DIED]
     resumed = [event for event in found.events if event["kind"] == Kind.RESUMED]
     if not died or len(resumed) < 2:

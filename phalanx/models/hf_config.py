@@ -57,8 +57,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}), so the model's shape is unknown; give a Hugging Face folder"
-            f"{fetch_hint(folder)}"
+            f"{path} cannot be read ({error.strerror}), so the model's shape is unknown; give a Hugging Face folder, "
+            f"such as `phalanx export` makes of a run{fetch_hint(folder)}"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); fetch the file again.") from error

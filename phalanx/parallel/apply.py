@@ -100,7 +100,6 @@ def change_blocks(model: Model, config: "Config", sizes_change: bool = False) ->
         activations.recompute(blocks, selective=memory.activations == "selective")
     # Compile after recomputation, so that the compiler sees what is recomputed and can fuse across it.
     if config.train.compile:
-        leftovers.sweep_caches()
         compile_units(model, blocks, sizes_change)
     # Offload after compilation: it is about what a block saves, compiled or not, and copies are not to be compiled.
     return offload(blocks, memory.horizon) if memory.activations == "offload" else None
@@ -112,10 +111,10 @@ def why_not_compiled(device: torch.device) -> str:
     def block(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.silu(x @ x).square().sum()
 
-    leftovers.sweep_caches()
     x = torch.ones(16, 16, device=device, requires_grad=True)
     logging.disable()  # compilers log what they raise
     try:
+        leftovers.prepare_caches()
         # By this process: those that compile side by side would outlive the trial.
         with torch._inductor.config.patch(compile_threads=1):
             (found,) = torch.autograd.grad(torch.compile(block, fullgraph=True)(x), x)
@@ -148,7 +147,9 @@ def _of_any_length(compiled: Callable[..., Any], hidden: torch.Tensor, weight: A
 
 def compile_units(model: Model, blocks: list[nn.Module], sizes_change: bool = False) -> None:
     """Compile each block's forward, and the loss's inner function. Equal blocks share one compilation, and so do, if
-    `sizes_change`, micro-batches of any number of sequences but one."""
+    `sizes_change`, micro-batches of any number of sequences but one. Raises ConfigError where torch's cache is another
+    user's."""
+    leftovers.prepare_caches()
     for block in blocks:
         compiled = torch.compile(block.forward, fullgraph=True)
         block.forward = functools.partial(_of_any_size, compiled) if sizes_change else compiled

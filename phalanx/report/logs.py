@@ -16,6 +16,10 @@ TAIL_BYTES = 64 * 1024  # of a log that is shown from near its end
 LAST_LINES = 40  # of the log of a rank that went wrong
 LOOK_S = 0.25
 NOTHING = "there are no logs yet"
+ELSEWHERE = (  # of an empty one, as a rank's is where nothing went wrong
+    "the progress of a run is kept here where `phalanx launch` started it, and else went to the terminal of its "
+    "command; `phalanx status` and `phalanx report` show what became of it"
+)
 
 
 def log_of(paths: RunPaths, rank: int | None, node: int | None) -> Path:

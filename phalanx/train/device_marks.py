@@ -9,12 +9,15 @@ import os
 import sys
 import threading
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phalanx.pulse import Pulse
-from phalanx.records import ExitCode
+from phalanx.records import ExitCode, Placement
+
+if TYPE_CHECKING:
+    from phalanx.config import Config
 
 KEPT = 256  # phases, of the last of which an event is kept
 LOOK_S = 1.0
@@ -82,3 +85,14 @@ class DeviceMarks:
         )
         sys.stderr.flush()
         os._exit(int(ExitCode.FAILED))  # an orderly end would wait for the device
+
+
+def marks_of(device: torch.device, beats: Pulse, placement: Placement, config: "Config") -> DeviceMarks | None:
+    """The marks of a rank's device; None where it runs as the host does, or nobody watches."""
+    if device.type == "cpu" or config.resilience.hang_s == "off":
+        return None
+    # An agent looks at what is told, and by its own patience.
+    limit_s = config.comm.timeout_s if placement.shared is None else None
+    wanted = config.resilience.hang_s
+    still_s = STILL_S if isinstance(wanted, str) else min(STILL_S, wanted / 4)
+    return DeviceMarks(beats, device, limit_s, still_s)

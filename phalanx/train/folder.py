@@ -267,6 +267,8 @@ def write_start(paths: RunPaths, config: Config, tokenizer: Path | str | None) -
     write_atomic(paths.versions, json.dumps({formats.KEY: formats.RUN_FOLDER, **_versions()}, indent=2) + "\n")
     for _, code, kept in _codes(paths, config):
         write_atomic(kept, _code(code))
+    if config.callback.code is not None:  # no part of what is computed: it may be another at the next start
+        write_atomic(paths.callback_code, _code(config.callback.code))
     if tokenizer is None:
         return
     paths.tokenizer.mkdir(exist_ok=True)

@@ -174,8 +174,11 @@ def check_state(config: Config, subject: Subject, device_name: str, *, world: in
     total = accelerator.memory_total(device, local_world)
     if state + kept > total:
         also = f" and steps that are kept (resilience.memory) {kept / 2**30:.1f} GiB" if kept and state <= total else ""
+        takes = f"{state_bytes(config, subject, device, world) / 2**30:.1f} GiB"
+        if _may_be_uneven(config, world):
+            takes += f" ({state / 2**30:.1f} if other ranks hold more)"
         raise ConfigError(
-            f"the model does not fit: its parameters and optimizer state take {state / 2**30:.1f} GiB on each of "
+            f"the model does not fit: its parameters and optimizer state take {takes} on each of "
             f"{world} rank{'s' if world > 1 else ''}{also}, and a rank has {total / 2**30:.1f} GiB; "
             f"{'leave resilience.memory and resilience.replicate on auto, or ' if also else ''}use more ranks or a "
             "smaller model"

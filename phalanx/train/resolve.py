@@ -35,6 +35,7 @@ from phalanx.train.bert import default_labels, holds_records
 from phalanx.train.choose_activations import choose
 from phalanx.train.engines import sharding_of
 from phalanx.train.folder import of_tokens
+from phalanx.train.hooks import callback_class
 from phalanx.train.measure import given, work_of
 from phalanx.train.own import Own
 from phalanx.train.own_checks import check_own
@@ -62,6 +63,7 @@ def resolve_with_files(
     None, "unit": what speed counts}.
     """
     wanted = check(yaml.safe_load(recipe), "the configuration")
+    callback_class(wanted)  # a mistake in it is found before anything is measured
     compiled = compiling(wanted, devices)
     wanted = update(wanted, {key: value for key, value, _ in compiled})
     if wanted.task.kind == "own":

@@ -166,19 +166,21 @@ class Sharing:
             self._rows = self._table[:, 2:].tolist()
         return self._rows
 
-    def announce(self, asked: bool) -> None:
-        """Begin to tell all what rank 0 has decided, and whether this rank was `asked` to stop. Collective."""
+    def announce(self, asked: bool, requests: int = 0) -> None:
+        """Begin to tell all what rank 0 has decided, its callbacks' `requests`, and whether this rank was `asked` to
+        stop. Collective."""
         began = time.thread_time()
         decided = self._decided
         own = [] if self._lockstep else decided.own or [0] * len(self.most)
         told = [decided.parts, *decided.shares, *own]
+        told = [int(requests), *told]
         self._message = torch.tensor([int(asked), *(told if self._mesh.rank == 0 else [0] * len(told))])
         self._answered = all_reduce(self._message, self._mesh.control, self._mesh.bookkeeping)
         self.balance_s += time.thread_time() - began
 
-    def settle(self) -> bool:
+    def settle(self) -> tuple[bool, int]:
         """At the end of a step: from here on `division` is that of the next one. Returns whether any rank was asked to
-        stop. Collective where nothing was announced."""
+        stop, and what rank 0's callbacks request. Collective where nothing was announced."""
         if self._answered is None:
             self.announce(asked=False)
         assert self._answered is not None and self._message is not None
@@ -187,11 +189,11 @@ class Sharing:
             self._told.wait()
         self._answered.wait()
         self._told = self._answered = None
-        asked, parts, *told = self._message.tolist()
+        asked, requests, parts, *told = self._message.tolist()
         shares, own = told[: len(self.most)], told[len(self.most) :]
         self.division = Division(tuple(shares), parts, tuple(own) if any(own) else ())
         self.balance_s += time.thread_time() - began
-        return asked > 0
+        return asked > 0, requests
 
     def _hear(self, rows: list[list[float]]) -> list[int]:
         """Take in (seconds, step that they are of) of each rank, whose clocks may be late or not; returns the steps of

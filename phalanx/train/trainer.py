@@ -28,17 +28,19 @@ from phalanx.tasks.task import Batch
 from phalanx.train import anomalies, best, stage_lengths
 from phalanx.train.anomalies import Anomalies, Wrong
 from phalanx.train.build import Parts, build
+from phalanx.train.callback import Callback, Request
 from phalanx.train.checksums import Checks
 from phalanx.train.clock import clock_of
-from phalanx.train.device_marks import STILL_S, DeviceMarks
+from phalanx.train.device_marks import marks_of
 from phalanx.train.engines import agreed
 from phalanx.train.evaluation import evaluate_all
+from phalanx.train.hooks import Hooks, hooks_of
 from phalanx.train.injection import injector_of
 from phalanx.train.measure import know, remembering
 from phalanx.train.metrics import Recorder, speed_of
 from phalanx.train.moments import Moments
 from phalanx.train.profile import Inspection
-from phalanx.train.restore import Start, done_after, memory_of, restore
+from phalanx.train.restore import Start, is_due, make_up, memory_of, restore
 from phalanx.train.rollback import go_back
 from phalanx.train.sinks import Records, Sink
 from phalanx.train.skips import Skips
@@ -62,7 +64,7 @@ class Run:
     """What every rank of a run is told; `config` has no `auto` left, and a network of a user's own no `spec`.
 
     `train_tokens`: token sets with their weights in the mixture; `held_out_tokens`: those to evaluate on, by name;
-    `faults`: what shall go wrong.
+    `faults`: what shall go wrong; `callbacks`: those of the program that started the run, beside the recipe's.
     """
 
     config: "Config"
@@ -71,6 +73,7 @@ class Run:
     train_tokens: list[tuple[Path, float]]
     held_out_tokens: dict[str, Path]
     faults: tuple[Fault, ...] = ()
+    callbacks: tuple[Callback, ...] = ()
 
 
 def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int | None = None) -> ExitCode:
@@ -93,9 +96,11 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
             placement = dataclasses.replace(placement, attempt=int(mesh.max([attempt])[0]))
         job = dataclasses.replace(job, config=agreed(job.config, mesh))
         config = job.config
-        records = Records(job.paths, placement.attempt, sinks, active=mesh.rank == 0)
+        hooks = hooks_of(config, job.callbacks, job.paths, placement, mesh)
+        records = Records(job.paths, placement.attempt, [*sinks, hooks], active=mesh.rank == 0)
         injector = injector_of(job.faults, job.paths, placement, records)
-        moments = Moments(beats, injector, _marks_of(device, beats, placement, config)).watching(mesh)
+        moments = Moments(beats, injector, marks_of(device, beats, placement, config)).watching(mesh)
+        hooks.moments = moments
         group, keep = JsonGroup(mesh.checkpoint), config.checkpoint.keep
         may_commit = functools.partial(mirror.before_commit, job.paths, {})
         if job.paths.url is None:
@@ -115,7 +120,7 @@ def run(job: Run, placement: Placement, sinks: Sequence[Sink] = (), attempt: int
         again = None if subject.spec is None else (subject, made())
         tokens = job.train_tokens, job.held_out_tokens
         parts = build(config, job.spec, mesh, *tokens, job.paths, speeds, link, weights, memory, again)
-        loop = Loop(job, placement, mesh, parts, records, saver, stop, moments, memory)
+        loop = Loop(job, placement, mesh, parts, records, saver, stop, moments, memory, hooks)
         try:
             with loop.inside:
                 start = loop.restore()
@@ -152,6 +157,7 @@ class Loop:
     stop: StopRequest
     moments: Moments = field(default_factory=Moments)
     memory: Memory | None = None
+    hooks: Hooks = field(default_factory=Hooks)
     start: Start | None = None
     skips: Skips = field(default_factory=Skips)
     wrong: Wrong | None = None  # what training is to go back behind
@@ -172,15 +178,16 @@ class Loop:
         if self.memory is not None:
             self.memory.describe(self.header, self.kept)
         self.skips = Skips.of(start.header)
-        self.begin_at(start.step, start.header)
+        self.begin_at(start.step, start.header, start.in_memory)
         if self.memory is not None:
             self.memory.forget_others()
         every = job.config.resilience.checksum_every
         self.checks = Checks(every, self.parts.engine, mesh, job.paths, self.records, start.step)
         return start.step
 
-    def begin_at(self, step: int, header: dict[str, Any]) -> None:
-        """Go on behind `step`, whose state is there, from the header of its checkpoint. No save may be running."""
+    def begin_at(self, step: int, header: dict[str, Any], in_memory: bool = False) -> None:
+        """Go on behind `step`, whose state is there, from the header of its checkpoint, or that which was kept
+        `in_memory`. No save may be running."""
         config, subject, engine = self.job.config, self.parts.subject, self.parts.engine
         group = JsonGroup(self.mesh.checkpoint)
         if engine.loss_scale is not None and "loss_scale" in header:
@@ -198,20 +205,22 @@ class Loop:
         if self.memory is not None:
             self.memory.tokens = int(header["tokens"])
         engine.begin_after(step)
+        self.hooks.begin(step, None if in_memory else header)
 
     def run(self, start: int) -> ExitCode:
         config, began = self.job.config, time.perf_counter()
-        step, saved = start, start if start else None  # the step that is on disk
+        step, saved, evaluated = start, start if start else None, None  # the steps that are on disk, were evaluated
         if self.start is not None and self.start.in_memory:
-            saved = self.make_up(self.start)
+            saved = make_up(self, self.start)
         self.recorder.restart_clock()
-        while step < config.train.steps and not self.best.over:
+        while step < config.train.steps and not self.over:
             step += 1
             if self.inside.at(step):
                 self.recorder.restart_clock()
             asked = self.train_one(step)
             last = step == config.train.steps
-            pauses = asked or last or _due(step, config.checkpoint.every) or _due(step, config.train.eval_every)
+            evaluates = is_due(step, config.train.eval_every) or Request.EVALUATE in self.hooks.due
+            pauses = asked or last or self.hooks.due or evaluates or is_due(step, config.checkpoint.every)
             if pauses:
                 self.note(self.recorder.flush())
             if self.wrong is not None:
@@ -219,7 +228,10 @@ class Loop:
                 self.recorder.restart_clock()
                 continue
             if pauses:
-                if _due(step, config.train.eval_every) and not last:
+                if Request.WEIGHTS in self.hooks.due:
+                    self.hooks.weights(self.parts.engine)
+                if evaluates and not last:
+                    evaluated = step
                     with phase("evaluate"):
                         self.evaluate(step)
                 if self.is_kept(step) and not (asked or last):
@@ -231,26 +243,19 @@ class Loop:
         self.inside.close()
         if saved != step:
             self.save(step)
-        if config.train.steps and not self.best.over:
+        if config.train.steps and not self.best.over and evaluated != step:
             self.evaluate(step)
         self.finish_saving(step)
-        why = {} if self.best.over is None else {"reason": self.best.over}
+        self.hooks.end(step, self.over)
+        why = {} if self.over is None else {"reason": self.over}
         self.records.event(Kind.FINISHED, {"step": step, "seconds": time.perf_counter() - began, **why})
         self.moments.pulse.done()
         return ExitCode.DONE
 
-    def make_up(self, start: Start) -> int | None:
-        """What those who committed a step in memory were to do behind it and did not live to do: its record, an
-        evaluation, a checkpoint. Returns the step if it is on disk."""
-        step, config = start.step, self.job.config
-        recorded, evaluated, saved = done_after(step, self.job.paths, JsonGroup(self.mesh.checkpoint))
-        if start.left and not recorded:
-            self.records.step(self.recorder.left(step, self.placement.attempt, start.left))
-        if _due(step, config.train.eval_every) and step < config.train.steps and not evaluated:
-            self.evaluate(step)
-        if self.is_kept(step) and step < config.train.steps and not saved:
-            saved = self.save(step)
-        return step if saved else None
+    @property
+    def over(self) -> str | None:
+        """Why training ends before its last step, if it does; the same on all ranks but for the wording."""
+        return self.best.over or self.hooks.over
 
     def train_one(self, step: int) -> str | None:
         """One optimizer step. Returns the name of the signal by which any rank was asked to stop."""
@@ -274,7 +279,7 @@ class Loop:
         self.note(self.recorder.flush(parts.sharing.rows()))
         # Behind the record of the step before: who commits this step waits for it, so that no record is ever missing.
         self.recorder.computed(step, loss_sum, lr, data_s)
-        parts.sharing.announce(asked=self.stop.signal is not None)
+        parts.sharing.announce(asked=self.stop.signal is not None, requests=self.hooks.take())
         self.moments.at("update", step)
         with phase("update"):
             outcome = parts.engine.finish_step()
@@ -284,10 +289,11 @@ class Loop:
         self.recorder.measured(step, loss_sum, outcome, lr, data_s, parts.updates.lap())
         for kind, details in parts.engine.notices():
             self.records.event(kind, details)
-        asked = parts.sharing.settle()
+        asked, requests = parts.sharing.settle()
+        self.hooks.agree(requests)
         self.clock.stop()
         self.moments.committed(parts.engine, step)
-        if _due(step, self.checks.every):
+        if is_due(step, self.checks.every):
             self.wrong = self.checks.look(step) or self.wrong
         return (self.stop.signal or "another rank's signal") if asked else None
 
@@ -316,6 +322,7 @@ class Loop:
         if record is None:
             return
         self.records.step(record, self.anomalies.why(record))
+        self.hooks.tell()
         scale = self.parts.engine.loss_scale
         self.wrong = self.wrong or self.anomalies.judge(record, None if scale is None else scale.floor)
         for copy, times, seconds in self.stragglers.observe(record.time, self.parts.sharing.paces()):
@@ -330,10 +337,12 @@ class Loop:
         losses = evaluate_all(self.parts, self.mesh, self.records, self.moments, step, config.train.eval_sequences)
         if self.best.take(step, losses) and config.checkpoint.best:
             self.saver.spared = step
+        self.hooks.tell()
 
     def is_kept(self, step: int) -> bool:
-        """Whether a step has a checkpoint: since its turn has come, or since it is the best so far."""
-        return _due(step, self.job.config.checkpoint.every) or self.saver.spared == step
+        """Whether a step has a checkpoint: its turn has come, it is the best so far, or a callback asks for it."""
+        due = is_due(step, self.job.config.checkpoint.every)
+        return due or self.saver.spared == step or Request.SAVE in self.hooks.due
 
     def save(self, step: int, wait: bool = True) -> bool:
         """Start saving the state of `step`; training goes on meanwhile. A save that still runs is waited for; without
@@ -346,7 +355,7 @@ class Loop:
         dtype = "float64" if self.job.config.train.dtype == "fp64" else "float32"
         parameters = {name: (shape, dtype) for name, shape in self.parts.parted.shapes.items()}
         pieces = self.parts.parted.pieces(self.parts.engine)
-        header = self.header(step, self.recorder.total_tokens)
+        header = self.header(step, self.recorder.total_tokens) | self.hooks.header(step)
         self.saver.save(header, parameters, pieces, self.placement.attempt)
         return True
 
@@ -387,19 +396,6 @@ class Loop:
         if saved != step:
             self.save(step)
         self.finish_saving(step)
+        self.hooks.end(step, why)
         self.records.event(Kind.STOPPED, {"step": step, "reason": why})
         return ExitCode.STOPPED
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _marks_of(device: torch.device, beats: pulse.Pulse, placement: Placement, config: "Config") -> DeviceMarks | None:
-    if device.type == "cpu" or config.resilience.hang_s == "off":
-        return None
-    # An agent looks at what is told, and by its own patience.
-    limit_s = config.comm.timeout_s if placement.shared is None else None
-    wanted = config.resilience.hang_s
-    still_s = STILL_S if isinstance(wanted, str) else min(STILL_S, wanted / 4)
-    return DeviceMarks(beats, device, limit_s, still_s)

@@ -292,6 +292,21 @@ def test_before_the_proof_nothing_is_believed() -> None:
     door.close("over")
 
 
+@pytest.mark.parametrize("proved", [False, True])
+def test_who_sends_small_messages_without_end_keeps_nobody_busy(proved: bool) -> None:
+    """One look takes no more than a stranger's line, or a part of what a member sends; the rest comes in its turn."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as theirs:
+        channel = wire.Channel(listener.accept()[0])
+        channel.most_bytes = wire.FRIEND_BYTES if proved else wire.STRANGER_BYTES
+        message = b"{}\n"
+        most = (wire.PART_BYTES if proved else wire.STRANGER_BYTES) // len(message) + 1
+        theirs.sendall(message * 3 * most)
+        for _ in range(2):
+            select.select([channel], [], [], PATIENCE_S)
+            assert 0 < len(channel.heard()) <= most
+        channel.close("over")
+
+
 HELLO = {
     "role": "node", "node": 1, "nodes": 3, "host": "h", "pid": 7, "devices": [["cpu", "any", True, "", 1, 2]],
     "versions": {"torch": "2"}, "recipe": {"a": 1},

@@ -134,6 +134,13 @@ def test_one_rank_that_is_asked_to_be_two(here: Path) -> None:
     assert found == "parallel.data single trains on one rank, but there are 2; set parallel.data=auto"
 
 
+def test_a_model_that_fits_nowhere_is_refused_with_all_that_it_takes(here: Path) -> None:
+    found = refused(here, "train", "recipe.yaml", "--ranks", "2", "model.hidden=65536")
+    part = re.search(r"take (.+) GiB \((.+) if other ranks hold more\) on each of 2 ranks, and a rank has", found)
+    assert part, found
+    assert float(part[1]) > float(part[2]) > 0
+
+
 # ------------------------------------------------------------------------------------------------- Hugging Face folders
 
 

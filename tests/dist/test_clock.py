@@ -37,7 +37,7 @@ def clocked(placement: Placement, run: str, data: str) -> list[Any]:
 
         loop.clock.lap = both  # type: ignore[method-assign]
 
-        def settled() -> bool:
+        def settled() -> tuple[bool, int]:
             units.stop()
             units.start()
             return settle()

@@ -1,9 +1,16 @@
-"""What a process that was killed while it compiled has left does not stop those that come after it."""
+"""What a process that was killed while it compiled has left does not stop those that come after it; nor does code run
+that another user has put in its place."""
 
 import os
+import tempfile
 from pathlib import Path
 
+import pytest
+import torch
+
+from phalanx.errors import ConfigError
 from phalanx.parallel import leftovers
+from phalanx.parallel.apply import compile_units, why_not_compiled
 from phalanx.records import Placement
 from phalanx.storage import locked
 from tests.helpers import run_ranks
@@ -50,3 +57,25 @@ def test_a_build_whose_lock_has_another_name_is_left_alone(tmp_path: Path) -> No
     (tmp_path / "locks").mkdir()
     assert leftovers.sweep(tmp_path) == []
     assert (tmp_path / "ab" / f"key.optimized{leftovers.BUILDING}").exists()
+
+
+def test_code_that_another_user_could_have_written_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache, theirs = Path(default_cache_dir()), tmp_path / "theirs"
+    theirs.mkdir()
+    cache.symlink_to(theirs)
+    assert why_not_compiled(torch.device("cpu")).startswith(f"{cache}, whose code torch would run")
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        compile_units(torch.nn.Linear(1, 1), [])  # type: ignore[arg-type]
+    cache.unlink()
+    cache.mkdir()
+    if os.geteuid() == 0:
+        os.chown(cache, 65534, 65534)
+        with pytest.raises(ConfigError, match="another user's"):
+            leftovers.check_own(cache)
+    cache.rmdir()
+    leftovers.check_own(cache)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    leftovers.check_own(cache)

@@ -1,5 +1,6 @@
 """What `phalanx doctor` says of a machine, also of one where a check finds something wrong, crashes or hangs."""
 
+import errno
 import functools
 import io
 import json
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from phalanx import launch
+from phalanx import launch, shared_memory
 from phalanx.cluster.findings import Finding, Severity
 from phalanx.cluster.fork import fork_call
 from phalanx.devices import Device
@@ -235,8 +236,13 @@ def broken(placement: Placement, folder: str, kind: str, names: list[str]) -> An
     def lost() -> list[str]:
         raise OSError("the driver has gone")
 
+    def full(*arguments: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     if kind == "driver":
         accelerator.found = lost
+    elif kind == "shared memory":
+        shared_memory._taken = full
     elif kind == "torch":
         examination._library = os.abort  # type: ignore[assignment]
     elif kind == "numbers":
@@ -288,3 +294,9 @@ def test_what_is_wrong_is_found(tmp_path: Path, kind: str, names: list[str], sai
     for name, words in said.items():
         assert words in found[name]["sentence"], out
         assert "; " in found[name]["sentence"]
+
+
+def test_without_shared_memory_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    code, out, err = run_ranks(broken, 1, folder=str(tmp_path), kind="shared memory", names=["resume"])[0]
+    assert (code, err) == (ExitCode.DONE, ""), out
+    assert "then from the checkpoint at step 4" in lines_of(tmp_path)["resume"]["sentence"]

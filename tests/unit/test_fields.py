@@ -116,6 +116,27 @@ def _preset(base: Seen, seen: Seen) -> None:
     assert base["config"]["model"]["preset"] is None
 
 
+def _callback(base: Seen, seen: Seen) -> None:
+    """What tests/dist/test_callbacks.py has called in runs is made of the file, by the options."""
+    from phalanx.train.hooks import callbacks_of
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "mine.py"
+        file.write_text(
+            "import phalanx\n\n\nclass Callback(phalanx.Callback):\n"
+            "    def __init__(self, after=1):\n        self.after = after\n"
+        )
+        found = []
+        for changes in (
+            {},
+            {"callback.code": str(file)},
+            {"callback.code": str(file), "callback.options": {"after": 3}},
+        ):
+            named = callbacks_of(configured(changes, Path()), RunPaths(Path(folder) / "run"), ())
+            found.append([vars(each.callback) for each in named])
+    assert found == [[], [{"after": 1}], [{"after": 3}]]
+
+
 def _from_hf(base: Seen, seen: Seen) -> None:
     assert seen["parameters"] == base["parameters"]
     assert seen["loss"][0] < base["loss"][2]  # it begins where the exported run ended
@@ -983,6 +1004,8 @@ CASES: dict[str, Case] = SLURM | {
     "train.memory_snapshot": Case(
         {"train.memory_snapshot": 2}, equal("inside", ["memory-rank-00000-step-2.json"], [])
     ),
+    "callback.code": Case({}, _callback),
+    "callback.options": Case({}, _callback),
     "report.wandb": Case({"report.wandb": "a-project"}, equal("wandb", ["offline-run"], [])),
     "report.tensorboard": Case({"report.tensorboard": True}, equal("tensorboard", True, False)),
 }  # fmt: skip

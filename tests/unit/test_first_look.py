@@ -44,7 +44,14 @@ def asked(path: Path, model: dict[str, Any] | None = None, task: dict[str, Any] 
         ({"messages": ["a"]}, {"format": "chat", "chat_template": "chatml"}, 'message 1 has no "role"'),
         (TALK, {"format": "prompt"}, "has no key 'prompt'"),
         ({"prompt": "a", "completion": []}, {"format": "prompt"}, "a prompt and a completion of different kinds"),
-        (TALK, {}, "has no key 'text'"),
+        (TALK, {}, "has no key 'text' (it has: messages); set data.format=chat, or data.text_key to the key that"),
+        (
+            {"text": "a"},
+            {"format": "chat", "chat_template": "chatml"},
+            "(it has: text); set data.format=text, or",
+        ),
+        (ALPACA, {}, "(it has: instruction, input, output); set data.format=prompt, or data.text_key"),
+        ({"body": "a"}, {}, "(it has: body); set data.text_key to the key that holds the text"),
         (TALK, {"model": BERT, "task": {"kind": "tag"}}, "has no key 'tokens'"),
     ],
 )

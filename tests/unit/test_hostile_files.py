@@ -16,9 +16,10 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from phalanx.compat.sagemaker import loader
-from phalanx.compat.sagemaker.files import DistributedFileSystemReader
+from phalanx.compat.sagemaker.files import DistributedFileSystemReader, _is_covered
 from phalanx.data import megatron, shards
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.models.megatron import MegatronCheckpoint
@@ -147,6 +148,19 @@ def test_a_checkpoint_of_a_script(tmp_path: Path, saved: Callable[[], dict[str, 
             assert (state["more"]["step"], state["more"]["text"], state["more"]["rng"].tolist()) == (7, "x", [0, 1, 2])
 
     reads()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "whole"),
+    [
+        ([(0, 8)], True), ([(0, 3), (3, 5)], True), ([(0, 3), (3, 0), (3, 5)], True), ([(0, 8), (0, 8)], True),
+        ([(0, 0)], False), ([(0, 3), (2, 5)], False), ([(0, 3), (4, 5)], False), ([(-1, 9)], False), ([], False),
+    ],
+)  # fmt: skip
+def test_chunks_have_to_be_all_of_a_tensor(chunks: list[tuple[int, int]], whole: bool) -> None:
+    """Pairs of first row and number of rows, of eight rows."""
+    parts = [ChunkStorageMetadata(torch.Size((begin, 0)), torch.Size((rows, 5))) for begin, rows in chunks]
+    assert _is_covered(TensorStorageMetadata(TensorProperties(), torch.Size((8, 5)), parts)) == whole
 
 
 class Runs:

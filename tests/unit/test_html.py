@@ -16,6 +16,7 @@ from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, StepRecord, append_line
 from phalanx.report import html as report
 from phalanx.report.history import read_run
+from tests import browser
 
 
 def step(number: int, attempt: int = 1, **changes: Any) -> dict[str, Any]:
@@ -126,6 +127,13 @@ def test_report_opens_offline(tmp_path: Path) -> None:
     policy = [attributes.get("content") or "" for tag, attributes in page.tags if tag == "meta"]
     assert any("default-src 'none'" in content for content in policy)
     assert gzip.decompress(base64.b64decode(page.drawing)).startswith(b"/**\n* plotly.js v")
+
+
+@pytest.mark.skipif(browser.BROWSER is None, reason="needs chromium")
+def test_every_chart_has_its_curves_in_a_browser_that_complains_of_nothing(tmp_path: Path) -> None:
+    seen = browser.look(report.write(make_run(tmp_path)))
+    assert seen.console == []
+    assert browser.curves(seen) == {"loss": 3, "speed": 2, "time": 3, "memory": 1, "lr": 2, "norm": 2}
 
 
 def test_text_of_a_run_cannot_become_markup(tmp_path: Path) -> None:

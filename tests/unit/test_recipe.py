@@ -364,6 +364,8 @@ FREE = {
     "resilience.health": "off",
     "storage.private": True,
     "report.wandb": "a-project",
+    "callback.code": "callback.py",
+    "callback.options": {"a": 1},
     "report.tensorboard": False,
     "slurm.partition": ["gpu"],
     "slurm.account": "lab",
@@ -392,6 +394,7 @@ def test_every_key_is_either_free_or_part_of_the_trajectory() -> None:
 BESIDE: dict[str, dict[str, Any]] = {  # keys that mean nothing alone
     "parallel.schedule": {"parallel.pipeline": 2},
     "parallel.stages": {"parallel.pipeline": 2},
+    "callback.options": {"callback.code": "callback.py"},
 }
 
 

@@ -86,6 +86,17 @@ def test_an_atomic_write_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["config.yaml"]
 
 
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+    """Such as /dev/null, by root."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, why in ((pipe, "device or a pipe"), (tmp_path, "directory")):
+        with pytest.raises(OSError, match=why):
+            write_atomic(path, "text")
+    assert os.listdir(tmp_path) == ["pipe"]
+    assert pipe.is_fifo()
+
+
 def test_two_writers_whose_processes_have_one_number_leave_a_whole_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

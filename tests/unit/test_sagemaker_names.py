@@ -2,9 +2,12 @@
 
 import contextlib
 import importlib
+import importlib.util
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -227,6 +230,65 @@ def test_what_fails_is_tried_again() -> None:
     with pytest.raises(OSError, match="no"):
         shaky(99)
     assert len(calls) == 3
+
+
+FLASH_ATTN = '''
+import torch.nn.functional as F
+calls = []
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                    alibi_slopes=None, deterministic=False, return_attn_probs=False):
+    """(batch, sequence, heads, head size), as the real one."""
+    calls.append((dropout_p, softmax_scale, causal))
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout_p, is_causal=causal, scale=softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+'''
+
+
+@pytest.fixture
+def flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A package flash_attn of the real one's signature, which computes by PyTorch's kernels."""
+    from phalanx.compat.sagemaker import attention
+
+    (tmp_path / "flash_attn.py").write_text(FLASH_ATTN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    attention._installed.cache_clear()
+    yield importlib.import_module("flash_attn")
+    monkeypatch.delitem(sys.modules, "flash_attn")
+    attention._installed.cache_clear()
+
+
+def test_flash_attn_is_taken_where_its_kernels_fit(flash_attn: Any) -> None:
+    from phalanx.compat.sagemaker.attention import flash_attention
+
+    half, brain = torch.float16, torch.bfloat16
+    assert flash_attention((8, 0), brain, 128) is flash_attn.flash_attn_func
+    assert flash_attention((9, 0), half, 256) is flash_attn.flash_attn_func
+    others = [((0, 0), brain, 64), ((7, 5), half, 64), ((9, 0), torch.float32, 64), ((9, 0), brain, 264)]
+    assert [flash_attention(*each) for each in others] == [None] * 4
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attn_and_pytorch_agree(flash_attn: Any, causal: bool, kv_heads: int) -> None:
+    from phalanx.compat.sagemaker.attention import _attend, by_flash_attention
+
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, 5, 8, dtype=torch.bfloat16)
+    key, value = (torch.randn(2, kv_heads, 5, 8, dtype=torch.bfloat16) for _ in range(2))
+    found = by_flash_attention(flash_attn.flash_attn_func, query, key, value, causal, 0.0, 0.3)
+    torch.testing.assert_close(found, _attend(query, key, value, None, causal, 0.0, 0.3))
+    assert flash_attn.calls == [(0.0, 0.3, causal)], "on a CPU it is not called"
+
+
+def test_without_flash_attn_there_is_none() -> None:
+    from phalanx.compat.sagemaker.attention import flash_attention
+
+    if importlib.util.find_spec("flash_attn") is None:
+        assert flash_attention((9, 0), torch.bfloat16, 64) is None
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -261,7 +261,7 @@ def test_of_a_killed_rank_all_that_the_records_know_is_said(paths: RunPaths) -> 
     assert "SIGKILL comes from outside" in text and "rank=0" not in text
 
 
-def test_logs_are_found_or_what_there_is_is_said(paths: RunPaths) -> None:
+def test_logs_are_found_or_what_there_is_is_said(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RunError, match="has no log of rank 0; there are no logs yet"):
         logs.log_of(paths, None, None)
     for attempt in (1, 2):
@@ -270,6 +270,9 @@ def test_logs_are_found_or_what_there_is_is_said(paths: RunPaths) -> None:
     assert logs.log_of(paths, None, None) == logs.log_of(paths, 0, None) == paths.log(2, 0)
     paths.node_log(0).write_text("node 0\n")
     assert logs.log_of(paths, None, None) == paths.node_log(0)
+    paths.node_log(0).write_text("")
+    job_commands.logs(str(paths.root))
+    assert "is empty; the progress of a run is kept here where `phalanx launch`" in capsys.readouterr().err
     with pytest.raises(RunError, match="has no log of node 3; there are logs of nodes 0 and ranks 0"):
         logs.log_of(paths, None, 3)
 

@@ -1,12 +1,18 @@
-"""That library's attention modules, by PyTorch's `scaled_dot_product_attention`, which picks the device's kernel."""
+"""That library's attention modules: by flash_attn where it is installed and its kernels fit, else by PyTorch's
+`scaled_dot_product_attention`, which picks a kernel for any device."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from phalanx import accelerator
 from phalanx.errors import ConfigError
+
+AMPERE = (8, 0)  # the least compute capability that flash_attn's kernels are for
+MOST_HEAD_SIZE = 256  # of those kernels
 
 HEADS_FIRST, HEADS_LAST = "b h s d", "b s h d"
 
@@ -85,6 +91,11 @@ def _attend(
     dropout: float,
     scale: float | None,
 ) -> Tensor:
+    # Of unequal lengths the last positions belong together there, and the first ones here.
+    if mask is None and (not causal or query.shape[2] == key.shape[2]):
+        flash = flash_attention(accelerator.compute_capability(query.device), query.dtype, query.shape[3])
+        if flash is not None:
+            return by_flash_attention(flash, query, key, value, causal, dropout, scale)
     if mask is not None and causal:
         length = query.shape[-2]
         later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
@@ -95,3 +106,35 @@ def _attend(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
     )
+
+
+def flash_attention(capability: tuple[int, int], dtype: torch.dtype, head_size: int) -> Callable[..., Tensor] | None:
+    """flash_attn's `flash_attn_func` where it is installed and has a kernel for a GPU of this compute capability (0, 0:
+    it is none), this type and heads of this size; else None."""
+    if capability < AMPERE or dtype not in (torch.float16, torch.bfloat16) or head_size > MOST_HEAD_SIZE:
+        return None
+    return _installed()
+
+
+def by_flash_attention(
+    flash: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    dropout: float,
+    scale: float | None,
+) -> Tensor:
+    """Attention by `flash_attn_func`, which has the heads behind the sequence; they are back in place in the result."""
+    parts = (each.transpose(1, 2) for each in (query, key, value))
+    return flash(*parts, dropout_p=dropout, softmax_scale=scale, causal=causal).transpose(1, 2)
+
+
+@functools.cache
+def _installed() -> Callable[..., Tensor] | None:
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError:  # also one that was built for another torch
+        return None
+    found: Callable[..., Tensor] = flash_attn_func
+    return found

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import math
 import os
 import pickle
 import random
@@ -10,10 +11,11 @@ import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
@@ -21,6 +23,7 @@ from phalanx.compat.sagemaker.s3 import S3FileSystem, is_s3_uri
 from phalanx.errors import CheckpointError, ConfigError
 
 ATTEMPTS, FIRST_PAUSE_S = 3, 0.2
+MOST_COMPARED = 4096  # chunks of a tensor: two and two, in memory
 _NAMES = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
@@ -110,6 +113,10 @@ class DistributedFileSystemReader(FileSystemReader):
             assert isinstance(found, Metadata) and isinstance(found.storage_data, dict), "it is none of a checkpoint"
             names = [str(each.relative_path) for each in found.storage_data.values()]
             assert not any(os.path.basename(name) != name for name in names), "it names files of another folder"
+            for name, each in found.state_dict_metadata.items():
+                assert not isinstance(each, TensorStorageMetadata) or _is_covered(each), (
+                    f"{name} has other parts than all"
+                )
             found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
             found.storage_meta.load_id = self.load_id
         except Exception as error:  # whatever a file that is none makes of the unpickler
@@ -130,6 +137,22 @@ class DistributedFileSystemReader(FileSystemReader):
             )
         held.seek(0)
         return held
+
+
+def _is_covered(tensor: TensorStorageMetadata) -> bool:
+    """Whether its chunks cover a tensor and no element is in two: where there is none, PyTorch's reader leaves what was
+    in memory before. (A chunk may be named twice, as copies of one tensor are.)"""
+    chunks = {(tuple(each.offsets), tuple(each.sizes)) for each in tensor.chunks}
+    if not chunks or sum(math.prod(sizes) for _, sizes in chunks) != math.prod(tensor.size):
+        return not chunks and not math.prod(tensor.size)
+    begins, sizes = np.array(list(chunks), np.int64).reshape(len(chunks), 2, len(tensor.size)).swapaxes(0, 1)
+    if (begins < 0).any() or (sizes < 0).any() or (begins + sizes > np.array(tensor.size, np.int64)).any():
+        return False
+    if len(chunks) > MOST_COMPARED:
+        return True
+    before = (begins[:, None] + sizes[:, None] <= begins[None]).any(axis=-1)
+    empty = (sizes == 0).any(axis=-1)
+    return bool((before | before.T | np.eye(len(chunks), dtype=bool) | empty | empty[:, None]).all())
 
 
 def unreadable(path: str | os.PathLike[str], error: BaseException) -> CheckpointError:

@@ -1,0 +1,92 @@
+"""The callback interface: what a user's code is told of a run while it trains, and what it can request."""
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Request(enum.IntFlag):
+    """What a callback can request; all ranks agree on it at the end of the next step."""
+
+    STOP = 1
+    SAVE = 2
+    EVALUATE = 4
+    WEIGHTS = 8
+
+
+@dataclass
+class RunState:
+    """The run as a callback sees it, and the requests that it can make.
+
+    `step` is the step that the callback is told of, `steps` the number of steps of the run (`train.steps`), `folder`
+    the local run folder, `world` the number of ranks, `attempt` how often ranks were started. `replayed` is true where
+    this step was told before: after a failure, a rollback or a restart. A request takes effect at the end of the next
+    step.
+    """
+
+    request: Callable[[Request, str], None]
+    steps: int
+    folder: Path
+    world: int
+    attempt: int
+    step: int = 0
+    replayed: bool = False
+
+    def stop(self, reason: str = "a callback asked for it") -> None:
+        """End training as at the last step: with a checkpoint, an evaluation and exit code 0. `reason` is shown."""
+        self.request(Request.STOP, reason)
+
+    def save(self) -> None:
+        """Save a checkpoint."""
+        self.request(Request.SAVE, "")
+
+    def evaluate(self) -> None:
+        """Evaluate on the held-out sets."""
+        self.request(Request.EVALUATE, "")
+
+    def gather_weights(self) -> None:
+        """Have `on_weights` called with a copy of all weights. Raises ConfigError with parallel.tensor or
+        parallel.pipeline above 1, where no rank can hold them all."""
+        self.request(Request.WEIGHTS, "")
+
+
+class Callback:
+    """Base class of callbacks. Each method does nothing until it is overridden.
+
+    Rank 0 makes one and calls its methods one at a time, on its main thread. A method must return within
+    `comm.timeout_s`, and must not use collectives, the generators of random numbers or the device's default settings.
+    """
+
+    def on_train_begin(self, run: RunState) -> None:
+        """Ranks have started, and the run continues after `run.step` (0 for a new run)."""
+
+    def on_step_end(self, run: RunState, metrics: Mapping[str, Any]) -> None:
+        """Step `run.step` is complete; `metrics` is its line of metrics.jsonl.
+
+        Called while the next step is computed.
+        """
+
+    def on_evaluate(self, run: RunState, results: Mapping[str, Mapping[str, float | None]]) -> None:
+        """The evaluation after `run.step`: for each held-out set its `loss` and the task's scores."""
+
+    def on_save(self, run: RunState, step: int) -> None:
+        """The checkpoint of `step` is complete. Saving is asynchronous, so `run.step` may be later."""
+
+    def on_weights(self, run: RunState, weights: Mapping[str, "Tensor"]) -> None:
+        """The weights after `run.step` by parameter name, copied to the host: what `run.gather_weights()` requested."""
+
+    def on_train_end(self, run: RunState, reason: str | None) -> None:
+        """Training ends after `run.step`, whose checkpoint is saved; `reason` is None where all steps are done, else
+        what ended it earlier: `train.patience`, a callback, or the name of a signal. Not called after a failure."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What checkpoints keep of this callback: JSON values only."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned when the checkpoint was saved that the run continues from."""
