@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.models import llama
-from phalanx.models.hf import read_config, spec_from_config
+from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.layers import Linear
 from phalanx.models.spec import ModelSpec
 from phalanx.models.weights import Weights
@@ -115,7 +115,7 @@ def main(folder: Path) -> float:
 
     Model.register()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    spec = spec_from_config(read_config(exported), str(exported), Model)
+    spec = spec_from_config(read_config(exported), str(exported), Model.hf_config)
     ours, weights = Model(spec), Weights(exported, Model)
     weights.check(spec)
     with torch.no_grad():

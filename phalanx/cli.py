@@ -193,10 +193,10 @@ def train(
 
 
 def _dry_run(wanted: config.Config, ranks: int, as_json: bool, laid: dict[str, Any] | None) -> None:
+    from phalanx.dry_run import dry_run
     from phalanx.report import sizes
-    from phalanx.train import dry_run
 
-    found = {**dry_run.dry_run(wanted, ranks), "planned": laid}
+    found = {**dry_run(wanted, ranks), "planned": laid}
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:

@@ -14,6 +14,7 @@ from phalanx import hardware, mirror, recipe, storage
 from phalanx.config import Config
 from phalanx.data_commands import Overrides
 from phalanx.errors import ConfigError
+from phalanx.models import hf_config
 from phalanx.models.spec import ModelSpec
 from phalanx.plan import advice, experience, large, measured, parse, present, record, table
 from phalanx.plan import calibrate as calibration
@@ -249,15 +250,13 @@ def _planned(
 
 
 def _folder_spec(config: Config) -> ModelSpec | None:
-    """The shapes of a Hugging Face folder; only these need torch, which reads such folders."""
+    """The shapes of a Hugging Face folder."""
     folder = config.model.from_hf
     if folder is None:
         return None
     if storage.is_url(folder):
         raise ConfigError(f"model.from_hf {folder} is a URL; fetch its config.json into a folder, and name that")
-    from phalanx.models import hf
-
-    return hf.spec_from_config(hf.read_config(Path(folder).expanduser()), folder)
+    return hf_config.spec_from_config(hf_config.read_config(Path(folder).expanduser()), folder)
 
 
 def _job(
@@ -380,8 +379,6 @@ def _run_of(paths: RunPaths) -> calibration.Run:
     config = recipe.load_saved(paths.config)
     spec = None
     if config.model.from_hf is not None:
-        from phalanx.models import hf
-
-        spec = hf.spec_from_config(hf.read_config(paths.hf_config.parent), str(paths.hf_config))
+        spec = hf_config.spec_from_config(hf_config.read_config(paths.hf_config.parent), str(paths.hf_config))
     steps = calibration.steps_of_newest(read_steps(paths.metrics))
     return calibration.Run(paths.name, config, nodes, hardware.read_if_any(paths.hardware), steps, spec)

@@ -1,8 +1,8 @@
 """What may import what, twice: as written, and as it happens in a fresh process; and habits that a reader can check.
 
 A module belongs to a unit: its package, or itself where it lies beside the packages. `models.spec` (shapes as plain
-numbers) is a unit of its own below everything that needs torch, and so are `optim.overlap` (orders as plain numbers)
-and `parallel.slices` (parts of parameters).
+numbers) is a unit of its own below everything that needs torch, and so are `models.hf_config` (config.json,
+read), `optim.overlap` (orders as plain numbers) and `parallel.slices` (parts of parameters).
 """
 
 import ast
@@ -25,7 +25,8 @@ PLAIN = {
     "optim.prefetch", "optim.rates", "parallel.slices", "parallel.stages", "patience", "storage", "mirror",
     "shared_memory", "state_file", "kept_files", "integrity", "kept", "pairing", "pulse", "faults", "slurm_config",
     "resilience_config", "report_config", "fencing", "replicas", "host_memory", "links", "locks", "incidents",
-    "kept_bytes", "processors", "control_groups", "shared_secret", "privacy", "bundled", "formats",
+    "kept_bytes", "processors", "control_groups", "shared_secret", "privacy", "bundled", "formats", "sizes",
+    "models.hf_config",
 }  # level 0: no torch  # fmt: skip
 
 # Unit -> the units that it may import. Units at the same level do not import each other, but for the few named here.
@@ -63,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hardware": {"balance", "errors", "formats", "records"},
     "rules": set(),
     "models.spec": set(),
+    "models.hf_config": {"errors", "models.spec"},
     "optim.timeline": set(),
     "optim.rates": set(),
     "optim.overlap": {"optim.timeline"},
@@ -82,6 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bundled": {"errors"},
     "recipe": {"axes", "bundled", "combinations", "config", "errors", "model_config", "rules"},
     "explain": {"config", "errors", "recipe"},
+    "sizes": {"axes", "config", "kept_bytes", "models.spec"},
     "shrink": {"config", "errors", "model_config", "models.spec", "recipe"},
     # level 1 without torch
     "cluster": PLAIN,
@@ -90,7 +93,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # level 1 with torch
     "accelerator": {"host_memory", "processors"},
     "phases": set(),
-    "models": {"models.spec", "errors", "records"},
+    "models": {"models.spec", "models.hf_config", "errors", "records"},
     "comm": PLAIN | {"accelerator", "phases"},
     # level 2
     "tasks": {"models", "errors", "records", "balance"},
@@ -117,6 +120,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ending": PLAIN | {"checkpoint", "report"},
     "layouts": PLAIN | {"cluster", "devices", "plan", "train"},
     "foretelling": PLAIN | {"layouts", "plan"},
+    "dry_run": PLAIN | {"data", "plan", "train"},
     "before_start": PLAIN | {"cluster", "data", "report", "shrink", "train"},
     "launch": PLAIN
     | {"before_start", "devices", "fitness", "foretelling", "layouts", "remote_run", "ending"}
@@ -150,7 +154,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": PLAIN
     | {"compat", "data_commands", "plan_commands", "health_commands", "node_commands", "job_commands"}
     | {"doctor_commands", "before_start", "config_commands", "help_texts", "meetings", "nodes", "script_nodes"}
-    | {"survey", "demo", "launch", "generation", "generation_over_ranks", "recipe_commands", "report", "train"},
+    | {"survey", "demo", "dry_run", "launch", "generation", "generation_over_ranks", "recipe_commands", "report"}
+    | {"train"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -210,6 +215,7 @@ ALSO_TORCH_FREE = (
     "phalanx.help_texts",
     "phalanx.data_commands",
     "phalanx.demo",
+    "phalanx.dry_run",
     "phalanx.recipe_commands",
     "phalanx.doctor_commands",
     "phalanx.doctor.examination",
@@ -270,6 +276,8 @@ def unit_of(module: str) -> str:
     parts = module.split(".")
     if parts[1:3] in (["models", "spec"], ["models", "spec_problems"]):
         return "models.spec"
+    if parts[1:3] in (["models", "hf_config"], ["models", "hf_bert"]):
+        return "models.hf_config"
     if parts[1:2] in (["optim"], ["parallel"]) and ".".join(parts[1:]) in PLAIN:
         return ".".join(parts[1:])
     return parts[1] if len(parts) > 1 else "phalanx"

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from phalanx.data.tokens import token_dtype, write_synced
 from phalanx.data.wordpiece import Specials
 from phalanx.errors import ConfigError, DataError, fetch_hint
 from phalanx.records import TOKENIZER_FILES, VOCABULARY_FILES, sync_folder
+
+if TYPE_CHECKING:  # which needs pydantic
+    from phalanx.config import DataSection
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257  # the 256 bytes and the end of text
@@ -161,6 +164,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             f"set eos_token in its tokenizer_config.json"
         )
     return Tokenizer(backend, vocab_size, eos_id, specials)
+
+
+def foreseen_vocabulary(data: "DataSection") -> int:
+    """Rows of the embedding where `model.vocab_size` is auto: the tokenizer's, as far as it is there to be asked."""
+    folder = Path(data.tokenizer).expanduser()
+    if data.tokenizer in ("auto", "train") or not folder.is_dir():
+        return data.tokenizer_vocab
+    return load_tokenizer(folder).vocab_size
 
 
 def encode_documents(

@@ -74,10 +74,17 @@ def band_bytes(work: Work, kind: Kind, tensor: int, sequences: float) -> float:
     return work.narrow * work.width * (each + pairs / sequences)
 
 
+def turn_bytes(work: Work, sequences: float) -> float:
+    """What a block keeps of one of the `sequences` of a micro-batch of the angles that queries and keys are turned by:
+    cosines and sines in fp32 for either. They are the same for all sequences, unless rows have positions of their own.
+    """
+    return 16.0 * work.channels * work.seq_len / (1.0 if work.own_positions else sequences)
+
+
 def block_activations(work: Work, choice: Choice, bands: float = 0.0) -> tuple[float, float]:
     """(bytes that a block keeps of one sequence until its backward pass, bytes while it is computed again).
 
-    `bands`: `band_bytes`.
+    `bands`: `band_bytes`, and `turn_bytes` where it has such.
 
     Korthikanti et al. 2022, equation 1 and 2: tokens x hidden (10 + 24 / t) bytes and 5 heads seq_len^2 / t of
     attention that writes its scores, here counted tensor by tensor so that it holds for other widths, for gated
@@ -91,6 +98,8 @@ def block_activations(work: Work, choice: Choice, bands: float = 0.0) -> tuple[f
     norms = 2 * (4 + 2 * width) if choice.engine == "sharded" else 4 * width
     outside = norms * hidden + (2 * hidden if work.dropout else 0)
     inside = width * (work.queries + 2 * work.keys + work.queries + gates * work.ffn)
+    if work.qk_norm and choice.engine == "sharded":
+        inside += (4 + width) * (work.queries + work.keys)
     dropped = work.dropout or work.attention_dropout
     scores = work.heads * work.seq_len * (2 * width - 2 + 3 if dropped else width)
     if work.attention_dropout and choice.engine == "sharded":
@@ -112,9 +121,16 @@ def block_activations(work: Work, choice: Choice, bands: float = 0.0) -> tuple[f
     return work.seq_len * width * hidden / spread, everything
 
 
+def gradients_of_block(work: Work, choice: Choice) -> float:
+    """What the backward pass of a block holds of one sequence at its height beside what was kept: the gradients to its
+    output and within its feed-forward part."""
+    inner = (2 if work.gated else 1) * work.ffn / choice.tensor
+    return work.width * work.seq_len * (work.hidden / (choice.tensor if choice.sequence else 1) + inner)
+
+
 def loss_bytes(work: Work, kind: Kind, tensor: int, sequences: float) -> float:
     """What this project's own loss holds at its height: of one chunk logits, these in fp32 and their logarithms, and of
-    the head's matrix the gradient in fp32, and a chunk's part of it where there are several."""
+    the head's matrix the gradient in fp32."""
     columns, tokens = work.vocabulary / tensor, sequences * work.seq_len
     if kind.on_host:
         chunk = max(CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES / (4 * columns))
@@ -122,8 +138,9 @@ def loss_bytes(work: Work, kind: Kind, tensor: int, sequences: float) -> float:
         enough = min(CHUNK_TOKENS, CHUNK_MOST_BYTES / (4 * columns))
         chunk = max(1.0, enough, CHUNK_LEAST_BYTES / (4 * columns))
     chunks = max(1.0, -(-tokens // chunk))
-    gradient = columns * work.hidden * (4 + (work.width if chunks > 1 else 0)) if work.trained >= 1.0 else 0.0
-    logits = work.width + 4 + (4 if work.width < 4 else 0)
+    gradient = columns * work.hidden * 4 if work.trained >= 1.0 else 0.0
+    # With several, the gradient to the logits of the one before is still there.
+    logits = work.width + 4 + (4 if work.width < 4 else 0) + (work.width if chunks > 1 else 0)
     return tokens / chunks * columns * logits + gradient + tokens * work.hidden * work.width
 
 
@@ -147,7 +164,7 @@ def held(
             units = embedding + UNITS_AT_ONCE * block
         else:
             units = max(embedding + head, block) + UNITS_AT_ONCE * block
-        parts["weights"] = min(whole, units) * width
+        parts["weights"] = min(whole, units) * width + own * (1.0 - trained) * work.gather_bytes
     else:
         parts["weights"] = whole * width
     apart = zero == 3 or choice.slots > 1 or width != work.master_bytes
@@ -172,6 +189,7 @@ def held(
             parts[KEPT] = max(0.0, keeps.own_bytes(state, gradient) - there)
         if keeps.replicas:
             parts[REPLICAS] = keeps.replica_bytes(state, gradient)
+    alone = copies * choice.tensor * choice.pipeline == 1 and work.far_bytes is None  # the engine of a single rank
     accumulates = micro_batches > 1
     gradient = work.reduce_bytes if choice.engine != "sharded" else work.master_bytes
     largest = max(block, embedding, head) if zero == 3 else block
@@ -179,6 +197,8 @@ def held(
         sums = own * work.master_bytes + largest * (work.reduce_bytes + width)
     elif zero <= 1 or choice.engine == "megatron":
         sums = whole * gradient
+        if choice.engine == "sharded" and alone and width != work.master_bytes:
+            sums += whole * width  # those of one micro-batch beside their sum
     elif choice.reduce == "per_step" and accumulates:
         sums = (own + whole) * gradient
     else:
@@ -189,7 +209,10 @@ def held(
     if several and choice.engine == "sharded" and work.gather_bytes > width:  # each makes its own type of what it gets
         gathered = 1.0 if zero == 3 else trained
         parts["weights on their way"] = 2 * max(block, embedding, head) * gathered * work.gather_bytes
-    kept, again = block_activations(work, choice, band_bytes(work, kind, choice.tensor, sequences))
+    beside = band_bytes(work, kind, choice.tensor, sequences)
+    if choice.engine == "sharded" and not work.both_ways:
+        beside += turn_bytes(work, sequences)
+    kept, again = block_activations(work, choice, beside)
     under_way = float(min(choice.pipeline - stage, micro_batches))
     if choice.order == "gpipe":
         under_way = float(micro_batches if choice.pipeline > 1 else 1)
@@ -203,10 +226,11 @@ def held(
     parts["activations"] = sequences * under_way * blocks * kept
     again *= sequences
     if last and choice.engine == "sharded":
-        # The last norm, and the loss; while a block is computed again, the loss is over.
-        parts["activations"] += sequences * work.seq_len * work.hidden * (4 + 2 * work.width)
+        # The last norm and its input, and the loss; in a block's backward pass these are over.
+        edge = sequences * work.seq_len * work.hidden * (4 + 3 * work.width)
         parts["logits"] = loss_bytes(work, kind, choice.tensor, sequences)
-        again = max(0.0, again - parts["logits"])
+        again += sequences * gradients_of_block(work, choice)
+        again = edge + max(0.0, again - edge - parts["logits"])
     parts["activations"] += again
     if last and choice.engine != "sharded":
         logits = sequences * work.seq_len * work.vocabulary / choice.tensor * LOGIT_BYTES * work.width / 2

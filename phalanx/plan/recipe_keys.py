@@ -137,6 +137,8 @@ def work_of(config: Config, spec: ModelSpec, cluster: Cluster) -> Work:
         memory=config.resilience.memory,
         replicate=config.resilience.replicate,
         replays=rule == "adamw",
+        qk_norm=spec.qk_norm,
+        own_positions=config.data.format in ("chat", "prompt") or config.data.isolate_documents,
     )
 
 

@@ -19,7 +19,8 @@ class Work:
     A position sees itself and those before it, with a `window` no more than so many, but in `full_layers` of the layers
     all the same, and `both_ways` all positions. `horizon` is a recipe's `memory.horizon`.
     `memory` and `replicate` are those of a recipe's `resilience`: on CPUs what they keep lies in the same memory;
-    `replays`: other nodes can make updates again.
+    `replays`: other nodes can make updates again. `qk_norm`: each head's queries and keys are normalised.
+    `own_positions`: those of a row are not 0, 1, 2 ..., since it holds several documents.
     """
 
     layers: int
@@ -51,6 +52,8 @@ class Work:
     memory: bool | str = False
     replicate: int | str = "off"
     replays: bool = False
+    qk_norm: bool = False
+    own_positions: bool = False
 
     @cached_property
     def width(self) -> int:

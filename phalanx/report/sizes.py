@@ -11,7 +11,7 @@ from phalanx.report.terminal import open_terminal
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the tables of `train.dry_run.dry_run`, and what its numbers leave out."""
+    """Print the tables of `phalanx.dry_run`, and what its numbers leave out."""
     terminal = open_terminal()
     model, assumed, work, disk = (found[name] for name in ("model", "assumed", "work", "disk"))
     ranks = assumed["ranks"]
@@ -54,6 +54,9 @@ def notes(assumed: dict[str, Any], keeps: bool = False) -> list[str]:
         f"Reckoned for {assumed['dtype']}, engine {assumed['engine']}{zero}, {assumed['micro_batch']} sample"
         f"{'s' if assumed['micro_batch'] > 1 else ''} at a time, memory.activations={assumed['activations']}."
     ]
+    if assumed["by_formula"]:
+        state = "" if assumed["zero"] is None else ", as the shares of the state,"
+        found.append(f"Activations and loss{state} are estimates, by the planner's formulas.")
     if assumed["zero_needs"]:
         one, two = (assumed["zero_needs"][zero] for zero in ("1", "2"))
         between = f"2 where it has {words.size(two)}, " if two < one else ""  # a few units save nothing by it

@@ -16,7 +16,7 @@ from phalanx.errors import ConfigError
 from phalanx.models import hf_bert
 from phalanx.models.bert import Bert
 from phalanx.models.custom import on_meta
-from phalanx.models.hf import read_config
+from phalanx.models.hf_config import read_config
 from phalanx.models.model import Model
 from phalanx.models.spec import ModelSpec, flops_per_token
 from phalanx.models.weights import Weights

@@ -17,16 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx import balance, storage
+from phalanx import storage
 from phalanx.axes import axes_of
 from phalanx.config import Config
-from phalanx.data.tokenizer import load_tokenizer
+from phalanx.data.tokenizer import foreseen_vocabulary
 from phalanx.errors import ConfigError
-from phalanx.kept_bytes import keeps_of, told
 from phalanx.models import layers as kernels
 from phalanx.models.draws import Draws
 from phalanx.models.model import Model
-from phalanx.models.spec import ModelSpec
 from phalanx.optim import gradients
 from phalanx.optim.choose import make_rule
 from phalanx.optim.engine import Precision
@@ -35,6 +33,17 @@ from phalanx.parallel.activations import check_horizon
 from phalanx.parallel.apply import DTYPES, cast_at_edges, change_blocks
 from phalanx.parallel.offload import Mover
 from phalanx.recipe import resolve, update
+from phalanx.sizes import (
+    HALF,
+    MODES,
+    Sizes,
+    assumed_micro_batch,
+    assumed_mode,
+    most_of_a_copy,
+    parts_of,
+    shape_in_words,
+    tables,
+)
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Batch, Task
 from phalanx.train import adapters, copies
@@ -42,12 +51,10 @@ from phalanx.train.engines import sharding_of
 from phalanx.train.own import Own
 from phalanx.train.own_checks import check_own
 from phalanx.train.placed import Held, activations, all_held, of_slice
-from phalanx.train.probe import HALF, committed_bytes, depths_of, state_items
+from phalanx.train.probe import committed_bytes, depths_of, state_items
 from phalanx.train.subject import Subject, class_of_run, spec_from_run, subject_of
 from phalanx.train.trial import UNSHARDED
 
-MODES = ("none", "selective", "full", "offload")
-ADAPTERS = "adapters"  # the part of a model that they are
 # What the loss makes at once is measured with the activations, with the head's gradient in it.
 MEASURED = "gradient of the head"
 
@@ -83,7 +90,7 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
     config, subject, trained_vocabulary = _subject(config)
     model, spec = subject.model(), subject.spec
     counts = {name: each.numel() for name, each in model.named_parameters()}
-    parts = _parts(counts) if spec is not None else _parts_by_name(counts)
+    parts = parts_of(counts) if spec is not None else _parts_by_name(counts)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
 
     dtype, rule = _compute_dtype(config), make_rule(config.optim)
@@ -103,12 +110,11 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
         for zero in (1, 2):
             tried = sharding_of(update(config, {"parallel.zero": zero}))
             zero_needs[str(zero)] = int(max(sum(items(each, tried).values()) for each in held) / HALF)
-    most = max(balance.even(config.train.global_batch, copies))
-    micro_batch = min(1 if config.train.micro_batch == "auto" else config.train.micro_batch, most)
+    most, micro_batch = most_of_a_copy(config, ranks), assumed_micro_batch(config, ranks)
     walked = {mode: walked_bytes(update(config, {"memory.activations": mode}), subject) for mode in _modes(config)}
     if config.memory.activations == "offload":
         check_horizon(len(model.blocks()), config.memory.horizon)
-    chosen = _assumed_mode(config)
+    chosen = assumed_mode(config)
     memories, sequences = [], {}
     for each in held:
         state = items(each, sharding)
@@ -122,57 +128,25 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
         memories.append(state)
         sequences[len(memories) - 1] = {mode: one // micro_batch for mode, (one, _) in kept.items()}
     fullest = max(range(len(held)), key=lambda number: sum(memories[number].values()))
-    memory = memories[fullest]
-    committed = committed_bytes(held[fullest].model, Precision(dtype, shared), shard_over, rule, sharding)
-    # Accelerators, for which this is reckoned, commit by copies, so that nothing is made again of gradients.
-    keeps = keeps_of(config.resilience.memory, config.resilience.replicate, several=ranks > 1, replays=False)[0]
-
-    per_token, per_token_causal = subject.flops() or (0, 0)
-    tokens = config.train.global_batch * subject.positions
-    master = 8 if dtype == torch.float64 else 4
-    return {
-        "model": {
-            "shape": type(model).__name__ if spec is None else _shape(spec),
-            "parameters": sum(counts.values()),
-            "trained": trained,
-            "parts": parts,
-        },
-        "assumed": {
-            "ranks": ranks,
-            "engine": config.parallel.data,
-            "zero": None if sharding is None else sharding.zero,
-            "zero_needs": zero_needs,
-            "dtype": config.train.dtype,
-            "micro_batch": micro_batch,
-            "micro_batch_measured": config.train.micro_batch == "auto",
-            "activations": chosen,
-            "activations_measured": config.memory.activations == "auto",
-            "vocabulary_trained": trained_vocabulary,
-            "labels_assumed": labels_assumed,
-        },
-        "layout": _layout(config, copies, held, memories),
-        "memory": memory,
-        "memory_total": sum(memory.values()),
-        "host_memory": told(keeps, committed),
-        "sequence": sequences[fullest],
-        "work": {
-            "unit": subject.unit,
-            "sequences_per_step": config.train.global_batch,
-            "tokens_per_step": tokens,
-            "steps": config.train.steps,
-            "tokens": tokens * config.train.steps,
-            "flops_per_token": per_token,
-            "flops_per_token_causal": per_token_causal,
-            "flops_per_step": per_token * tokens,
-            "flops": per_token * tokens * config.train.steps,
-        },
-        "disk": {
-            "checkpoint": checkpoint_bytes(config, trained),
-            "checkpoints_kept": config.checkpoint.keep,
-            "export": (sum(counts.values()) - parts.get(ADAPTERS, 0)) * min(dtype.itemsize, master),
-            "adapter": parts.get(ADAPTERS, 0) * master,
-        },
-    }
+    found = Sizes(
+        shape=type(model).__name__ if spec is None else shape_in_words(spec),
+        parts=parts,
+        trained=trained,
+        zero=None if sharding is None else sharding.zero,
+        zero_needs=zero_needs,
+        micro_batch=micro_batch,
+        memory=memories[fullest],
+        committed=committed_bytes(held[fullest].model, Precision(dtype, shared), shard_over, rule, sharding),
+        sequence=sequences[fullest],
+        moments=len(rule.kinds),
+        unit=subject.unit,
+        positions=subject.positions,
+        flops=subject.flops() or (0, 0),
+        layout=_layout(config, copies, held, memories),
+        vocabulary_trained=trained_vocabulary,
+        labels_assumed=labels_assumed,
+    )
+    return tables(config, ranks, found)
 
 
 def _layout(
@@ -227,7 +201,7 @@ def _subject(config: Config) -> tuple[Config, Subject, bool]:
         return config, own, False
     vocabulary = None
     if config.model.vocab_size == "auto" and not config.model.preset and not config.model.from_hf:
-        vocabulary = _vocabulary(config)
+        vocabulary = foreseen_vocabulary(config.data)
         config = update(config, {"model.vocab_size": vocabulary})
     spec = spec_from_run(config)
     if of_adapter := adapters.resolve(config, spec, class_of_run(config)):
@@ -235,24 +209,6 @@ def _subject(config: Config) -> tuple[Config, Subject, bool]:
         spec = spec_from_run(config)
     to_train = vocabulary is not None and config.data.tokenizer in ("train", "auto")
     return config, subject_of(config, spec), to_train
-
-
-def _shape(spec: ModelSpec) -> str:
-    return (
-        f"{spec.architecture}: {spec.layers} layers, width {spec.hidden}, {spec.heads} heads ({spec.kv_heads} kv) of "
-        f"{spec.head_dim}, feed-forward {spec.intermediate}, vocabulary {spec.vocab_size}"
-    )
-
-
-def checkpoint_bytes(config: Config, trained: int) -> int:
-    """Bytes of the tensors of one checkpoint: the master weights and the rule's moments of what is trained."""
-    master = 8 if config.train.dtype == "fp64" else 4
-    return trained * master * (1 + len(make_rule(config.optim).kinds))
-
-
-def _assumed_mode(config: Config) -> str:
-    """What `memory.activations` is reckoned as: of `auto` the mode that a run tries first."""
-    return "none" if config.memory.activations == "auto" else config.memory.activations
 
 
 def _compute_dtype(config: Config) -> torch.dtype:
@@ -367,30 +323,6 @@ class LiveBytes(TorchDispatchMode):
 
 def _storages(made: Any) -> Iterator[torch.UntypedStorage]:
     return (leaf.untyped_storage() for leaf in _pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor))
-
-
-def _vocabulary(config: Config) -> int:
-    """Rows of the embedding: the tokenizer's, as far as it is there to be asked."""
-    folder = Path(config.data.tokenizer).expanduser()
-    if config.data.tokenizer in ("auto", "train") or not folder.is_dir():
-        return config.data.tokenizer_vocab
-    return load_tokenizer(folder).vocab_size
-
-
-def _parts(counts: dict[str, int]) -> dict[str, int]:
-    """Parameters by part of the model; names are those of models/llama.py."""
-    parts: dict[str, int] = {}
-    for name, count in counts.items():
-        if "lora_" in name:
-            part = ADAPTERS
-        elif "norm" in name:
-            part = "norms"
-        elif name.startswith("layers."):
-            part = name.split(".")[2]  # attention, mlp, or what a model of one's own calls it
-        else:
-            part = name.split(".")[0]  # embed, head
-        parts[part] = parts.get(part, 0) + count
-    return parts
 
 
 def _parts_by_name(counts: dict[str, int]) -> dict[str, int]:

@@ -11,7 +11,7 @@ import torch
 from phalanx.checkpoint.read import Checkpoint, examine, find, newest_valid, step_folder
 from phalanx.config import Config
 from phalanx.errors import CheckpointError, ConfigError, RunError
-from phalanx.models import hf
+from phalanx.models import hf, hf_config
 from phalanx.models.custom import shapes_of
 from phalanx.models.export import copy_tokenizer, export, export_plain, new_folder
 from phalanx.models.model import Architecture
@@ -52,7 +52,7 @@ def export_run(
     if wanted.task.kind == "own":
         return _export_own(wanted, paths, folder, dtype, progress, note, merge, step)
     config = copies.here(wanted)
-    original = hf.read_config(paths.hf_config.parent) if config.model.from_hf else None
+    original = hf_config.read_config(paths.hf_config.parent) if config.model.from_hf else None
     spec, code = spec_from_run(config, paths), class_of_run(config, paths)
     if merge and spec.lora is None:
         raise ConfigError(f"--merge is for a run that trains adapters, and {paths.shown} trains the weights themselves")

@@ -33,6 +33,7 @@ from phalanx.optim.update import Rule
 from phalanx.parallel.apply import compute_dtype, own_units
 from phalanx.recipe import update
 from phalanx.records import Placement
+from phalanx.sizes import HALF, held_alone
 from phalanx.train.engines import Weights, sharding_of
 from phalanx.train.placed import all_held, held_by
 from phalanx.train.subject import Subject
@@ -40,7 +41,6 @@ from phalanx.train.trial import trial
 
 # Left free: the allocator's fragmentation, the batch itself, collectives' buffers, and on CPU the neighbours' growth.
 USABLE = 0.8
-HALF = 0.5  # of the free memory: the rest is for activations
 SIZES = (1, 3)  # samples of the small runs
 UNBOUNDED = 1 << 62  # bytes, where all is kept that a recipe wants
 
@@ -291,26 +291,20 @@ def state_items(
         return held_bytes(buckets, place, sharding, precision, rule, accumulates=True) | _of_the_head(
             model, spec, precision
         )
-    dtype = precision.compute
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
-    frozen = {name: tuple(each.shape) for name, each in model.named_parameters() if not each.requires_grad}
+    frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad)
     elements = sum(math.prod(shape) for shape in shapes.values())
-    master = 8 if dtype == torch.float64 else 4
-    narrow = dtype.itemsize < master
-    kept = sum(rule.state_bytes(shape, master) for shape in shapes.values())
-    items = {"master weights": elements * master // ranks, "optimizer state": kept // ranks}
-    if frozen:  # beside adapters: in the type they travel in, and nothing else is kept of them
-        count = sum(math.prod(shape) for shape in frozen.values())
-        items["frozen weights"] = count * precision.shared.itemsize // ranks
-    if ranks == 1:
-        # Under bf16: the rounded copy, its gradient, and with several micro-batches their sum in fp32.
-        items["weights in use"] = elements * dtype.itemsize if narrow else 0
-        items["gradients"] = elements * (master + dtype.itemsize if narrow else master)
-    else:
+    shared, master = precision.shared.itemsize, 8 if precision.compute == torch.float64 else 4
+    kept = int(sum(rule.state_bytes(shape, master) for shape in shapes.values()))
+    items = held_alone(elements, frozen, kept, precision.compute.itemsize, master)
+    if ranks > 1:
+        items = {name: items[name] // ranks for name in STATE}
+        if frozen:  # beside adapters: in the type they travel in, and nothing else is kept of them
+            items["frozen weights"] = frozen * shared // ranks
         # Two blocks are whole at a time (one in use, one on its way) with one's gradients, and the ends with theirs.
         whole = _two_blocks_and_ends(model, trained=True)
         # What is gathered in another type than it is used in is there in both for a moment: counted in the wider.
-        items["weights in use"] = (whole + _two_blocks_and_ends(model, trained=False)) * precision.shared.itemsize
+        items["weights in use"] = (whole + _two_blocks_and_ends(model, trained=False)) * shared
         items["gradients"] = elements * master // ranks + whole * master
     return items | _of_the_head(model, spec, precision)
 

@@ -22,7 +22,7 @@ from phalanx.data.tokenizer import default_tokenizer
 from phalanx.data.tokens import TokenFile
 from phalanx.errors import ConfigError, DataError
 from phalanx.models.custom import check_class, shapes_of
-from phalanx.models.hf import read_config, spec_from_config
+from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.lora import fingerprint
 from phalanx.models.weights import Weights
 from phalanx.optim.choose import make_rule
@@ -94,7 +94,7 @@ def _resolve_model(
     hf_spec, code, known_weights = None, class_of_run(config), None
     if config.model.from_hf:
         folder = Path(config.model.from_hf).expanduser()
-        hf_spec = spec_from_config(read_config(folder), str(folder), code)
+        hf_spec = spec_from_config(read_config(folder), str(folder), code.hf_config)
         spec_of(config, hf_spec)  # a sequence too long for it, say, before anything else is done
         weights = Weights(folder, code)
         weights.check(hf_spec)

@@ -16,7 +16,7 @@ from phalanx.data.packing import Form, Sample, rows_of
 from phalanx.data.tokens import TokenFile
 from phalanx.models.bert import Bert
 from phalanx.models.custom import model_class, on_meta
-from phalanx.models.hf import read_config, spec_from_config
+from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.model import Architecture, Model
 from phalanx.models.spec import ModelSpec, flops_per_token
 from phalanx.models.weights import Weights
@@ -91,7 +91,8 @@ def spec_from_run(config: "Config", paths: RunPaths | None = None) -> ModelSpec:
         return spec_of(config)
     folder = Path(config.model.from_hf).expanduser()
     kept = paths.hf_config if paths is not None and paths.hf_config.is_file() else folder / "config.json"
-    return spec_of(config, spec_from_config(read_config(kept.parent), str(kept), class_of_run(config, paths)))
+    own = class_of_run(config, paths).hf_config
+    return spec_of(config, spec_from_config(read_config(kept.parent), str(kept), own))
 
 
 def class_of_run(config: "Config", paths: RunPaths | None = None) -> type[Architecture]:

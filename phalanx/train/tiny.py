@@ -14,7 +14,7 @@ from phalanx.errors import ConfigError
 from phalanx.models.bert import Bert
 from phalanx.models.custom import shapes_of
 from phalanx.models.export import export
-from phalanx.models.hf import read_config, spec_from_config
+from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.llama import init_slice
 from phalanx.models.model import Architecture
 from phalanx.models.spec import ModelSpec
@@ -33,7 +33,7 @@ def tiny_folder(config: Config) -> tuple[str, bool]:
     original, code = Path(config.model.from_hf).expanduser(), class_of_run(config)
     if (original / "config.json").is_file():
         written = read_config(original)
-        spec = tiny_spec(spec_from_config(written, str(original), code), SEQ_LEN)
+        spec = tiny_spec(spec_from_config(written, str(original), code.hf_config), SEQ_LEN)
     else:
         written, spec = None, STANDIN_BERT if code is Bert else STANDIN
         if (tokenizer := Path(config.data.tokenizer).expanduser()).is_dir():

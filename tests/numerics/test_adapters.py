@@ -12,7 +12,8 @@ import torch
 from phalanx.errors import ConfigError, RunError
 from phalanx.models.custom import on_meta, shapes_of
 from phalanx.models.export import export
-from phalanx.models.hf import hf_name, read_config, spec_from_config
+from phalanx.models.hf import hf_name
+from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.peft import Adapter
 from phalanx.models.spec import LORA_TARGETS, ModelSpec

@@ -25,7 +25,8 @@ from phalanx.models.bert import Bert, dropped_attention
 from phalanx.models.custom import check_class
 from phalanx.models.draws import Draws
 from phalanx.models.export import export
-from phalanx.models.hf import config_from_spec, hf_name, read_config, spec_from_config
+from phalanx.models.hf import config_from_spec, hf_name
+from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.layers import cross_entropy_sum, cross_entropy_sum_plain
 from phalanx.models.spec import PRESETS, ModelSpec, flops_per_token, parameter_shapes
 from phalanx.models.weights import Weights

@@ -12,7 +12,8 @@ from phalanx import recipe
 from phalanx.errors import ConfigError, RunError
 from phalanx.generation import Sampling, opened
 from phalanx.models.custom import check_class, model_class, shapes_of
-from phalanx.models.hf import BASE_KEY, config_from_spec, spec_from_config
+from phalanx.models.hf import config_from_spec
+from phalanx.models.hf_config import BASE_KEY, spec_from_config
 from phalanx.models.llama import Llama
 from phalanx.models.spec import ModelSpec, parameter_count, parameter_shapes
 from phalanx.records import RunPaths
@@ -123,13 +124,13 @@ def test_its_config_json_says_whose_it_is_and_what_it_is_built_on() -> None:
     config = config_from_spec(spec, torch.float32, model_class=own)
     assert (config["architectures"], config["model_type"]) == (["SquaredLlamaForCausalLM"], "squared_llama")
     assert (config["hidden_act"], config[BASE_KEY]) == ("relu2", "qwen3")
-    assert spec_from_config(config, "config.json", own) == spec
+    assert spec_from_config(config, "config.json", own.hf_config) == spec
     with pytest.raises(ConfigError, match=r"SquaredLlamaForCausalLM.* or set model\.code to the file"):
         spec_from_config(config, "config.json")
     with pytest.raises(ConfigError, match=BASE_KEY):
-        spec_from_config(config | {BASE_KEY: "gpt"}, "config.json", own)
+        spec_from_config(config | {BASE_KEY: "gpt"}, "config.json", own.hf_config)
     # The built-in architectures are read too: a model of one's own may start from their weights.
-    assert spec_from_config(config_from_spec(SPEC, torch.float32), "config.json", own) == SPEC
+    assert spec_from_config(config_from_spec(SPEC, torch.float32), "config.json", own.hf_config) == SPEC
 
 
 def test_a_run_keeps_the_file_and_goes_on_with_no_other(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from phalanx import recipe
+from phalanx.dry_run import dry_run as command_dry_run
 from phalanx.kept_bytes import NEWEST
 from phalanx.models.hf import config_from_spec
 from phalanx.models.llama import Llama
@@ -18,11 +19,12 @@ from phalanx.parallel.schedules import orders
 from phalanx.parallel.stages import divide
 from phalanx.records import Placement
 from phalanx.report import sizes, words
+from phalanx.sizes import HALF
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Batch
 from phalanx.train.dry_run import LiveBytes, dry_run, height_of, walked_bytes
 from phalanx.train.placed import at_height
-from phalanx.train.probe import HALF, besides_bytes, least_zero, state_bytes
+from phalanx.train.probe import besides_bytes, least_zero, state_bytes
 from phalanx.train.resolve import _fitting
 from phalanx.train.subject import subject_of
 from tests.dist import command
@@ -177,7 +179,7 @@ def test_the_command_prints_what_was_found_and_touches_no_data(tmp_path: Path) -
     (tmp_path / "recipe.yaml").write_text(json.dumps({"model": MODEL, "data": {"source": "gone.jsonl", "seq_len": 32}}))
     code, out, err = command.phalanx(tmp_path, "train", "recipe.yaml", "--dry-run", "--ranks", "2", "--json")
     assert code == 0, err
-    assert json.loads(out) == {**dry_run(recipe.load(tmp_path / "recipe.yaml"), 2), "planned": None}
+    assert json.loads(out) == {**command_dry_run(recipe.load(tmp_path / "recipe.yaml"), 2), "planned": None}
     assert os.listdir(tmp_path) == ["recipe.yaml"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from phalanx import errors
 from phalanx.cluster.fork import error_of
 from phalanx.data.tokenizer import default_tokenizer
-from phalanx.models.hf import read_config
+from phalanx.models.hf_config import read_config
 from phalanx.records import ExitCode
 
 CODES = {

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from phalanx.errors import ConfigError
 from phalanx.models import weights as weights_module
 from phalanx.models.export import export, plan_shards
-from phalanx.models.hf import config_from_spec, hf_name, read_config, spec_from_config
+from phalanx.models.hf import config_from_spec, hf_name
+from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.spec import PRESETS, ModelSpec, RopeScaling, parameter_shapes
 from phalanx.models.weights import Weights

@@ -10,7 +10,8 @@ import transformers
 
 from phalanx.errors import ConfigError
 from phalanx.models.export import export
-from phalanx.models.hf import config_from_spec, hf_name, read_config, spec_from_config
+from phalanx.models.hf import config_from_spec, hf_name
+from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.layers import rope_table
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.rope import rope_frequencies

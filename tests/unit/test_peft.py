@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from phalanx.errors import ConfigError
-from phalanx.models.hf import hf_name, read_config, spec_from_config
+from phalanx.models.hf import hf_name
+from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.llama import Llama
 from phalanx.models.lora import apply_lora, init_adapter_slice, is_adapter
 from phalanx.models.peft import CONFIG, WEIGHTS, WEIGHTS_BIN, Adapter, save_adapter

@@ -1,0 +1,136 @@
+"""Dry runs without torch, beside those that walk a pass: every size that is told is nearly the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx import recipe
+from phalanx import sizes as sizes_of_run
+from phalanx.config import Config
+from phalanx.dry_run import by_formula, dry_run
+from phalanx.errors import ConfigError
+from phalanx.models.hf import config_from_spec
+from phalanx.models.spec import PRESETS
+from phalanx.report import sizes
+from phalanx.train import dry_run as walk
+from tests.helpers import ROOT
+
+NEAR, NEAR_ACTIVATIONS = 0.02, 0.06  # of each total, and of each mode's activations; the docs say so
+# The preset whose folder stands in for the one that a recipe names.
+FOLDERS = {"continue-from-hf": "llama-3-8b", "llama-3.2-1b-chat": "llama-3.2-1b", "mistral-7b-chat": "mistral-7b-v0.3"}
+FOLDERS |= {"qwen3-1.7b-chat": "qwen3-1.7b"}
+
+
+def shipped(name: str, place: Path, *overrides: str) -> Config:
+    """A shipped recipe, whose Hugging Face folder is there."""
+    if name in FOLDERS:
+        (place / "config.json").write_text(json.dumps(config_from_spec(PRESETS[FOLDERS[name]], torch.bfloat16)))
+        overrides = (f"model.from_hf={place}", *overrides)
+    return recipe.load(ROOT / "recipes" / f"{name}.yaml", list(overrides))
+
+
+def same(config: Config, ranks: int) -> None:
+    """What both tell is the same: exactly, where it is no memory."""
+    found, walked = by_formula(config, ranks), walk.dry_run(config, ranks)
+    assert found is not None
+    for table in ("model", "work", "disk", "layout"):
+        assert found[table] == walked[table], table
+    assert found["memory"].keys() == walked["memory"].keys()
+    assert found["memory_total"] == pytest.approx(walked["memory_total"], rel=NEAR)
+    told = {mode: found["sequence"][mode] for mode in walked["sequence"]}
+    assert told == pytest.approx(walked["sequence"], rel=NEAR_ACTIVATIONS)
+    assert found["host_memory"] == pytest.approx(walked["host_memory"], rel=0.005)
+    inexact = {"activations", "loss and the head's gradient"}
+    state, theirs = ({k: v for k, v in each["memory"].items() if k not in inexact} for each in (found, walked))
+    assert state == pytest.approx(theirs, rel=0.005 if ranks > 1 else 0.0)
+    said, needs = found["assumed"], walked["assumed"].pop("zero_needs")
+    assert said.pop("zero_needs") == pytest.approx(needs, rel=0.005)
+    assert (said.pop("by_formula"), walked["assumed"].pop("by_formula")) == (True, False)
+    assert said == walked["assumed"]
+
+
+NAMES = ["demo", "llama-3-8b", "llama-3.2-1b", "mistral-7b", "qwen3-1.7b", *FOLDERS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_recipe_is_told_as_a_walk_tells_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = shipped(name, tmp_path)
+    monkeypatch.setattr(walk, "MODES", (sizes_of_run.assumed_mode(config),))  # the others of one recipe, below
+    same(config, 1)
+
+
+def test_all_modes_are_told_as_a_walk_tells_them(tmp_path: Path) -> None:
+    same(shipped("mistral-7b", tmp_path), 8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (1, ["train.dtype=fp32", "data.isolate_documents=true"]),
+        (4, ["train.dtype=fp16", "memory.activations=selective", "optim.slots=2"]),
+        (4, ["train.dtype=mixed", "parallel.zero=3", "memory.activations=offload"]),
+        (8, ["parallel.zero=2", "parallel.shard_degree=4", "train.micro_batch=1"]),
+    ],
+)
+def test_so_is_a_changed_one(ranks: int, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = shipped("demo", tmp_path, "model.hidden=768", *overrides)
+    monkeypatch.setattr(walk, "MODES", (sizes_of_run.assumed_mode(config),))
+    same(config, ranks)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.pipeline=2"], ["optim.rule=adamw8bit"], ["train.dtype=fp64"], ["model.dropout=0.1"],
+        ["model.architecture=mistral", "model.sliding_window=64"], ["parallel.data=fsdp2"], ["comm.compress=bf16"],
+        ["memory.activations=offload", "memory.horizon=4"], ["balance.state=[1, 2]"],
+    ],
+)  # fmt: skip
+def test_what_no_formula_was_compared_for_is_walked(overrides: list[str], tmp_path: Path) -> None:
+    assert by_formula(shipped("demo", tmp_path, *overrides), 2) is None
+
+
+@pytest.mark.parametrize("name", ["bert-base-pretrain", "digits"])
+def test_so_are_other_kinds_of_models(name: str, tmp_path: Path) -> None:
+    assert by_formula(shipped(name, tmp_path), 1) is None
+
+
+def test_a_folder_that_is_not_there_has_the_command_that_fetches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = recipe.load(ROOT / "recipes" / "qwen3-1.7b-chat.yaml")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen3-1\.7B-Base --local-dir Qwen/Qwen3-1\.7B-Base"):
+        dry_run(config, 1)
+
+
+def test_an_estimate_says_that_it_is_one(tmp_path: Path) -> None:
+    told = {ranks: dry_run(shipped("demo", tmp_path), ranks)["assumed"] for ranks in (1, 2)}
+    notes = {ranks: sizes.notes(assumed) for ranks, assumed in told.items()}
+    assert "Activations and loss are estimates, by the planner's formulas." in notes[1]
+    assert "Activations and loss, as the shares of the state, are estimates, by the planner's formulas." in notes[2]
+    assert not any("estimates" in note for note in sizes.notes(told[1] | {"by_formula": False}))
+
+
+SCRIPT = """
+import sys
+from phalanx.cli import main
+try:
+    main()
+finally:
+    print("imported:", sorted({"torch", "transformers", "safetensors"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("demo", 1), ("qwen3-1.7b", 8), ("mistral-7b-chat", 1)])
+def test_the_command_imports_no_torch(name: str, ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(shipped(name, tmp_path)))
+    command = [sys.executable, "-c", SCRIPT, "train", "recipe.yaml", "--ranks", str(ranks), "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert "together" in done.stdout and done.stdout.rstrip().endswith("imported: []")
