@@ -11,6 +11,7 @@ from typing import Any
 from phalanx.errors import RunError
 from phalanx.records import Kind, RunPaths, read_lines
 
+MOST = 10**6  # a number beyond is none of a version
 RUN_FOLDER = 1  # of a run folder's records; one that does not say it is of 1
 KEY = "run_folder"  # in versions.json, and in the event `run_started`
 
@@ -21,10 +22,11 @@ def problem(found: Any, known: Collection[int], remedy: str) -> str | None:
     if type(found) is int and found in known:
         return None
     reads = " and ".join(map(str, sorted(known)))
-    if type(found) is int and found > max(known):
+    number = type(found) is int and 0 <= found < MOST
+    if number and found > max(known):
         wrote = f"is of format version {found}, which a later release of Phalanx has written (this one reads {reads})"
         return f"{wrote}; install that release, or {remedy}"
-    said = f"{found}" if type(found) is int else "unknown"
+    said = f"{found}" if number else "unknown"
     return f"is of format version {said}, and this release of Phalanx reads {reads}; {remedy}"
 
 

@@ -22,7 +22,7 @@ COUNTS = {
     "model.preset": "llama-3.2-1b", "model.vocab_size": "4096", "model.hidden": "384", "model.layers": "8",
     "model.heads": "12", "model.kv_heads": "2", "model.head_dim": "64", "model.intermediate": "1024",
     "model.tie_embeddings": "false", "model.dropout": "0.1",
-    "data.tokenizer_vocab": "2000", "data.seq_len": "512",
+    "data.tokenizer_vocab": "2000", "data.seq_len": "512", "data.format": "chat", "data.isolate_documents": "true",
     "train.global_batch": "32", "train.micro_batch": "2", "train.dtype": "fp32",
     "optim.rule": "sgd", "optim.slots": "2",
     "parallel.data": "fsdp2", "parallel.zero": "3", "parallel.reduce": "per_micro_batch", "parallel.shard_degree": "2",
@@ -39,8 +39,8 @@ IGNORED = {
     "model.rope_scaling.rule": "linear", "model.rope_scaling.beta_fast": "16", "model.rope_scaling.beta_slow": "2",
     "model.rope_scaling.attention_factor": "1.5",
     "data.source": "[a.txt]", "data.tokenizer": "folder", "data.text_key": "x", "data.validation": "{more: a.txt}",
-    "data.format": "chat", "data.messages_key": "x", "data.prompt_key": "x", "data.completion_key": "x",
-    "data.isolate_documents": "true", "data.held_out": "0.2", "data.cache": "folder", "data.workers": "2",
+    "data.messages_key": "x", "data.prompt_key": "x", "data.completion_key": "x",
+    "data.held_out": "0.2", "data.cache": "folder", "data.workers": "2",
     "train.steps": "7", "train.seed": "5", "train.compile": "true", "train.eval_every": "3", "train.patience": "3",
     "train.eval_sequences": "5", "train.loss_scale": "8", "train.loss_scale_steps": "7", "train.profile": "2-3",
     "train.memory_snapshot": "3", "train.tf32": "true", "train.deterministic": "true",
@@ -53,7 +53,7 @@ IGNORED = {
     "resilience.storage_timeout_s": "5", "resilience.health": "off", "resilience.hang_s": "50",
     "resilience.on_nan": "stop", "resilience.on_spike": "stop", "resilience.spike_factor": "5",
     "resilience.rollback_steps": "5", "resilience.checksum_every": "5",
-    "report.wandb": "project", "report.tensorboard": "false", "storage.private": "true",
+    "callback.code": "mine.py", "report.wandb": "project", "report.tensorboard": "false", "storage.private": "true",
 }  # fmt: skip
 # Of those that the demo cannot have by themselves: for other models and tasks, or beside other keys.
 REFUSED = {
@@ -64,7 +64,7 @@ REFUSED = {
     "task.whole_word": "true", "task.next_sentence": "true", "task.labels": "[a, b]",
     "data.tokens_key": "x", "data.tags_key": "x", "data.label_key": "x", "data.pair_key": "x",
     "data.chat_template": "x", "data.loss_on": "all", "data.too_long": "drop",
-    "optim.options": "{momentum: 0.9}", "optim.decay_share": "0.5", "optim.decay_shape": "sqrt",
+    "callback.options": "{a: 1}", "optim.options": "{momentum: 0.9}", "optim.decay_share": "0.5", "optim.decay_shape": "sqrt",
     "parallel.tensor": "2", "parallel.schedule": "interleaved", "parallel.stages": "[1, 3]",
 }  # fmt: skip
 # The demo made so large that unlike devices are worth it.
