@@ -64,7 +64,8 @@ REFUSED = {
     "task.whole_word": "true", "task.next_sentence": "true", "task.labels": "[a, b]",
     "data.tokens_key": "x", "data.tags_key": "x", "data.label_key": "x", "data.pair_key": "x",
     "data.chat_template": "x", "data.loss_on": "all", "data.too_long": "drop",
-    "callback.options": "{a: 1}", "optim.options": "{momentum: 0.9}", "optim.decay_share": "0.5", "optim.decay_shape": "sqrt",
+    "callback.options": "{a: 1}",
+    "optim.options": "{momentum: 0.9}", "optim.decay_share": "0.5", "optim.decay_shape": "sqrt",
     "parallel.tensor": "2", "parallel.schedule": "interleaved", "parallel.stages": "[1, 3]",
 }  # fmt: skip
 # The demo made so large that unlike devices are worth it.
