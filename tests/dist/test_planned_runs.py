@@ -122,4 +122,4 @@ def test_ranks_that_something_else_started_cannot_choose(tmp_path: Path) -> None
     )
     one = Placement(rank=1, world=2, local_rank=1, local_world=2, node=0, device="cpu", store=None)
     with pytest.raises(ConfigError, match="knows its own only; start them by `phalanx train` itself"):
-        launch._join(config, RunPaths(tmp_path), one, Device("cpu", "cpu", True), ())
+        launch._join(config, RunPaths(tmp_path), one, Device("cpu", "cpu", True), (), ())
