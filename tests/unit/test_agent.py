@@ -21,12 +21,10 @@ from phalanx.cluster import attempt as attempts
 from phalanx.cluster.attempt import Attempt
 from phalanx.cluster.causes import End, describe, first_cause, is_aftermath, is_deterministic, place_of
 from phalanx.cluster.early import Early
-from phalanx.cluster.fork import fork
 from phalanx.cluster.job import Job
 from phalanx.cluster.stopping import Signals
 from phalanx.errors import CollectiveError, ConfigError, PhalanxError
 from phalanx.records import RunPaths
-from phalanx.train.stopping import HELD, asked_to_stop
 from tests.helpers import ROOT, is_alive, wait_until
 from tests.unit import agent_jobs
 
@@ -369,11 +367,12 @@ def test_who_was_forked_early_is_gone_where_no_other_attempt_follows(tmp_path: P
 
 def in_own_process(text: str, **options: Any) -> subprocess.CompletedProcess[str]:
     prelude = (
-        "import os, subprocess, sys, threading, time, pathlib\n"
+        "import os, pathlib, signal, subprocess, sys, threading, time\n"
         "from phalanx.cluster.agent import Job, preload, run\n"
-        "from phalanx.cluster.fork import fork_call\n"
+        "from phalanx.cluster.fork import fork, fork_call\n"
         "from phalanx.errors import *\n"
         "from phalanx.records import RunPaths\n"
+        "from phalanx.train.stopping import HELD, asked_to_stop\n"
     )
     return subprocess.run(
         [sys.executable, "-c", prelude + text], cwd=ROOT, capture_output=True, text=True, timeout=120, **options
@@ -503,16 +502,17 @@ print(sys.modules["greedy"].seen, os.environ["OMP_NUM_THREADS"], os.environ.get(
     assert done.stdout.startswith("1 7 "), done.stderr
 
 
-def test_a_stop_that_comes_while_a_rank_starts_is_heeded_once_it_can(tmp_path: Path) -> None:
-    def child() -> int:
-        time.sleep(0.2)
-        with asked_to_stop() as request:
-            return int(request.signal == "SIGTERM")
-
-    pid, pidfd = fork(child, held=HELD)
-    signal.pidfd_send_signal(pidfd, signal.SIGTERM)
-    os.close(pidfd)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+def test_a_stop_that_comes_while_a_rank_starts_is_heeded_once_it_can() -> None:
+    done = in_own_process("""
+def child():
+    time.sleep(0.2)
+    with asked_to_stop() as request:
+        return int(request.signal == "SIGTERM")
+pid, pidfd = fork(child, held=HELD)
+signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+""")
+    assert done.stdout == "1\n", done.stderr
 
 
 def test_fork_call_gives_results_and_errors_back() -> None:

@@ -302,7 +302,9 @@ def test_conversations_and_prompts_come_as_objects(tmp_path: Path) -> None:
     assert [record.fields for record in from_table] == [{"messages": talk, "tools": None}] * 3
     # The side on which a document falls is not a matter of the file that holds it, nor of what else it says.
     assert len({record_digest(record, ["messages"]) for record in [*found, *from_table]}) == 1
-    with pytest.raises(DataError, match=r"line 1 has no key 'prompt' .*; set data\.prompt_key to the key that holds"):
+    with pytest.raises(
+        DataError, match=r"line 1 has no key 'prompt' .*; set data\.format=chat, or data\.prompt_key to"
+    ):
         read([str(tmp_path / "a.jsonl")], Format("prompt"))
     half = Record(None, {"messages": [{"role": "user", "content": "\ud800"}]}, "a.jsonl, line 1")
     with pytest.raises(DataError, match=r"a\.jsonl, line 1 holds half of a surrogate pair"):
