@@ -23,12 +23,15 @@ from benchmarks.harness import Check, Row
 from benchmarks.lab import Ended, Lab, Node, lab, why_not, write_text
 from benchmarks.planner_here import NAME, keys, middle, prepare, ranks_of
 from phalanx import hardware, recipe
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
 from phalanx.plan import measured, record, table
 from phalanx.plan.advice import Question
 from phalanx.plan.cost import even
 from phalanx.plan.recipe_keys import free
 from phalanx.plan.search import Plan
-from phalanx.records import Kind, RunPaths, read_lines, read_steps
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 GIB = 2**30
 TARGET = 0.97

@@ -13,7 +13,8 @@ from pathlib import Path
 from benchmarks.harness import Row, spread
 from phalanx import shared_memory
 from phalanx.cluster import agent
-from phalanx.records import Placement, RunPaths
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 
 SAVES = 5
 FOUND = "found.json"
@@ -30,10 +31,11 @@ def take_turns(placement: Placement, folder: str, tokens: str, config: str, pair
     from phalanx.comm.mesh import join
     from phalanx.comm.objects import JsonGroup
     from phalanx.train.build import build
+    from phalanx.train.loop import Loop, Run
     from phalanx.train.restore import memory_of
     from phalanx.train.sinks import Records
+    from phalanx.train.stopping import StopRequest
     from phalanx.train.subject import spec_if_any
-    from phalanx.train.trainer import Loop, Run, StopRequest
 
     settings, spent = recipe.check(yaml.safe_load(config), "the benchmark's recipe"), []
     accelerator.use(torch.device("cpu"), 1)

@@ -27,7 +27,10 @@ from benchmarks import bounds
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from benchmarks.links import INTERFACE, Links, links, why_not
 from phalanx.cluster.agent import preload
-from phalanx.records import Placement, RunPaths, read_lines, read_steps
+from phalanx.json_lines import read_lines
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 PRELOAD = ("torch", "torch._dynamo", "phalanx.comm.mesh", "phalanx.comm.ways", "benchmarks.sharded_peers")
 WAYS = PLAIN, BF16, INT8 = ("none", "bf16", "int8")

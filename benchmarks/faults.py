@@ -44,7 +44,7 @@ from benchmarks.faulty_runs import (
     plan_alone,
 )
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 
 RIGHT = 0.95  # what is asked of the causes that are named
 CLEAN = 5  # undisturbed runs with --diagnosis, for each run of a kind

@@ -14,7 +14,10 @@ from typing import Any
 
 from benchmarks.started import Run, start
 from phalanx import faults
-from phalanx.records import Kind, RunPaths, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 STEPS = 40
 EVERY = 3  # steps between checkpoints, and between comparisons of the ranks' parameters

@@ -33,7 +33,10 @@ from phalanx.cluster import peer
 from phalanx.cluster.beats import Beat, Beats
 from phalanx.cluster.circle import Circle
 from phalanx.cluster.fork import fork
-from phalanx.records import Kind, RunPaths, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 RECIPE = """
 model: {{hidden: 128, layers: 4, heads: 4, intermediate: 344}}

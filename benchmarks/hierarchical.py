@@ -25,7 +25,7 @@ from benchmarks import bounds
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from benchmarks.links import links, why_not
 from phalanx.cluster.agent import preload
-from phalanx.records import Placement
+from phalanx.placement import Placement
 
 PRELOAD = ("torch", "torch._dynamo", "phalanx.comm.backend", "phalanx.comm.mesh", "phalanx.comm.ring")
 LAYOUTS = {

@@ -21,7 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import at_most, machine, options, report, result
 from phalanx import kept_files, shared_memory, state_file
 from phalanx.checkpoint.thinning import MEASURED, UNMEASURED
-from phalanx.records import Kind, RunPaths, read_lines, read_steps, write_event
+from phalanx.events import Kind, write_event
+from phalanx.json_lines import read_lines
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.accelerator.device import run_on_device
 from tests.numerics import runs
 

@@ -25,7 +25,8 @@ from benchmarks.started import children, command_line, ranks_of
 from benchmarks.throttle import Throttle, throttle
 from phalanx.cluster import agent
 from phalanx.cluster.fork import fork, kill_group
-from phalanx.records import RunPaths, read_steps
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 PRELOAD = ("numpy", "torch", "torch._dynamo", "phalanx.cli", "phalanx.train.trainer", "phalanx.train.resolve",
            "phalanx.train.measure", "phalanx.nodes", "phalanx.survey")  # fmt: skip

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.tidy import heeding_signals, is_stale, undisturbed
 from phalanx.cluster.fork import fork, kill_group
-from phalanx.records import Placement, StoreAddress
+from phalanx.placement import Placement, StoreAddress
 
 CLONE_NEWNET = 0x40000000
 CONGESTION_CONTROL = "reno"

@@ -27,7 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from benchmarks.throttle import Throttle, throttle
 from phalanx.cluster import agent
-from phalanx.records import Placement, RunPaths, read_steps
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed.fsdp", "phalanx.recipe", "phalanx.train.trainer",
            "phalanx.train.resolve", "phalanx.data.tokens")  # fmt: skip
@@ -145,11 +147,12 @@ def _worker(
     from phalanx.comm.mesh import join
     from phalanx.comm.objects import JsonGroup
     from phalanx.train.build import build
+    from phalanx.train.loop import Loop, Run
     from phalanx.train.measure import know
     from phalanx.train.sinks import Records
     from phalanx.train.stopping import StopRequest
     from phalanx.train.subject import spec_from_run, subject_of
-    from phalanx.train.trainer import Loop, Run
+    from phalanx.train.trainer import train
 
     place.limits.enter(first_rank + placement.rank)
     accelerator.use(accelerator.torch.device("cpu"), 1)
@@ -161,7 +164,7 @@ def _worker(
         speeds, link = know(config, subject_of(config, job.spec), placement, mesh, paths, records)
         parts = build(config, job.spec, mesh, job.train_tokens, {}, paths, speeds, link)
         loop = Loop(job, placement, mesh, parts, records, saver, StopRequest())
-        code = loop.run(loop.restore())
+        code = train(loop, loop.restore())
         records.close()
     _balance_file(paths, placement.rank).write_text(json.dumps(parts.sharing.balance_s))
     return int(code)

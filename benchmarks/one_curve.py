@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
 from benchmarks.started import Command, Run, start
 from benchmarks.throttle import LEAST, throttle
-from phalanx.records import RunPaths, read_steps
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 RECIPE = """
 model: {{hidden: 32, layers: 2, heads: 4, kv_heads: 2, intermediate: 64, dropout: 0.1}}

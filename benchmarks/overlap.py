@@ -35,9 +35,10 @@ from benchmarks import bounds, links
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
 from benchmarks.sharded_peers import Fsdp2, Make, Model, Ours, ddp, ddp_zero, on_phalanx, seconds, sent_bytes
 from phalanx.comm.mesh import Mesh, join
+from phalanx.events import Kind
 from phalanx.optim.order import Sharding
 from phalanx.optim.overlap import Work, as_ddp, bound, late
-from phalanx.records import Kind, Placement
+from phalanx.placement import Placement
 
 OURS, DDP, ZERO, FSDP2, TUNED = "Phalanx", "DDP", "DDP + ZeRO", "FSDP2", "FSDP2 tuned"
 ON_OURS, TUNED_ON_OURS = "FSDP2 on phalanx", "FSDP2 tuned on phalanx"

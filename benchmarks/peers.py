@@ -19,7 +19,8 @@ from phalanx.data.tokens import TokenWriter
 from phalanx.models.hf import config_from_spec, hf_name
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.spec import ModelSpec, parameter_shapes
-from phalanx.records import Placement, RunPaths
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 
 LR, BETAS, EPS, DECAY, CLIP, SEED = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 0
 
@@ -136,9 +137,9 @@ def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
     from phalanx.comm.objects import JsonGroup
     from phalanx.parallel.materialize import with_adapters
     from phalanx.train.build import build
+    from phalanx.train.loop import Loop, Run
     from phalanx.train.sinks import Records
     from phalanx.train.stopping import StopRequest
-    from phalanx.train.trainer import Loop, Run
 
     config, paths = settings(case), RunPaths(folder)
     folder.mkdir(parents=True)

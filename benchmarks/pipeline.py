@@ -38,7 +38,8 @@ from phalanx.parallel import schedules
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.schedules import orders
 from phalanx.parallel.stages import HELD, Action, Stages, bubble, bubble_of, divide, simulate, step_s
-from phalanx.records import Placement, RunPaths
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 
 OURS, TORCH = "Phalanx", "PyTorch's runtime"
 FOUND = "found.json"

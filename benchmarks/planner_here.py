@@ -42,7 +42,8 @@ from phalanx.plan.memory import COPY, Held
 from phalanx.plan.recipe_keys import free, keys_of, pins_of, space_of
 from phalanx.plan.record import as_overrides
 from phalanx.plan.search import Plan, search
-from phalanx.records import RunPaths, read_steps
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 RECIPE = """
 model: {{hidden: {hidden}, layers: {layers}, heads: {heads}, intermediate: {intermediate}, vocab_size: {vocabulary}}}

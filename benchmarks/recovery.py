@@ -40,7 +40,8 @@ from benchmarks.node_faults import MBIT, Place
 from benchmarks.started import Run, children, start
 from benchmarks.torchft_peer import TorchFt
 from phalanx import kept_files, state_file
-from phalanx.records import Kind, RunPaths
+from phalanx.events import Kind
+from phalanx.run_paths import RunPaths
 
 RECIPE = """
 model: {{hidden: {hidden}, layers: {layers}, heads: {heads}, intermediate: {intermediate}}}

@@ -25,8 +25,7 @@ from phalanx import shared_memory
 from phalanx.cluster.agent import preload
 from phalanx.cluster.door import Door
 from phalanx.cluster.replica_keeper import ReplicaKeeper
-from phalanx.kept import Address
-from phalanx.records import Placement
+from phalanx.placement import Address, Placement
 
 PRELOAD = ("torch", "torch._dynamo", "phalanx.comm.mesh", "phalanx.checkpoint.memory", "phalanx.checkpoint.replay")
 SECRET, RUN = "of this benchmark", b"b" * 32
@@ -76,8 +75,8 @@ def commits(placement: Placement, folder: str, addresses: list[str], way: str, e
 
     from phalanx.checkpoint.memory import Memory
     from phalanx.comm.mesh import join
-    from phalanx.optim.engine import Piece, Slot
     from phalanx.optim.slots import Slots
+    from phalanx.optim.state import Piece, Slot
     from phalanx.optim.update import AdamW, Change, pieces, zeros
     from phalanx.replicas import Replicas
 

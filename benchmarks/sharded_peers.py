@@ -23,9 +23,10 @@ from torch.optim import AdamW
 from phalanx.comm import backend
 from phalanx.comm.mesh import Mesh
 from phalanx.optim import update
-from phalanx.optim.engine import Precision, Shard
+from phalanx.optim.engine import Precision
 from phalanx.optim.order import Sharding
 from phalanx.optim.sharded import Sharded
+from phalanx.optim.state import Shard
 
 LR, BETAS, EPS, DECAY, SEED = 1e-3, (0.9, 0.95), 1e-8, 0.1, 0
 

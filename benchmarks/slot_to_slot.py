@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.harness import Check, Row, at_most, machine, options, report, result, spread
 from phalanx.integrity import PAGE_BYTES, checksum
-from phalanx.optim.engine import Slot
+from phalanx.optim.state import Slot
 from phalanx.optim.update import MOMENTS, AdamW, Change, copy_over
 from phalanx.shared_memory import PLACE
 

@@ -19,8 +19,11 @@ from typing import Any
 
 from phalanx import kept_files, shared_memory, state_file
 from phalanx.cluster.fork import fork
+from phalanx.events import Kind
+from phalanx.json_lines import last_line
 from phalanx.kept import choose
-from phalanx.records import Kind, RunPaths, last_line, read_steps
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 240.0

@@ -33,7 +33,7 @@ from benchmarks.harness import Row, at_most, machine, options, report, result
 from benchmarks.links import Links, enter, links, why_not
 from benchmarks.started import Run, start
 from phalanx.cluster.fork import fork
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 
 OPEN, RATE = 2000, 500.0  # silent connections to each port, and new ones a second
 TURN_S = 0.01

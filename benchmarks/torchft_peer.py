@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.started import Command, Run, Tail, start
-from phalanx.records import RunPaths, read_steps
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 LOOPBACK = "127.0.0.1"
 # torchft asks a replica's manager every 100 ms for a heartbeat, and takes five seconds without one for its end.

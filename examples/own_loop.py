@@ -20,7 +20,7 @@ from phalanx.cluster.placement import from_environment
 from phalanx.comm.collectives import all_reduce
 from phalanx.comm.mesh import Mesh, join
 from phalanx.data.loader import Loader
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.train.clock import clock_of
 from phalanx.train.sharing import Sharing
 

@@ -7,12 +7,8 @@ al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from phalanx.errors import ConfigError
-
-if TYPE_CHECKING:
-    from phalanx.config import Config
 
 
 @dataclass(frozen=True)
@@ -74,11 +70,6 @@ class Axes:
             }[axis]
             members.setdefault(alike, []).append(rank)
         yield from (tuple(ranks) for ranks in members.values())
-
-
-def axes_of(config: "Config") -> Axes:
-    """How many ranks hold one copy of the model under a configuration."""
-    return Axes(config.parallel.tensor, config.parallel.pipeline)
 
 
 ALONE = Axes()  # every rank holds a whole copy

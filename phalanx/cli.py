@@ -20,12 +20,14 @@ from phalanx.data_commands import Overrides, data_app
 from phalanx.demo import demo_command
 from phalanx.doctor_commands import doctor_command
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.events import Kind
 from phalanx.health_commands import health_command
 from phalanx.job_commands import RunFolder, jobs_app
 from phalanx.node_commands import nodes_app
+from phalanx.placement import ExitCode
 from phalanx.plan_commands import plan_command
 from phalanx.recipe_commands import recipes_app
-from phalanx.records import ExitCode, Kind, RunPaths, Url, shown
+from phalanx.run_paths import RunPaths, Url, shown
 
 app = typer.Typer(
     name="phalanx",

@@ -1,7 +1,6 @@
 """Combinations of knobs that cannot work, as sentences; pure numbers and no files."""
 
 from phalanx import balance, rules
-from phalanx.axes import axes_of
 from phalanx.config import (
     SHAPE_FIELDS,
     Config,
@@ -174,7 +173,7 @@ def problems_with(config: Config, world: int) -> list[str]:
     if config.parallel.data == "single" and world > 1:
         found.append(f"parallel.data single trains on one rank, but there are {world}; set parallel.data=auto")
     try:
-        copies = axes_of(config).data(world)
+        copies = config.parallel.axes.data(world)
     except ConfigError as error:
         return [*found, str(error)]
     degree = config.parallel.shard_degree

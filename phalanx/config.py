@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, JsonValue
 
+from phalanx.axes import Axes
 from phalanx.errors import ConfigError
 from phalanx.model_config import LoraSection, ModelSection
 from phalanx.models import spec as shapes
@@ -254,6 +255,11 @@ class ParallelSection(Section):
             return zero, self.reduce
         # Micro-batches of a pipeline overlap, so that there is no end of one to reduce at.
         return zero, "per_step" if zero == 1 or self.pipeline > 1 else "per_micro_batch"
+
+    @property
+    def axes(self) -> Axes:
+        """How many ranks hold one copy of the model."""
+        return Axes(self.tensor, self.pipeline)
 
 
 class BalanceSection(Section):

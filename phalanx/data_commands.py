@@ -10,7 +10,7 @@ import typer
 
 from phalanx import config, help_texts, recipe, storage
 from phalanx.errors import ConfigError
-from phalanx.records import shown
+from phalanx.run_paths import shown
 
 if TYPE_CHECKING:
     from phalanx.data.prepare import Prepared

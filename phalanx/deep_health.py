@@ -15,8 +15,10 @@ from phalanx.cluster.fork import fork_call
 from phalanx.cluster.job import Job
 from phalanx.devices import devices_of_ranks, warmed
 from phalanx.errors import PhalanxError
-from phalanx.records import Kind, Placement, RunPaths
+from phalanx.events import Kind
+from phalanx.placement import Placement
 from phalanx.report import words
+from phalanx.run_paths import RunPaths
 
 PATIENCE_S = 300.0  # beside the time that is asked for: connections, memory, compilers
 SLOW = 0.85  # of the median of its kind: a device that computes or copies slower is worth a look

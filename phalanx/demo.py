@@ -13,7 +13,10 @@ import typer
 
 from phalanx.data_commands import Overrides
 from phalanx.errors import ConfigError, RunError
-from phalanx.records import Kind, RunPaths, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 PROMPT = "def read("
 VICTIM = 1

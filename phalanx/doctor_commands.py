@@ -12,7 +12,7 @@ import typer
 from phalanx.cluster.stopping import StopAsked, stoppable
 from phalanx.config import DataSection
 from phalanx.doctor.lines import NAMES, CheckState, Line, check_names
-from phalanx.records import ExitCode
+from phalanx.placement import ExitCode
 from phalanx.report.doctor import Lines
 from phalanx.report.terminal import open_terminal
 from phalanx.storage import local_cache

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import storage
-from phalanx.axes import axes_of
 from phalanx.config import Config, spec_of
 from phalanx.data.tokenizer import foreseen_vocabulary
 from phalanx.models import hf_config
@@ -93,7 +92,7 @@ def _is_plain(config: Config, ranks: int) -> bool:
         and config.model.code is None
         and config.model.lora is None
         and not storage.is_url(config.data.tokenizer)
-        and axes_of(config).model == 1
+        and config.parallel.axes.model == 1
         and parallel.data == engine
         and config.comm.compress == "none"
         and not isinstance(config.balance.state, list)

@@ -7,9 +7,12 @@ from typing import Any
 
 from phalanx import faults
 from phalanx.errors import PhalanxError
+from phalanx.events import Kind, write_event
 from phalanx.faults import Fault
-from phalanx.records import ExitCode, Kind, RunPaths, Url, last_line, read_lines, write_event
+from phalanx.json_lines import last_line, read_lines
+from phalanx.placement import ExitCode
 from phalanx.report.terminal import open_terminal
+from phalanx.run_paths import RunPaths, Url
 
 
 def note(paths: RunPaths, console: Any, kind: str, details: dict[str, Any]) -> None:

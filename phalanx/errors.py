@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from phalanx.records import ExitCode
+from phalanx.placement import ExitCode
 
 # Of torch's host allocator; of drivers (page-locked memory, modules, Triton) and collectives; of libraries of kernels.
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|_STATUS_\w*ALLOC\w*_FAILED")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.errors import CutOff, RunError
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 
 
 def newest(paths: RunPaths) -> dict[str, Any] | None:

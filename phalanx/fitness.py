@@ -15,7 +15,10 @@ from phalanx.cluster.node_requests import Wanted
 from phalanx.config import Config
 from phalanx.devices import Device
 from phalanx.errors import PhalanxError, Unhealthy
-from phalanx.records import ExitCode, Kind, RunPaths, read_lines, write_event
+from phalanx.events import Kind, write_event
+from phalanx.json_lines import read_lines
+from phalanx.placement import ExitCode
+from phalanx.run_paths import RunPaths
 
 LATER_S = 1.0  # after a death, until the node is looked at: the ranks that start again need the cores first
 INCIDENT_S = 60.0  # what a look at the node after a death may take; nobody waits for it

@@ -7,9 +7,10 @@ from typing import Any
 
 from phalanx import layouts
 from phalanx.config import Config
+from phalanx.events import Kind, write_event
 from phalanx.models.spec import ModelSpec
 from phalanx.plan import compared, present
-from phalanx.records import Kind, RunPaths, write_event
+from phalanx.run_paths import RunPaths
 
 
 class Comparison:

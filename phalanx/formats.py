@@ -9,7 +9,9 @@ from collections.abc import Collection
 from typing import Any
 
 from phalanx.errors import RunError
-from phalanx.records import Kind, RunPaths, read_lines
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.run_paths import RunPaths
 
 MOST = 10**6  # a number beyond is none of a version
 RUN_FOLDER = 1  # of a run folder's records; one that does not say it is of 1

@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx import mirror, storage
 from phalanx.errors import ConfigError, fetch_hint
-from phalanx.records import VOCABULARY_FILES, RunPaths
+from phalanx.run_paths import VOCABULARY_FILES, RunPaths
 
 ADAPTER = "adapter_config.json"  # what makes a folder one of PEFT's
 _PROBE = "\u2042answer\u2042"  # what no template writes itself

@@ -15,7 +15,8 @@ from phalanx.cluster.fork import fork_call
 from phalanx.cluster.placement import device_of
 from phalanx.errors import ConfigError
 from phalanx.generation import Sampling, read_prompts
-from phalanx.records import ExitCode, Placement, RunPaths
+from phalanx.placement import ExitCode, Placement
+from phalanx.run_paths import RunPaths
 
 PRELOAD = ("torch", "torch._dynamo", "phalanx.train.writing")
 DEVICES_TIMEOUT_S = 120.0

@@ -15,7 +15,8 @@ from typing import Any
 from phalanx import formats
 from phalanx.balance import UNBOUND, Speed
 from phalanx.errors import ConfigError
-from phalanx.records import RunPaths, write_atomic
+from phalanx.json_lines import write_atomic
+from phalanx.run_paths import RunPaths
 
 VERSION = 1
 ALIKE = 1.15  # ratio of the times of two devices of one model

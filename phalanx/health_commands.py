@@ -14,7 +14,7 @@ from phalanx.cluster import diagnosis, health, slurm_nodes
 from phalanx.cluster.findings import Severity, at_least, is_usable, sentences, verdict
 from phalanx.cluster.node_requests import Wanted
 from phalanx.errors import ConfigError, PhalanxError, RunError
-from phalanx.records import ExitCode
+from phalanx.placement import ExitCode
 from phalanx.report import health as shown
 from phalanx.report.terminal import open_terminal
 

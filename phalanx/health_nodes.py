@@ -19,7 +19,7 @@ from phalanx.cluster.stopping import StopAsked, stoppable
 from phalanx.config import Config
 from phalanx.errors import CollectiveError, ConfigError
 from phalanx.meetings import Meeting
-from phalanx.records import ExitCode
+from phalanx.placement import ExitCode
 from phalanx.report import health as shown
 from phalanx.report.terminal import open_terminal
 

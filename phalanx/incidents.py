@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.records import Kind
+from phalanx.events import Kind
 
 Details = dict[str, Any]
 

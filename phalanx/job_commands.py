@@ -14,7 +14,7 @@ import typer
 
 from phalanx import help_texts, mirror, privacy, recipe, storage
 from phalanx.errors import ConfigError
-from phalanx.records import RunPaths, shown
+from phalanx.run_paths import RunPaths, shown
 
 jobs_app = typer.Typer()
 

@@ -21,10 +21,11 @@ from phalanx.cluster.slurm import SlurmJob
 from phalanx.cluster.slurm_script import Asked
 from phalanx.config import Config
 from phalanx.errors import ConfigError, PhalanxError, RunError
+from phalanx.json_lines import write_atomic
 from phalanx.keeper import AGAIN, Launched
-from phalanx.records import RunPaths, write_atomic
 from phalanx.report.console import Console, Follower
 from phalanx.report.terminal import open_terminal
+from phalanx.run_paths import RunPaths
 
 ASK_S = 2.0  # between two questions to Slurm
 DRAW_S = 0.2

@@ -29,7 +29,9 @@ from phalanx.cluster.causes import signal_name
 from phalanx.cluster.fork import STOP_SIGNALS, die_with, heeded
 from phalanx.cluster.slurm_step import Step, step_of
 from phalanx.errors import ConfigError, PhalanxError, RunError
-from phalanx.records import ExitCode, RunPaths, write_atomic
+from phalanx.json_lines import write_atomic
+from phalanx.placement import ExitCode
+from phalanx.run_paths import RunPaths
 
 STALLED = 3  # starts in a row without a new checkpoint, after which no further one is made
 REVIVALS = 3  # how often in a row an agent that was killed is started again

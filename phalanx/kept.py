@@ -9,28 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-Address = tuple[str, int]
 BARE = "bare"  # the layout of what is kept of a rank whose state others hold: what it said of each step, and no state
-
-
-@dataclass(frozen=True)
-class KeptFile:
-    """The state file of a rank of an attempt before: `path` on this node; or, at the `address` of another one, the
-    `name` that it is asked for there. `layout`: what its slots look like, as hexadecimal digits of a digest."""
-
-    rank: int
-    path: str
-    layout: str = ""
-    address: Address | None = None
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A step that all ranks of an attempt before have committed to shared memory, and their files in order of rank:
-    all of them, or as many as hold every part."""
-
-    step: int
-    files: tuple[KeptFile, ...]
 
 
 @dataclass(frozen=True)

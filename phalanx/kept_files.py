@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from phalanx.errors import CheckpointError, RunError
-from phalanx.kept import BARE, Held, Kept, KeptFile, choose
+from phalanx.kept import BARE, Held, choose
+from phalanx.placement import Kept, KeptFile
 from phalanx.state_file import NOTHING, UNFINISHED, Facts, OtherStateFormat, digest, facts_at, facts_of, name_of, opened
 
 RANKS = "ranks"  # a file that every rank has locked while it lives

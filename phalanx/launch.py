@@ -37,12 +37,14 @@ from phalanx.combinations import unused
 from phalanx.config import Config
 from phalanx.devices import DEVICES_TIMEOUT_S, Device, devices_of_ranks, models, warmed
 from phalanx.errors import ConfigError
+from phalanx.events import Kind, write_event
 from phalanx.faults import Fault
 from phalanx.incidents import Told
-from phalanx.kept import Kept
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, write_atomic, write_event
+from phalanx.json_lines import write_atomic
+from phalanx.placement import ExitCode, Kept, Placement
 from phalanx.remote_run import fetch_records, mirrored
 from phalanx.report.terminal import open_terminal
+from phalanx.run_paths import RunPaths
 from phalanx.shared_memory import SharedMemory
 from phalanx.train.stopping import HELD
 
@@ -56,7 +58,7 @@ class Prepared:
     """What is left to do once a run may start."""
 
     config: Config
-    job: Any  # train.trainer.Run; its module imports torch, so this one does not
+    job: Any  # train.loop.Run; its module imports torch, so this one does not
     attempt: int
     parameters: int  # of the whole model, without adapters
     trainable: int
@@ -366,9 +368,9 @@ def prepare(
     if this is not the only one; `meanwhile` is called while this takes long.
     """
     from phalanx.train import copies, folder
+    from phalanx.train.loop import Run
     from phalanx.train.resolve import token_folders
     from phalanx.train.subject import spec_if_any
-    from phalanx.train.trainer import Run
 
     saved = folder.saved_config(paths)
     everywhere = [*devices, *elsewhere]

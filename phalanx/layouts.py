@@ -17,7 +17,7 @@ from phalanx.plan import chosen
 from phalanx.plan.chosen import Asked
 from phalanx.plan.present import Present
 from phalanx.plan.recipe_keys import FREE
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 
 Record = dict[str, Any]
 

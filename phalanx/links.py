@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.errors import RunError
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 
 DEEPEST = 3  # folders below the run folder: logs/attempt-001/rank-00000.log is looked at
 

@@ -10,8 +10,8 @@ from phalanx.cluster import rendezvous
 from phalanx.cluster.rendezvous import Place
 from phalanx.cluster.slurm_step import auto_resumed
 from phalanx.errors import ConfigError
-from phalanx.records import RunPaths
 from phalanx.report.terminal import open_terminal
+from phalanx.run_paths import RunPaths
 
 TIMEOUT_S = 600.0
 

@@ -27,7 +27,6 @@ from phalanx import (
     shared_memory,
     state_file,
 )
-from phalanx.axes import axes_of
 from phalanx.cluster import succession
 from phalanx.cluster.affairs import Policy
 from phalanx.cluster.fork import fork_call
@@ -39,13 +38,15 @@ from phalanx.cluster.wire import Message
 from phalanx.config import Config
 from phalanx.devices import Device
 from phalanx.errors import ConfigError
+from phalanx.events import Kind, write_event
 from phalanx.faults import Fault
 from phalanx.launch import Prepared
 from phalanx.participant import CHECK_S, Participant, Tend, check_folder, signed
+from phalanx.placement import ExitCode
 from phalanx.recorder import Hold, Recorder
-from phalanx.records import BASE_WEIGHTS, ExitCode, Kind, RunPaths, write_event
 from phalanx.remote_run import fetch_records
 from phalanx.report import words
+from phalanx.run_paths import BASE_WEIGHTS, RunPaths
 from phalanx.shared_memory import SharedMemory
 from phalanx.train.stopping import HELD
 
@@ -54,7 +55,7 @@ WEIGHTS = "model.from_hf"  # what a new run begins with: each rank reads its own
 
 def policy_of(config: Config, nodes: int) -> Policy:
     """What a recipe says of losses and restarts."""
-    wanted, axes = config.resilience, axes_of(config)
+    wanted, axes = config.resilience, config.parallel.axes
     return Policy(
         nodes=nodes,
         max_restarts=wanted.max_restarts,
@@ -144,9 +145,9 @@ class Member(Participant):
     def make(self, offer: Message, tend: Tend) -> Job:
         """What this node's agent runs in a division. Raises PhalanxError where this node does not fit it."""
         from phalanx.train import copies
+        from phalanx.train.loop import Run
         from phalanx.train.resolve import token_folders
         from phalanx.train.subject import spec_if_any
-        from phalanx.train.trainer import Run
 
         config = recipe.check(yaml.safe_load(offer["config"]), "node 0's configuration")
         offers.check(self.wanted, config)

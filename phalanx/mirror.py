@@ -24,7 +24,10 @@ from typing import Any
 
 from phalanx import storage
 from phalanx.errors import PhalanxError, RunError
-from phalanx.records import MANIFEST, ExitCode, Kind, RunPaths, Url, read_lines, write_atomic, write_event
+from phalanx.events import Kind, write_event
+from phalanx.json_lines import read_lines, write_atomic
+from phalanx.placement import ExitCode
+from phalanx.run_paths import MANIFEST, RunPaths, Url
 
 PUSH_S = 3.0  # between two looks for changed records
 PUSH_SHARE = 25  # a copy that took t is followed by a pause of at least this times t

@@ -11,9 +11,9 @@ from phalanx.cluster import node_requests, node_states, slurm_nodes
 from phalanx.cluster.node_requests import Wanted
 from phalanx.config import DataSection
 from phalanx.errors import ConfigError, RunError
-from phalanx.records import RunPaths
 from phalanx.report import health as shown
 from phalanx.report.terminal import open_terminal
+from phalanx.run_paths import RunPaths
 
 nodes_app = typer.Typer(help="List nodes, take one out of use, or take it back.", invoke_without_command=True)
 

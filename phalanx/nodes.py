@@ -33,10 +33,11 @@ from phalanx.faults import Fault
 from phalanx.kept import held_of
 from phalanx.meetings import Meeting
 from phalanx.participant import Where
-from phalanx.records import ExitCode, RunPaths
+from phalanx.placement import ExitCode
 from phalanx.remote_run import mirrored
 from phalanx.report import words
 from phalanx.report.terminal import open_terminal
+from phalanx.run_paths import RunPaths
 
 TAKEOVER_S = 10.0  # what the nodes that are left get to agree on another leader
 IDLE_S = 0.1  # after which others are heard, whatever comes

@@ -27,10 +27,13 @@ from phalanx.cluster.stopping import Signals
 from phalanx.cluster.wire import Message
 from phalanx.devices import Device
 from phalanx.errors import ConfigError, RunError
+from phalanx.events import Kind, write_event
+from phalanx.json_lines import write_atomic
 from phalanx.kept import Held
+from phalanx.placement import ExitCode
 from phalanx.recorder import Again, Hold, Recorder
-from phalanx.records import ExitCode, Kind, RunPaths, write_atomic, write_event
 from phalanx.report import words
+from phalanx.run_paths import RunPaths
 
 CHECK_S = 120.0  # what a look at this node may take, before it is trained on
 SEEN_S = 3.0  # what a network file system gets to show what another node has just written

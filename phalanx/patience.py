@@ -14,7 +14,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from phalanx.errors import ConfigError, StorageError
-from phalanx.records import shown
+from phalanx.run_paths import shown
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 _CREDENTIAL_ERRORS = frozenset({

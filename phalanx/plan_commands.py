@@ -14,8 +14,10 @@ from phalanx import hardware, mirror, recipe, storage
 from phalanx.config import Config
 from phalanx.data_commands import Overrides
 from phalanx.errors import ConfigError
+from phalanx.json_lines import write_atomic
 from phalanx.models import hf_config
 from phalanx.models.spec import ModelSpec
+from phalanx.placement import ExitCode
 from phalanx.plan import advice, experience, large, measured, parse, present, record, table
 from phalanx.plan import calibrate as calibration
 from phalanx.plan.advice import Question
@@ -26,9 +28,10 @@ from phalanx.plan.experience import Experience
 from phalanx.plan.failures import DEVICE_MTBF_S, LEAST_S, Failures
 from phalanx.plan.recipe_keys import free
 from phalanx.plan.search import Found
-from phalanx.records import ExitCode, RunPaths, read_steps, write_atomic
+from phalanx.records import read_steps
 from phalanx.report.terminal import open_terminal
 from phalanx.resilience_config import ResilienceSection
+from phalanx.run_paths import RunPaths
 
 STEP_S = 10.0  # of a job of which nobody says what it trains
 CHECKPOINT_S = 10.0

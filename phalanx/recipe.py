@@ -18,7 +18,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from phalanx import bundled, rules
-from phalanx.axes import axes_of
 from phalanx.combinations import is_own, problems, problems_with
 from phalanx.config import Config, get, is_bert, leaves, section_of
 from phalanx.errors import ConfigError
@@ -239,7 +238,7 @@ def resolve(
     `train.micro_batch`, `train.compile` on accelerators, `model.vocab_size` and `data.tokenizer` need a device or
     files, and are left to `train/resolve.py`. Raises ConfigError for what cannot be on so many ranks.
     """
-    axes_of(config).data(world)  # else what follows speaks of `single`
+    config.parallel.axes.data(world)  # else what follows speaks of `single`
     on_cpu = device == "cpu"
     chosen: list[tuple[str, Any, str]] = []
     if config.task.kind == "auto":
@@ -353,7 +352,7 @@ def continue_from(wanted: Config, saved: Config, folder: Path | str, same_device
 
 def _part_of_a_rank(config: Config) -> tuple[Any, ...]:
     """What decides which part of a model a rank holds, and how many micro-batches are under way there."""
-    return axes_of(config), config.parallel.schedule if config.parallel.pipeline > 1 else ""
+    return config.parallel.axes, config.parallel.schedule if config.parallel.pipeline > 1 else ""
 
 
 # ------------------------------------------------------------------------------------------------------------ sentences

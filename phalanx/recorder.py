@@ -16,9 +16,11 @@ from typing import Any, TextIO
 from phalanx import ending
 from phalanx.cluster.fork import end_child, fork
 from phalanx.cluster.node_requests import Request, Wanted, requests
+from phalanx.events import Kind
 from phalanx.incidents import Incidents
-from phalanx.records import Kind, RunPaths, read_lines
+from phalanx.json_lines import read_lines
 from phalanx.report.console import Console, Follower
+from phalanx.run_paths import RunPaths
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between two looks at what is asked of nodes, and whether what is held can be held by now

@@ -9,8 +9,9 @@ from pathlib import Path
 from phalanx import mirror
 from phalanx.cluster.fork import fork, fork_call
 from phalanx.errors import StorageError
-from phalanx.records import ExitCode, RunPaths, Url
+from phalanx.placement import ExitCode
 from phalanx.report.terminal import open_terminal
+from phalanx.run_paths import RunPaths, Url
 
 NOTICE_S = 5.0  # what takes longer at the end is named
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx import state_file
 from phalanx.errors import CheckpointError, CollectiveError
-from phalanx.kept import Address
+from phalanx.placement import Address
 from phalanx.state_file import HEADER_BYTES, HEADERS, INDEX, PAGE
 
 SOCKET = "replicas.sock"

@@ -28,11 +28,13 @@ from phalanx.cluster.wire import Message
 from phalanx.compat import run as script_run
 from phalanx.devices import Device, devices_of_ranks, models, warmed
 from phalanx.errors import ConfigError, Unhealthy
+from phalanx.events import Kind, write_event
 from phalanx.meetings import Meeting
 from phalanx.participant import CHECK_S, Participant, Tend, Where, check_folder, signed
+from phalanx.placement import ExitCode
 from phalanx.recorder import Hold, Recorder
-from phalanx.records import ExitCode, Kind, RunPaths, write_event
 from phalanx.report import words
+from phalanx.run_paths import RunPaths
 
 COMMAND = "phalanx run"  # by which its nodes know each other
 HEARTBEAT_S = 1.0  # of silence, after which a node is lost

@@ -24,17 +24,18 @@ from phalanx.comm.objects import JsonGroup
 from phalanx.errors import ConfigError
 from phalanx.models.model import Model
 from phalanx.optim.adamw8bit import AdamW8bit
-from phalanx.optim.engine import Precision, Shard
+from phalanx.optim.engine import Precision
 from phalanx.optim.from_torch import from_torch
 from phalanx.optim.order import Sharding
 from phalanx.optim.passes import passes_of
 from phalanx.optim.sharded import Sharded
+from phalanx.optim.state import Shard
 from phalanx.optim.timetable import NOTHING_SAVED
 from phalanx.optim.update import AdamW, Rule
 from phalanx.parallel.sliced import filled_by_rows
 from phalanx.parallel.slices import Slice, copies_of, whole_shapes
 from phalanx.parallel.transform import axis_of, parts_of
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.sharded_model import Rate, ShardedModel, finite_rate
 
 BETAS, EPS = (0.9, 0.95), 1e-8

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import RunError
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 
 PLACE = Path("/dev/shm")
 PREFIX = "phalanx-"

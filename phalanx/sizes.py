@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.axes import axes_of
 from phalanx.config import Config
 from phalanx.kept_bytes import keeps_of, told
 from phalanx.models.spec import ModelSpec
@@ -93,7 +92,7 @@ def tables(config: Config, ranks: int, found: Sizes) -> dict[str, Any]:
 
 def most_of_a_copy(config: Config, ranks: int) -> int:
     """Samples of a step that one copy of the model has at the most, where all copies are alike."""
-    return -(-config.train.global_batch // axes_of(config).data(ranks))
+    return -(-config.train.global_batch // config.parallel.axes.data(ranks))
 
 
 def assumed_micro_batch(config: Config, ranks: int) -> int:

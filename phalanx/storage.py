@@ -32,7 +32,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from phalanx.errors import ConfigError
 from phalanx.patience import Attempt, T, patiently, words
-from phalanx.records import SCHEME, shown
+from phalanx.run_paths import SCHEME, shown
 
 TIMEOUT_S = 300.0
 CHUNK_BYTES = 8 << 20

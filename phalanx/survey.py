@@ -22,12 +22,14 @@ from phalanx.cluster.wire import Message
 from phalanx.config import Config
 from phalanx.devices import Device, devices_of_ranks, warmed
 from phalanx.errors import ConfigError, RunError
+from phalanx.events import Kind
 from phalanx.hardware import Hardware
 from phalanx.launch import Prepared
 from phalanx.meetings import Meeting
-from phalanx.records import ExitCode, Kind, Placement, RunPaths
+from phalanx.placement import ExitCode, Placement
 from phalanx.report import measured, words
 from phalanx.report.terminal import open_terminal
+from phalanx.run_paths import RunPaths
 
 COMMAND = "phalanx hardware"  # by which its nodes know each other
 HEARTBEAT_S = 5.0  # of silence; measuring takes all of a machine
@@ -128,9 +130,9 @@ def _prepared(
 def _works(wanted: Config, said: Message, devices: Sequence[Device], paths: RunPaths, as_json: bool) -> nodes.Works:
     """What a node does that measures with others. A node that is lost ends it."""
     from phalanx.train import copies
+    from phalanx.train.loop import Run
     from phalanx.train.resolve import token_folders
     from phalanx.train.subject import spec_if_any
-    from phalanx.train.trainer import Run
 
     def make(offer: Message, tend: Callable[[], None]) -> Job:
         config = recipe.check(recipe.parse_yaml(offer["config"], "node 0's configuration"), "node 0's configuration")

@@ -20,8 +20,12 @@ import typer
 
 from phalanx import cli, explain, faults, recipe
 from phalanx.config import Config, leaves
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
 from phalanx.models.spec import PRESETS
-from phalanx.records import ExitCode, Kind, RunPaths, StepRecord, read_lines, read_steps
+from phalanx.placement import ExitCode
+from phalanx.records import StepRecord, read_steps
+from phalanx.run_paths import RunPaths
 from tests.helpers import run_ranks
 from tests.warm_shell import run_script
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster.fork import fork
-from phalanx.records import Placement
+from phalanx.placement import Placement
 
 CLIENT = """#!{python} -SE
 import json, os, socket, sys

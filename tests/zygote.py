@@ -20,9 +20,11 @@ from typing import Any
 from phalanx.cluster.agent import Job, preload, run
 from phalanx.cluster.fork import die_with
 from phalanx.cluster.worker import STACKS_SIGNAL
-from phalanx.kept import Kept
+from phalanx.events import Kind
+from phalanx.json_lines import write_atomic
 from phalanx.kept_files import to_go_on_from
-from phalanx.records import Kind, Placement, RunPaths, write_atomic
+from phalanx.placement import Kept, Placement
+from phalanx.run_paths import RunPaths
 from phalanx.state_file import run_of
 
 WARM = (

@@ -38,8 +38,9 @@ from phalanx.checkpoint.read import (
 from phalanx.checkpoint.remote import Remote
 from phalanx.checkpoint.snapshot import Content, HostBuffer, Stored
 from phalanx.errors import CutOff, PhalanxError, RunError
-from phalanx.optim.engine import Piece
-from phalanx.records import Kind, Url
+from phalanx.events import Kind
+from phalanx.optim.state import Piece
+from phalanx.run_paths import Url
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx import storage
-from phalanx.records import Url
+from phalanx.run_paths import Url
 
 CHUNK_BYTES = 8 << 20  # large enough that zlib and the kernel work without the interpreter lock nearly all the time
 DTYPES = {

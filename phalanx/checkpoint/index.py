@@ -8,7 +8,7 @@ from phalanx.checkpoint.kept_state import tensor_of
 from phalanx.checkpoint.snapshot import DTYPE_NAMES
 from phalanx.comm.mesh import Mesh
 from phalanx.optim.coded import Coded
-from phalanx.optim.engine import Piece, Slot
+from phalanx.optim.state import Piece, Slot
 from phalanx.state_file import ALIGNED, StateFile, up
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import DamagedState
-from phalanx.kept import Kept, KeptFile
 from phalanx.kept_files import passed_over
+from phalanx.placement import Kept, KeptFile
 from phalanx.replicas import Replicas
 from phalanx.state_file import StateFile, void_if_damaged
 

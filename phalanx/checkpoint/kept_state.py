@@ -13,8 +13,8 @@ from phalanx.checkpoint.assemble import Where, assemble
 from phalanx.checkpoint.files import DTYPES
 from phalanx.checkpoint.read import all_columns, first_missing
 from phalanx.errors import CheckpointError
-from phalanx.kept import Kept, KeptFile
 from phalanx.optim.coded import Coded
+from phalanx.placement import Kept, KeptFile
 from phalanx.replicas import FarFile, Replicas
 from phalanx.state_file import StateFile
 

@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.checkpoint.read import MANIFEST, canonical, find, is_whole, step_folder
 from phalanx.checkpoint.snapshot import Content
 from phalanx.errors import CheckpointError
-from phalanx.records import sync_folder
+from phalanx.json_lines import sync_folder
 
 
 class Local:

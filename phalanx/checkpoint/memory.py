@@ -24,11 +24,13 @@ from phalanx.checkpoint.thinning import Thinning
 from phalanx.checkpoint.working import Working, forget_from
 from phalanx.comm.mesh import Mesh
 from phalanx.errors import ConfigError
-from phalanx.kept import Kept, elsewhere
-from phalanx.optim.engine import Outcome, Piece, Slot
+from phalanx.events import Kind
+from phalanx.kept import elsewhere
+from phalanx.optim.engine import Outcome
 from phalanx.optim.lane import Lane
+from phalanx.optim.state import Piece, Slot
 from phalanx.optim.update import Change
-from phalanx.records import Kind
+from phalanx.placement import Kept
 from phalanx.replicas import Replicas
 from phalanx.shared_memory import OF_HOST, size
 from phalanx.state_file import StateFile, Who

@@ -26,7 +26,8 @@ from phalanx.checkpoint.assemble import assemble
 from phalanx.checkpoint.files import LocalFiles, RemoteFiles
 from phalanx.checkpoint.windows import Window, bands, covers, project
 from phalanx.errors import CheckpointError, StorageError
-from phalanx.records import MANIFEST, Kind, Url
+from phalanx.events import Kind
+from phalanx.run_paths import MANIFEST, Url
 
 FORMAT = "phalanx-pieces"
 VERSION, WINDOWED = 1, 2  # without and with windows: who does not know of them must not read these

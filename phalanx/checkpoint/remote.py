@@ -15,7 +15,7 @@ from phalanx import storage
 from phalanx.checkpoint.read import MANIFEST, canonical, find, is_whole, step_folder
 from phalanx.checkpoint.snapshot import Content
 from phalanx.errors import CheckpointError, PhalanxError
-from phalanx.records import Url
+from phalanx.run_paths import Url
 
 # A rank's file, or what a killed writer to a store without whole objects left of it.
 _FILE = re.compile(r"\.?rank-\d+\.attempt-(\d+)(?:-[0-9a-f]+)?\.safetensors(?:\.[0-9a-f]+\.partial)?")

@@ -14,7 +14,7 @@ import torch
 
 from phalanx.checkpoint.files import DTYPES
 from phalanx.checkpoint.kept_state import tensor_of
-from phalanx.optim.engine import Slot
+from phalanx.optim.state import Slot
 from phalanx.optim.update import AdamW, Change
 from phalanx.state_file import ALIGNED, StateFile, up
 

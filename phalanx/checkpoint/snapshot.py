@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx import accelerator
 from phalanx.checkpoint.files import CHUNK_BYTES, DTYPES
 from phalanx.checkpoint.read import tensor_name
-from phalanx.optim.engine import Piece
+from phalanx.optim.state import Piece
 
 SEGMENT_BYTES = 64 << 20
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

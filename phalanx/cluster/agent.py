@@ -23,7 +23,8 @@ from phalanx.cluster.early import Early
 from phalanx.cluster.job import Job
 from phalanx.cluster.stopping import Signals
 from phalanx.cluster.supervisor import PAUSE_S
-from phalanx.records import ExitCode, Kind
+from phalanx.events import Kind
+from phalanx.placement import ExitCode
 
 NEVER_RETRIED = (ExitCode.CONFIG, ExitCode.OUT_OF_MEMORY, ExitCode.STOPPED)
 

@@ -20,8 +20,10 @@ from phalanx.cluster.stopping import Signals
 from phalanx.cluster.watchdog import Blame, Watchdog
 from phalanx.cluster.worker import STACKS_SIGNAL, ask_flight_recorder, run_worker
 from phalanx.errors import PhalanxError, RunError
+from phalanx.events import Kind
 from phalanx.host_memory import group_kills
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, StoreAddress
+from phalanx.placement import ExitCode, Placement, StoreAddress
+from phalanx.run_paths import RunPaths
 
 IDLE_S = 0.1  # how often `on_idle` is called
 SETTLE_S = 0.2  # how long a worker that merely lost a peer waits for the one that caused it to be seen

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import PhalanxError, is_out_of_memory
-from phalanx.records import ExitCode
+from phalanx.placement import ExitCode
 
 # What gloo, NCCL, the TCP store and sockets say when the other side has gone.
 _LOST_PEER = re.compile(

@@ -15,8 +15,7 @@ from typing import Any
 from phalanx.cluster.fork import fork, kill_group
 from phalanx.cluster.job import Job
 from phalanx.cluster.worker import run_worker
-from phalanx.kept import Kept, KeptFile
-from phalanx.records import ExitCode, Placement, StoreAddress
+from phalanx.placement import ExitCode, Kept, KeptFile, Placement, StoreAddress
 from phalanx.replicas import receive, send
 
 LATER_S = 2.0  # after an attempt has begun: its own ranks come first

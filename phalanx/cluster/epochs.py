@@ -14,7 +14,7 @@ from typing import Any
 from phalanx import fencing
 from phalanx.cluster.rendezvous import look_again
 from phalanx.errors import RunError
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 
 
 def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> dict[str, Any] | None:

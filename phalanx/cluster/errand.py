@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.cluster.fork import answer_into, drain, end_child, error_of, fork
 from phalanx.errors import PhalanxError
-from phalanx.records import ExitCode
+from phalanx.placement import ExitCode
 
 
 class Errand:

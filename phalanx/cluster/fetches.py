@@ -15,7 +15,7 @@ from pathlib import Path
 
 from phalanx import state_file
 from phalanx.errors import CheckpointError
-from phalanx.kept import Address
+from phalanx.placement import Address
 from phalanx.replicas import FarFile, receive, receive_into, send
 from phalanx.state_file import StateFile, Who
 

@@ -21,7 +21,8 @@ from phalanx.cluster.messages import NONSENSE, problem
 from phalanx.cluster.roster import Roster, member_of, roster_to_message
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import CollectiveError, ConfigError, PhalanxError, RunError, Unhealthy
-from phalanx.records import ExitCode, Kind
+from phalanx.events import Kind
+from phalanx.placement import ExitCode
 
 LOOK_S = 2.0  # between two looks whether the address file is still there
 NOTE_S = 60.0  # after which it is said, and said again, who is not ready

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from phalanx.cluster.causes import describe, signal_name
 from phalanx.control_groups import lines
 from phalanx.errors import OutOfMemory, PhalanxError
-from phalanx.records import ExitCode
+from phalanx.placement import ExitCode
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 MEANWHILE_MS = 100.0

@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.cluster.messages import problem_of_hello
 from phalanx.cluster.wire import Message
-from phalanx.records import shown
+from phalanx.run_paths import shown
 
 
 def own_hello(node: int, nodes: int, devices: list[Any], versions: Message, recipe: Message) -> Message:

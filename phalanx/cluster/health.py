@@ -23,7 +23,9 @@ from phalanx.cluster.findings import VERSION, Finding, Severity, from_json, verd
 from phalanx.cluster.fork import fork, fork_call, kill_group
 from phalanx.cluster.health_gpu import Reading
 from phalanx.errors import ConfigError
-from phalanx.records import ExitCode, RunPaths, write_atomic
+from phalanx.json_lines import write_atomic
+from phalanx.placement import ExitCode
+from phalanx.run_paths import RunPaths
 
 RECENT_S = 3600.0  # how long ago the kernel may have said what only deserves a look, for a quick check to repeat it
 GPUS_S, DISK_S, HOST_S, LOG_S, NAME_S = 30.0, 20.0, 5.0, 15.0, 10.0

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from phalanx.cluster.watchdog import Blame, Known, Patience, Word
 from phalanx.cluster.wire import Channel, Message
-from phalanx.kept import Address, Kept
-from phalanx.records import Placement, RunPaths, StoreAddress
+from phalanx.placement import Address, Kept, Placement, StoreAddress
+from phalanx.run_paths import RunPaths
 
 
 class Others(Protocol):

@@ -49,8 +49,9 @@ from phalanx.cluster.succession import beginning_state, budget_of, node_of, succ
 from phalanx.cluster.supervisor import AFTERMATH, decide
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import PhalanxError
+from phalanx.events import Kind
 from phalanx.kept import Held, choice_to_message, held_of
-from phalanx.records import ExitCode, Kind
+from phalanx.placement import ExitCode
 
 PREPARE_S = 3600.0  # what resolving another division gets: token files may have to be made anew
 DEATH_ANSWER_S = 2.0  # heartbeats: what a holder of a place gets to be found dead when somebody claims it

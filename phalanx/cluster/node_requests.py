@@ -16,7 +16,8 @@ from typing import Any
 
 from phalanx import links
 from phalanx.errors import ConfigError, RunError
-from phalanx.records import RunPaths, write_atomic
+from phalanx.json_lines import write_atomic
+from phalanx.run_paths import RunPaths
 
 VERSION = 1
 BY_HEALTH = "its health check"  # who asks where no user does: heeded only where a spare takes the node's place

@@ -6,7 +6,9 @@ from typing import Any
 
 from phalanx.cluster import node_requests
 from phalanx.errors import RunError
-from phalanx.records import Kind, RunPaths, read_lines
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.run_paths import RunPaths
 
 HERE, LOST, ELSEWHERE, OVER = "in the run", "lost", "not in the run", "the run is over"
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from phalanx import kept_files, state_file
 from phalanx.cluster.wire import Message
-from phalanx.kept import BARE, Address, Kept, KeptFile, choice_of
+from phalanx.kept import BARE, choice_of
+from phalanx.placement import Address, Kept, KeptFile
 
 
 @dataclass(frozen=True)

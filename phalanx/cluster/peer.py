@@ -34,8 +34,10 @@ from phalanx.cluster.stopping import Signals
 from phalanx.cluster.watchdog import Blame, Word
 from phalanx.cluster.wire import Channel, Message
 from phalanx.errors import PhalanxError
-from phalanx.kept import Kept, held_to_message
-from phalanx.records import ExitCode, Kind, RunPaths, StoreAddress
+from phalanx.events import Kind
+from phalanx.kept import held_to_message
+from phalanx.placement import ExitCode, Kept, StoreAddress
+from phalanx.run_paths import RunPaths
 
 LEAVE_S = 5.0  # what the leader gets, after a second SIGINT on another node, to say how the job ended
 

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import ConfigError
-from phalanx.records import Placement, StoreAddress
+from phalanx.placement import Placement, StoreAddress
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")

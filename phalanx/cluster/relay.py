@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from phalanx.cluster.fork import fork, kill_group
 from phalanx.cluster.wire import Message, call, watch
-from phalanx.records import StoreAddress
+from phalanx.placement import StoreAddress
 
 PART_BYTES = 1 << 16
 CALL_S = 20.0  # what node 0 gets to answer

@@ -23,8 +23,8 @@ from phalanx.cluster.fork import fork, kill_group
 from phalanx.cluster.relay import CALL_S
 from phalanx.cluster.wire import call, watch
 from phalanx.errors import CheckpointError
-from phalanx.kept import Address
 from phalanx.kept_files import REPLICAS
+from phalanx.placement import Address
 from phalanx.replicas import SOCKET, Message, receive, receive_into, send
 from phalanx.shared_memory import too_large
 from phalanx.state_file import Facts, StateFile, Who

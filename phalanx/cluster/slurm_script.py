@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx.cluster.slurm import seconds_of
 from phalanx.errors import ConfigError
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 from phalanx.slurm_config import SlurmSection
 
 LEAD_S, LEAD_SHARE = 300, 5  # how long before a job's end it is told; of a short limit one part of so many

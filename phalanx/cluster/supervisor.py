@@ -37,8 +37,9 @@ from phalanx.cluster.affairs import (
     Unfit,
 )
 from phalanx.cluster.causes import FROM_ELSE
+from phalanx.events import Kind
 from phalanx.kept import Choice, choose, missing
-from phalanx.records import ExitCode, Kind
+from phalanx.placement import ExitCode
 
 COLLECT_S = 15.0  # what a node gets to end its ranks; its agent kills them in less
 READY_S = 3600.0  # what one gets to have what a division needs: token files may have to be made anew

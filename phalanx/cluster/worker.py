@@ -17,7 +17,9 @@ from typing import Any
 
 from phalanx.cluster.causes import describe
 from phalanx.errors import PhalanxError
-from phalanx.records import ExitCode, Placement, RunPaths, write_atomic
+from phalanx.json_lines import write_atomic
+from phalanx.placement import ExitCode, Placement
+from phalanx.run_paths import RunPaths
 
 STACKS_SIGNAL = signal.SIGUSR2  # a worker that gets it writes the stacks of its threads to its log
 

@@ -19,7 +19,7 @@ from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.objects import JsonGroup
 from phalanx.comm.topology import Topology, this_host
 from phalanx.errors import CollectiveError, RunError
-from phalanx.records import Placement, StoreAddress
+from phalanx.placement import Placement, StoreAddress
 
 LOST = ("gloo", "pair closure")  # in what gloo says of a peer; a plain send or receive does not name itself
 # For how long nobody else says that a collective has failed for him, too, before the roll is closed; the others notice

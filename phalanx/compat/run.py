@@ -22,7 +22,8 @@ from phalanx.cluster.fork import fork_call
 from phalanx.cluster.placement import device_of, from_environment
 from phalanx.cluster.slurm_step import AUTO_RESUME
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.records import ExitCode, Kind, Placement
+from phalanx.events import Kind
+from phalanx.placement import ExitCode, Placement
 
 # What most scripts import, once in the parent of the ranks.
 PRELOAD = (

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.tokens import MANIFEST, damaged, mapped, of_other_version, verify_once, write_synced
 from phalanx.errors import DataError
-from phalanx.records import sync_folder
+from phalanx.json_lines import sync_folder
 
 FORMAT_VERSION = 1
 _TYPES = ("<u1", "<u2", "<u4", "<i4")

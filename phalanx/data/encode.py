@@ -27,7 +27,7 @@ from phalanx.data.sources import LINES, TOKENS, Format, Record, is_held_out, rec
 from phalanx.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from phalanx.data.tokens import token_dtype, write_synced
 from phalanx.errors import DataError, PhalanxError
-from phalanx.records import shown
+from phalanx.run_paths import shown
 
 PIECE_CHARS = 8 << 20  # text of one piece
 GROUP_CHARS = 1 << 20  # text handed to the tokenizer at once where each process has one core: more memory, no speed

@@ -14,7 +14,8 @@ from phalanx import storage
 from phalanx.data import chat, labelled
 from phalanx.data.prepare import asked_for, format_of
 from phalanx.data.reading import Meter, plan, records
-from phalanx.data.sources import LINES, LIST, ROWS, Format, Record, SourceFile, check_format
+from phalanx.data.source_file import SourceFile
+from phalanx.data.sources import LINES, LIST, ROWS, Format, Record, check_format
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.data.sources import HUB, REMOTE, SourceFile
+from phalanx.data.source_file import HUB, REMOTE, SourceFile
 from phalanx.errors import DataError
 
 DEFAULT_SPLIT = "train"

@@ -15,7 +15,7 @@ from phalanx.data.packing import Form, Packed
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.data.tokens import MANIFEST, TokenFile
 from phalanx.errors import ConfigError
-from phalanx.records import HELD_OUT
+from phalanx.run_paths import HELD_OUT
 
 BLOCK_TOKENS = 8 << 20
 BARS = 12  # of the histogram

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from phalanx.data.columns import Columns
 from phalanx.data.reading import Meter, label_names, plan, records, text_lines
-from phalanx.data.sources import LINES, TEXT, Format, SourceFile, ending
+from phalanx.data.source_file import SourceFile
+from phalanx.data.sources import LINES, TEXT, Format, ending
 from phalanx.data.wordpiece import Specials
 from phalanx.errors import ConfigError, DataError
-from phalanx.records import shown
+from phalanx.run_paths import shown
 
 if TYPE_CHECKING:
     from phalanx.config import DataSection

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from phalanx import storage
 from phalanx.data.tokens import TokenFile
 from phalanx.errors import ConfigError, DataError, StorageError
-from phalanx.records import shown
+from phalanx.run_paths import shown
 
 HEADER = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -34,13 +34,13 @@ from phalanx.data.reading import (
     plan,
     records,
 )
+from phalanx.data.source_file import SourceFile
 from phalanx.data.sources import (
     LINES,
     TALKS,
     TOKENS,
     Format,
     Record,
-    SourceFile,
     check_format,
     is_held_out,
     list_files,
@@ -57,7 +57,7 @@ from phalanx.data.tokenizer import (
 )
 from phalanx.data.tokens import FORMAT_VERSION, TokenFile, TokenWriter
 from phalanx.errors import ConfigError, DataError, StorageError
-from phalanx.records import HELD_OUT, shown
+from phalanx.run_paths import HELD_OUT, shown
 
 if TYPE_CHECKING:
     from phalanx.config import DataSection

@@ -39,19 +39,12 @@ from phalanx.data.prepare import (
     writing_cache,
 )
 from phalanx.data.reading import Meter
-from phalanx.data.sources import (
-    SHARDS,
-    TALKS,
-    TOKENS,
-    Format,
-    SourceFile,
-    is_held_out,
-    text_digest,
-)
+from phalanx.data.source_file import SourceFile
+from phalanx.data.sources import SHARDS, TALKS, TOKENS, Format, is_held_out, text_digest
 from phalanx.data.tokenizer import Tokenizer, check_vocab, load_tokenizer, tokenizer_hash, train_tokenizer
 from phalanx.data.tokens import token_dtype
 from phalanx.errors import ConfigError, DataError
-from phalanx.records import HELD_OUT, shown
+from phalanx.run_paths import HELD_OUT, shown
 
 if TYPE_CHECKING:
     from phalanx.config import Config, DataSection

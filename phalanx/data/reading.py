@@ -18,22 +18,10 @@ from typing import IO, Any
 from phalanx import storage
 from phalanx.data import megatron, record_layouts
 from phalanx.data.conversations import conversations
-from phalanx.data.sources import (
-    COMPRESSIONS,
-    LINES,
-    LIST,
-    REMOTE,
-    ROWS,
-    TALKS,
-    TEXT,
-    TOKENS,
-    Format,
-    Record,
-    SourceFile,
-    unreadable,
-)
+from phalanx.data.source_file import REMOTE, SourceFile
+from phalanx.data.sources import COMPRESSIONS, LINES, LIST, ROWS, TALKS, TEXT, TOKENS, Format, Record, unreadable
 from phalanx.errors import DataError, StorageError
-from phalanx.records import shown
+from phalanx.run_paths import shown
 
 # Of source, in one chunk. A kill costs the work on the chunks at hand, some seconds; with many chunks, processes end
 # together, but each costs three files until all are joined.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from phalanx import storage
 from phalanx.errors import DataError
-from phalanx.records import shown
+from phalanx.run_paths import shown
 
 KEYS = {
     "input_ids": 2,

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import storage
+from phalanx.data.source_file import HUB, SourceFile
 from phalanx.errors import DataError
-from phalanx.records import shown
+from phalanx.run_paths import shown
 
 STDLIB = "stdlib"
 STDLIB_CHAT = "stdlib-chat"
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib"})
-HUB = "hub:"
 COMPRESSIONS = (".gz", ".zst")
 # Kinds of files: how their bytes become documents.
 TEXT = "running text"  # one document
@@ -31,7 +31,6 @@ LIST = "a JSON list"  # one document an element
 ROWS = "Parquet"  # one document a row
 TOKENS = "Megatron tokens"  # token ids already
 TALKS = "conversations"  # Python modules, of whose functions and classes conversations are made
-REMOTE = "a hub dataset"
 SHARDS = "masked shards"  # HDF5 files of sequences that are masked already
 KINDS = {
     ".jsonl": LINES, ".ndjson": LINES, ".json": LIST, ".parquet": ROWS, ".idx": TOKENS, ".hdf5": SHARDS, ".h5": SHARDS,
@@ -97,21 +96,6 @@ class Format:
             "classes": {self.pair_key: "pair", self.label_key: "label", self.text_key: "text"},
         }
         return named[self.format][key]
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """One file of a source: an absolute path, a URL or a hub id.
-
-    `version` changes when its contents do. `lenient`: bytes that are not UTF-8 are replaced (nobody can mend the
-    standard library).
-    """
-
-    path: str
-    kind: str
-    size_bytes: int
-    version: str
-    lenient: bool = False
 
 
 def list_files(

@@ -17,7 +17,8 @@ from phalanx.data import wordpiece
 from phalanx.data.tokens import token_dtype, write_synced
 from phalanx.data.wordpiece import Specials
 from phalanx.errors import ConfigError, DataError, fetch_hint
-from phalanx.records import TOKENIZER_FILES, VOCABULARY_FILES, sync_folder
+from phalanx.json_lines import sync_folder
+from phalanx.run_paths import TOKENIZER_FILES, VOCABULARY_FILES
 
 if TYPE_CHECKING:  # which needs pydantic
     from phalanx.config import DataSection

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from phalanx import formats
 from phalanx.data.wordpiece import Specials
 from phalanx.errors import DataError
-from phalanx.records import sync_folder, write_atomic
+from phalanx.json_lines import sync_folder, write_atomic
 
 FORMAT_VERSION = 1
 TOKENS = "tokens.bin"

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from phalanx.data.encode import Task
 from phalanx.errors import ConfigError, DataError, PhalanxError, StorageError
-from phalanx.records import shown
+from phalanx.run_paths import shown
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.data.encode import main; main()"
 TRIES = 2  # of a chunk whose worker dies

@@ -20,7 +20,8 @@ from phalanx.devices import DEVICES_TIMEOUT_S, PRELOAD, Device, warmed
 from phalanx.doctor import carrying, machine
 from phalanx.doctor.lines import LIBRARY, PROOFS, Check, CheckState, Line, from_json
 from phalanx.errors import PhalanxError
-from phalanx.records import RunPaths, read_lines
+from phalanx.json_lines import read_lines
+from phalanx.run_paths import RunPaths
 
 RUNS = "runs"
 IMPORT_S = 180.0

@@ -19,8 +19,11 @@ from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.messages import Messages
 from phalanx.doctor.carrying import note_end
 from phalanx.doctor.lines import CheckState, Line
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, write_atomic
+from phalanx.events import Kind
+from phalanx.json_lines import write_atomic
+from phalanx.placement import ExitCode, Placement
 from phalanx.report import words
+from phalanx.run_paths import RunPaths
 
 TIMEOUT_S = 60.0  # of a collective
 PARTS = (1, 1000, 2**16)  # numbers of each rank's part of a tensor

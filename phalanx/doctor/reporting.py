@@ -13,7 +13,7 @@ from typing import Any
 from phalanx import __version__
 from phalanx.doctor.lines import CheckState, Line, verdict
 from phalanx.errors import RunError
-from phalanx.records import write_atomic
+from phalanx.json_lines import write_atomic
 
 VERSION = 1  # of this form
 LONG, SHORT = 8, 4  # characters: a shorter value of the environment is part of many words, one of a secret is none

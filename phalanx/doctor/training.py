@@ -13,7 +13,11 @@ from phalanx import faults, launch, recipe
 from phalanx.doctor.carrying import note_end
 from phalanx.doctor.lines import CheckState, Line
 from phalanx.errors import RunError
-from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import ExitCode
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 STEPS, SAVED, KILLED, HUNG = 8, 4, 7, 4  # all of them; that of a checkpoint; those of faults
 TOLERANCE = 1e-4  # of a loss, relative: what other kernels and another order of sums explain in fp32

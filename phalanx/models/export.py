@@ -20,7 +20,7 @@ from phalanx.models.llama import Llama
 from phalanx.models.model import Architecture
 from phalanx.models.spec import ModelSpec
 from phalanx.models.weights import STORED_DTYPES
-from phalanx.records import TOKENIZER_FILES
+from phalanx.run_paths import TOKENIZER_FILES
 
 _INDEX = "model.safetensors.index.json"
 _CHUNK_ELEMENTS = 1 << 20  # rounded and written at a time, so that no tensor is in memory twice

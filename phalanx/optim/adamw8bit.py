@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from phalanx.optim.coded import Coded, blocks_of, code_of_zero
-from phalanx.optim.engine import Allocator, Slot, State
+from phalanx.optim.state import Allocator, Slot, State
 from phalanx.optim.update import MOMENTS, AdamW, Change, copy_over
 
 LEAST_ELEMENTS = 4096  # of a whole parameter; in smaller ones, and in vectors, moments stay as they are

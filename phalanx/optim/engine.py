@@ -8,63 +8,14 @@ each (`balance.in_lockstep`), and with one at least elsewhere.
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from phalanx import accelerator
-from phalanx.optim.coded import Coded
 from phalanx.optim.gradients import LossScale
-
-if TYPE_CHECKING:
-    from phalanx.optim.update import Change
-
-# An allocator gives zero-filled buffers for state: (parameter name, kind, elements, dtype, device) -> flat tensor.
-Allocator = Callable[[str, str, int, torch.dtype, torch.device], torch.Tensor]
-
-State = dict[str, torch.Tensor]  # what is kept of one shard: "param", and what the rule made
-Slot = dict[str, State]  # by a name of the shard
-
-
-@dataclass
-class Shard:
-    """Elements [start, stop) of a parameter, flattened in row-major order: what one rank keeps of it."""
-
-    name: str
-    start: int
-    stop: int
-    shape: tuple[int, ...]  # of the whole parameter
-    tensor: torch.Tensor  # its master values, flat; of a frozen parameter the values themselves, in the compute type
-    trainable: bool = True  # False: frozen, so no checkpoint holds it
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A shard of one kind of state, as checkpoints keep it: elements [start, stop) of the flattened parameter.
-
-    With a `window` [first, last) they are elements of these columns alone, flattened: a part of a matrix that is cut by
-    its last dim. `held` is a 1-D tensor on any device, or a coded one that is decoded whenever `tensor` is asked for.
-    """
-
-    name: str
-    kind: str  # "param" for the master weights, otherwise a state of the same shape such as "exp_avg"
-    start: int
-    stop: int
-    held: torch.Tensor | Coded
-    window: tuple[int, int] | None = None
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The elements; ask for it once, since decoding takes time and memory."""
-        return self.held if isinstance(self.held, torch.Tensor) else self.held.decoded()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.held.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.held.device
+from phalanx.optim.state import Piece, Shard, Slot
+from phalanx.optim.update import Change
 
 
 class Keeper(Protocol):
@@ -111,7 +62,7 @@ class Keeper(Protocol):
     def begin(self) -> None:
         """The next slot is about to be written to, where the state lives in the slots."""
 
-    def updates(self, keys: Collection[str], grads: Mapping[str, torch.Tensor], change: "Change") -> None:
+    def updates(self, keys: Collection[str], grads: Mapping[str, torch.Tensor], change: Change) -> None:
         """Shards of `keys` are about to be updated where the state lives in the slots: those that have one by their
         gradient, which may be overwritten afterwards. May be repeated, as an update may; the last counts."""
 

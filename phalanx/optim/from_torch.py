@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.errors import ConfigError
-from phalanx.optim.engine import Allocator, Slot, State
+from phalanx.optim.state import Allocator, Slot, State
 from phalanx.optim.update import Change
 from phalanx.rules import BETAS, RULES
 

@@ -21,7 +21,8 @@ from phalanx.comm import collectives
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh
 from phalanx.optim import gradients
-from phalanx.optim.engine import Allocator, Keeper, Piece, Precision, Queued, Shard, Slot
+from phalanx.optim.engine import Keeper, Precision, Queued
+from phalanx.optim.state import Allocator, Piece, Shard, Slot
 from phalanx.optim.update import Change, Read, Rule, copy_over, load, pieces, zeros
 
 

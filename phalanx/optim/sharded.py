@@ -27,13 +27,14 @@ from phalanx.comm.ways import ways
 from phalanx.optim import gradients, layout
 from phalanx.optim.agreement import Agreement
 from phalanx.optim.carrier import Carrier
-from phalanx.optim.engine import Allocator, Keeper, Outcome, Piece, Precision, Shard
+from phalanx.optim.engine import Keeper, Outcome, Precision
 from phalanx.optim.held import IN_FLIGHT_RELEASED, Gradient, Held, Pool, place, reduced
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import PART_BYTES, PREFETCH, Sharding
 from phalanx.optim.passes import Marks, Passes
 from phalanx.optim.several import Several
 from phalanx.optim.slots import Shards, Slots
+from phalanx.optim.state import Allocator, Piece, Shard
 from phalanx.optim.stepping import Done, Step
 from phalanx.optim.timeline import Op
 from phalanx.optim.timetable import Timetable

@@ -9,8 +9,9 @@ from torch import nn
 
 from phalanx.comm.mesh import Mesh
 from phalanx.optim import gradients
-from phalanx.optim.engine import Allocator, Keeper, Piece, Precision, Queued, Shard, Slot
+from phalanx.optim.engine import Keeper, Precision, Queued
 from phalanx.optim.slots import Slots
+from phalanx.optim.state import Allocator, Piece, Shard, Slot
 from phalanx.optim.update import NO_COPIES, Change, Read, Rule, load, pieces, zeros
 
 # Gradients are widened to the master's type in portions, so that the copies stay small beside the state.

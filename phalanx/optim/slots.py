@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.optim.engine import Allocator, Keeper, Outcome, Piece, Slot
+from phalanx.optim.engine import Keeper, Outcome
 from phalanx.optim.layout import Fragment
+from phalanx.optim.state import Allocator, Piece, Slot
 from phalanx.optim.update import Change, Read, Rule, copy_over, load, pieces
 
 Make = Callable[[Allocator], Slot]

@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import torch
 
-from phalanx.optim.engine import Engine, Slot
+from phalanx.optim.engine import Engine
+from phalanx.optim.state import Slot
 from phalanx.optim.update import Change, Rule
 
 

@@ -16,12 +16,12 @@ from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.topology import Topology
 from phalanx.comm.ways import Ways
+from phalanx.events import Kind
 from phalanx.optim.engine import Precision
 from phalanx.optim.lane import Lane, Mark
 from phalanx.optim.order import Orders, Sharding, guess, orders
 from phalanx.optim.pacing import DeviceLaps, HostLaps, Laps, Pacing
 from phalanx.optim.units import Unit
-from phalanx.records import Kind
 
 NOTHING_SAVED = "rounds weights but makes nothing faster here, since all ranks are on one node"
 WORTH_TELLING = 0.02  # of the time computed, in transfers

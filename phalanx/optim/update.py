@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from phalanx.optim.coded import Coded
-from phalanx.optim.engine import Allocator, Piece, Slot, State
+from phalanx.optim.state import Allocator, Piece, Slot, State
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NO_COPIES: Mapping[str, int] = MappingProxyType({})  # no parameter is held alike by ranks of one model

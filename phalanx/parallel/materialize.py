@@ -11,7 +11,8 @@ from phalanx.models.model import Model, draw
 from phalanx.models.peft import Adapter
 from phalanx.models.spec import ModelSpec
 from phalanx.models.weights import Weights
-from phalanx.optim.engine import Engine, Shard
+from phalanx.optim.engine import Engine
+from phalanx.optim.state import Shard
 
 Fill = Callable[[Shard], None]
 

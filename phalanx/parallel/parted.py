@@ -14,7 +14,8 @@ from phalanx.errors import ConfigError
 from phalanx.models.llama import TENSOR, Llama
 from phalanx.models.model import Model
 from phalanx.models.spec import ModelSpec
-from phalanx.optim.engine import Engine, Piece, Precision
+from phalanx.optim.engine import Engine, Precision
+from phalanx.optim.state import Piece
 from phalanx.parallel.materialize import Fill
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.sliced import Read, WindowRead, filled_by_rows, filled_by_runs, reading, saved

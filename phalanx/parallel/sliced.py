@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from phalanx.optim.engine import Piece, Shard
+from phalanx.optim.state import Piece, Shard
 from phalanx.parallel.materialize import Fill
 from phalanx.parallel.slices import Slice
 

@@ -14,7 +14,7 @@ from torch import nn
 from phalanx import accelerator
 from phalanx.errors import ConfigError
 from phalanx.models.model import Start, draw
-from phalanx.optim.engine import Shard
+from phalanx.optim.state import Shard
 from phalanx.parallel.materialize import Fill
 from phalanx.parallel.tensor import VocabularyEmbedding
 

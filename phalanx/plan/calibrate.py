@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from phalanx.axes import axes_of
 from phalanx.balance import division_of
 from phalanx.config import Config, spec_of
 from phalanx.errors import ConfigError
@@ -93,7 +92,7 @@ def learn(run: Run) -> Lesson:
 def _refuse_others(run: Run, taken: Sequence[Mapping[str, Any]]) -> None:
     """Raises ConfigError where the steps are of other ranks than those that the newest start has been given."""
     world = sum(map(len, run.nodes))
-    copies = axes_of(run.config).data(world)
+    copies = run.config.parallel.axes.data(world)
     divided = division_of(taken[-1])
     if divided is not None and len(divided.shares) != copies:
         raise ConfigError(
@@ -115,7 +114,7 @@ def _speeds(
     constants: Constants, said: list[str],
 ) -> list[float]:  # fmt: skip
     """How many times as fast as thought each copy of the model computes."""
-    copies = axes_of(run.config).data(before.cluster.devices)
+    copies = run.config.parallel.axes.data(before.cluster.devices)
     busy = [record["busy_s"] for record in taken if record.get("busy_s") and len(record["busy_s"]) == copies]
     terms = before.estimate.terms
     computes = terms["compute"] + terms["offload"]
@@ -180,7 +179,7 @@ def _file(
     run: Run, before: Prediction, cluster: Cluster, speeds: Sequence[float], learnt: Learnt, constants: Constants
 ) -> Hardware:
     """The devices with a pass of the whole model each, as long as it must have taken; the link as it was known."""
-    axes, world = axes_of(run.config), cluster.devices
+    axes, world = run.config.parallel.axes, cluster.devices
     size = max(1, before.choice.micro_batch)
     rows = run.known.devices if run.known is not None and len(run.known.devices) == world else None
     work = run.known.work if rows is not None and run.known is not None else _work_told(run)

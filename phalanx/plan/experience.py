@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import ConfigError
+from phalanx.events import Kind
 from phalanx.hardware import MOST
+from phalanx.json_lines import read_lines
 from phalanx.plan.failures import RECOVERY_S, Failures
-from phalanx.records import Kind, RunPaths, read_lines, read_steps
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 DEATHS = (Kind.WORKER_DIED, Kind.NODE_LOST)
 Record = Mapping[str, Any]

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.axes import axes_of
 from phalanx.config import Config
 from phalanx.models.spec import ModelSpec
 from phalanx.parallel import stages as pipelines
@@ -43,7 +42,7 @@ def predict(
     if config.train.micro_batch != "auto":
         choice = unlike.completed(choice)
         return Prediction(work, cluster, choice, model.predict(choice))
-    size = -(-work.global_batch // axes_of(config).data(cluster.devices))
+    size = -(-work.global_batch // config.parallel.axes.data(cluster.devices))
     size = 1 << (size.bit_length() - 1)
     while True:
         tried = unlike.completed(replace(choice, micro_batch=size))
@@ -60,7 +59,7 @@ def choice_of(config: Config, cluster: Cluster) -> Choice:
     devices, batch = cluster.devices, config.train.global_batch
     staged = parallel.pipeline > 1
     schedule = parallel.schedule if staged else "1f1b"
-    copies = axes_of(config).data(devices)
+    copies = config.parallel.axes.data(devices)
     zero, reduce = parallel.settled
     work, state = config.balance.work, config.balance.state
     shares: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ from phalanx.cluster.affairs import Phase
 from phalanx.cluster.supervisor import decide
 from phalanx.errors import ConfigError
 from phalanx.kept import Held
-from phalanx.records import ExitCode
+from phalanx.placement import ExitCode
 
 DAY_S = 86400.0
 MOST_EVENTS = 5_000_000  # beyond which it would take many minutes

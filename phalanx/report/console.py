@@ -24,9 +24,12 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.records import Kind, RunPaths, Url, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.records import read_steps
 from phalanx.report import devices, evaluated, words
 from phalanx.report.terminal import open_terminal
+from phalanx.run_paths import RunPaths, Url
 
 STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
 RATE_STEPS = 20  # the shown rate is a median over these many steps, so that one slow step does not shake it

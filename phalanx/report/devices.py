@@ -25,8 +25,10 @@ from rich.text import Text
 from phalanx import hardware
 from phalanx.balance import Division, division_of
 from phalanx.errors import ConfigError
-from phalanx.records import Kind, RunPaths, read_lines
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
 from phalanx.report import words
+from phalanx.run_paths import RunPaths
 
 Record = Mapping[str, Any]
 Line = tuple[float, float]  # seconds of a micro-batch, and of each of its sequences

@@ -4,7 +4,7 @@ import html
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from phalanx.records import Kind
+from phalanx.events import Kind
 from phalanx.report import words
 
 

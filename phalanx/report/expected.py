@@ -3,7 +3,7 @@
 import html
 from typing import Any
 
-from phalanx.records import Kind
+from phalanx.events import Kind
 from phalanx.report import words
 from phalanx.report.history import Run
 

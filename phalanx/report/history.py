@@ -11,8 +11,11 @@ import yaml
 
 from phalanx import formats
 from phalanx.errors import RunError
-from phalanx.records import Kind, RunPaths, read_lines, split_attempts
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.records import split_attempts
 from phalanx.report import devices, words
+from phalanx.run_paths import RunPaths
 
 Record = dict[str, Any]
 

@@ -14,10 +14,12 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from phalanx.errors import RunError
-from phalanx.records import Kind, RunPaths, write_atomic
+from phalanx.events import Kind
+from phalanx.json_lines import write_atomic
 from phalanx.report import devices, evaluated, expected, inside, page, words
 from phalanx.report.history import POINTS, Record, Run, after_steps, attempts, read_run, smooth, status, thin
 from phalanx.report.incidents import incidents
+from phalanx.run_paths import RunPaths
 
 COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "data_s", "mfu", "mfu_causal", "memory_bytes")
 EVENTS = 1000  # of more, the newest are in the table, and saved checkpoints are not marked on the curves

@@ -12,7 +12,7 @@ console says when it is over. Where a run's records have no such line, it follow
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.records import Kind
+from phalanx.events import Kind
 from phalanx.report import words
 from phalanx.report.history import Record, Run, after_steps
 

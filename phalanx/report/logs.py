@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import RunError
-from phalanx.records import Kind, RunPaths, read_lines
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
 from phalanx.report import words
+from phalanx.run_paths import RunPaths
 
 TAIL_BYTES = 64 * 1024  # of a log that is shown from near its end
 LAST_LINES = 40  # of the log of a rank that went wrong

@@ -5,7 +5,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.records import Kind
+from phalanx.events import Kind
 from phalanx.report import words
 from phalanx.report.terminal import open_terminal
 

@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.errors import RunError
-from phalanx.records import Kind, RunPaths
+from phalanx.events import Kind
 from phalanx.report import words
 from phalanx.report.history import Run, attempts, read_run, status
 from phalanx.report.incidents import Incident, incidents, others
+from phalanx.run_paths import RunPaths
 
 RATE_STEPS = 20  # rate and time left follow from a median of these many steps
 NODES = 8  # each of which has a line on the screen; of more those only that something is to be said of

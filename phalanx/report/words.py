@@ -5,7 +5,9 @@ import signal
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from phalanx.records import HELD_OUT, ExitCode, Kind
+from phalanx.events import Kind
+from phalanx.placement import ExitCode
+from phalanx.run_paths import HELD_OUT
 
 
 class Mark(NamedTuple):

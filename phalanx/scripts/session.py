@@ -16,7 +16,7 @@ from phalanx import accelerator
 from phalanx.cluster.placement import from_environment
 from phalanx.comm import mesh
 from phalanx.errors import ConfigError
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.scripts.ranks import Ranks
 
 TIMEOUT_S = 1800.0  # torch's own default

@@ -18,7 +18,7 @@ from phalanx.models.model import Architecture
 from phalanx.models.peft import Adapter
 from phalanx.models.spec import ModelSpec
 from phalanx.models.weights import Weights
-from phalanx.records import BASE_WEIGHTS, RunPaths
+from phalanx.run_paths import BASE_WEIGHTS, RunPaths
 
 if TYPE_CHECKING:  # the loop runs where pydantic is not installed
     from phalanx.config import Config

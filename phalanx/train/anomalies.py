@@ -15,7 +15,9 @@ import torch
 
 from phalanx.comm.mesh import Mesh
 from phalanx.errors import Diverged
-from phalanx.records import RunPaths, StepRecord, recent_lines, split_attempts
+from phalanx.json_lines import recent_lines
+from phalanx.records import StepRecord, split_attempts
+from phalanx.run_paths import RunPaths
 
 if TYPE_CHECKING:
     from phalanx.config import ResilienceSection

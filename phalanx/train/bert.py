@@ -20,7 +20,7 @@ from phalanx.models.hf_config import read_config
 from phalanx.models.model import Model
 from phalanx.models.spec import ModelSpec, flops_per_token
 from phalanx.models.weights import Weights
-from phalanx.optim.engine import Shard
+from phalanx.optim.state import Shard
 from phalanx.parallel.materialize import Fill, drawn, imported
 from phalanx.tasks.labels import TextLabel, WordLabels
 from phalanx.tasks.masked import MaskedLanguage

@@ -18,7 +18,7 @@ from phalanx.optim.timed import Updates
 from phalanx.parallel.apply import apply, precision_of
 from phalanx.parallel.materialize import Fill
 from phalanx.parallel.parted import Parted
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 from phalanx.tasks.task import Task
 from phalanx.train.engines import Weights, make_engine, sharding_of
 from phalanx.train.sharing import Sharing

@@ -18,7 +18,8 @@ from phalanx import accelerator, pairing
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.messages import Messages
-from phalanx.records import ExitCode, Placement, write_atomic
+from phalanx.json_lines import write_atomic
+from phalanx.placement import ExitCode, Placement
 from phalanx.train.link import link_of
 from phalanx.train.measure import copied_per_s, host_to_device_per_s
 

@@ -21,26 +21,18 @@ from phalanx.comm.mesh import Mesh
 from phalanx.comm.objects import JsonGroup
 from phalanx.comm.topology import this_host
 from phalanx.errors import Corrupted
-from phalanx.optim.engine import Engine, Piece
+from phalanx.events import Kind
+from phalanx.json_lines import append_line
+from phalanx.optim.engine import Engine
 from phalanx.optim.sharded import Sharded
-from phalanx.optim.single import Single
-from phalanx.records import Kind, RunPaths, append_line
+from phalanx.run_paths import RunPaths
 from phalanx.state_file import digest
 from phalanx.train.anomalies import Wrong
+from phalanx.train.master_weights import as_integers, is_kept_whole, masters_of
 from phalanx.train.sinks import Records
 
 NAMED = 3  # parameters that an event names
 MOST = 3  # times that a step is gone back behind
-
-
-def is_kept_whole(engine: Engine) -> bool:
-    """Whether each rank keeps whole parameters from step to step."""
-    return isinstance(engine, Single) or (isinstance(engine, Sharded) and engine.sharding.zero < 3)
-
-
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,12 +91,6 @@ def compare(engine: Engine, mesh: Mesh) -> Verdict | None:
     if len(set(_everyones((mine * weights).sum().view(1), mesh)[:, 0].tolist())) == 1:
         return None
     return verdict(_everyones(mine, mesh).tolist(), names)
-
-
-def masters_of(engine: Engine) -> list[Piece]:
-    """What this rank keeps of the parameters, whoever else keeps the same."""
-    pieces = engine.pieces(twins=True) if isinstance(engine, Sharded) else engine.pieces()
-    return [piece for piece in pieces if piece.kind == "param"]
 
 
 def shards_of(engine: Engine, mesh: Mesh) -> list[int]:

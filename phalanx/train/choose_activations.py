@@ -17,8 +17,8 @@ from phalanx.config import Config
 from phalanx.errors import ConfigError
 from phalanx.models.draws import Draws
 from phalanx.parallel.activations import check_horizon
+from phalanx.placement import Placement
 from phalanx.recipe import update
-from phalanx.records import Placement
 from phalanx.train.measure import COPY_BYTES, copied_per_s
 from phalanx.train.probe import USABLE, Finding, depths_of
 from phalanx.train.subject import Subject

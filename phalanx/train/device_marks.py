@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.placement import ExitCode, Placement
 from phalanx.pulse import Pulse
-from phalanx.records import ExitCode, Placement
 
 if TYPE_CHECKING:
     from phalanx.config import Config

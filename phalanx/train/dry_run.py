@@ -18,7 +18,6 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx import storage
-from phalanx.axes import axes_of
 from phalanx.config import Config
 from phalanx.data.tokenizer import foreseen_vocabulary
 from phalanx.errors import ConfigError
@@ -94,7 +93,7 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
 
     dtype, rule = _compute_dtype(config), make_rule(config.optim)
-    copies = axes_of(config).data(ranks)
+    copies = config.parallel.axes.data(ranks)
     shard_over = 1 if config.parallel.data == "single" else copies
     sharding = sharding_of(config) if config.parallel.data == "sharded" else None
     shared = torch.float32 if config.train.dtype == "mixed" and ranks > 1 else dtype
@@ -153,7 +152,7 @@ def _layout(
     config: Config, copies: int, held: Sequence[Held], memories: Sequence[dict[str, int]]
 ) -> dict[str, Any] | None:
     """Who holds what, where several ranks hold one copy of the model; None where each holds all of it."""
-    if axes_of(config).model == 1:
+    if config.parallel.axes.model == 1:
         return None
     return {
         "tensor": config.parallel.tensor,

@@ -4,7 +4,7 @@ import functools
 import time
 
 from phalanx.comm.mesh import Mesh
-from phalanx.records import Kind
+from phalanx.events import Kind
 from phalanx.train.build import Parts
 from phalanx.train.moments import Moments
 from phalanx.train.sinks import Records

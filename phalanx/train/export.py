@@ -11,6 +11,7 @@ import torch
 from phalanx.checkpoint.read import Checkpoint, examine, find, newest_valid, step_folder
 from phalanx.config import Config
 from phalanx.errors import CheckpointError, ConfigError, RunError
+from phalanx.events import Kind, write_event
 from phalanx.models import hf, hf_config
 from phalanx.models.custom import shapes_of
 from phalanx.models.export import copy_tokenizer, export, export_plain, new_folder
@@ -18,7 +19,7 @@ from phalanx.models.model import Architecture
 from phalanx.models.peft import save_adapter
 from phalanx.models.weights import Weights
 from phalanx.parallel.apply import DTYPES
-from phalanx.records import Kind, RunPaths, Url, write_event
+from phalanx.run_paths import RunPaths, Url
 from phalanx.train import adapters, copies, exports
 from phalanx.train.folder import next_attempt, saved_config
 from phalanx.train.subject import class_of_run, spec_from_run

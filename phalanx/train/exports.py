@@ -8,7 +8,7 @@ from phalanx import storage
 from phalanx.config import Config
 from phalanx.data.cache import passing
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.records import Url
+from phalanx.run_paths import Url
 
 LAST = ("config.json", "adapter_config.json")  # what makes a folder a model, or an adapter, to those who load it
 

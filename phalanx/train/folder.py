@@ -17,7 +17,9 @@ from phalanx.config import Config
 from phalanx.data.chat import template_text
 from phalanx.data.tokens import TokenFile
 from phalanx.errors import RunError
-from phalanx.records import BASE_WEIGHTS, TOKENIZER_FILES, Kind, RunPaths, read_lines, write_atomic
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines, write_atomic
+from phalanx.run_paths import BASE_WEIGHTS, TOKENIZER_FILES, RunPaths
 
 LOCK_TRIES = 100
 SETTLE_S = 0.2  # after a lock was taken back from another user

@@ -21,9 +21,13 @@ from phalanx.checkpoint.read import Checkpoint, find, step_folder
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
+from phalanx.events import Kind
+from phalanx.json_lines import last_line, read_lines
 from phalanx.models.code import file_of, load_class, where
 from phalanx.optim.engine import Engine
-from phalanx.records import Kind, Placement, RunPaths, last_line, read_lines, read_steps
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from phalanx.train.callback import Callback, Request, RunState
 from phalanx.train.moments import Moments
 

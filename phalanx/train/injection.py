@@ -13,10 +13,12 @@ import torch
 from phalanx import accelerator
 from phalanx.checkpoint.read import OnEvent, step_folder
 from phalanx.errors import ConfigError
+from phalanx.events import Kind, write_event
 from phalanx.faults import Fault
 from phalanx.optim.engine import Engine
-from phalanx.records import Kind, Placement, RunPaths, Url, write_event
-from phalanx.train.checksums import as_integers, is_kept_whole, masters_of
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths, Url
+from phalanx.train.master_weights import as_integers, is_kept_whole, masters_of
 from phalanx.train.sinks import Records
 
 FROM_THE_END = 100  # where a byte of a file is changed

@@ -23,9 +23,11 @@ from phalanx.balance import UNBOUND, Speed
 from phalanx.comm.mesh import Mesh, alone, join
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import ConfigError, OutOfMemory, is_out_of_memory
+from phalanx.events import Kind
 from phalanx.hardware import Device, Hardware, Link
 from phalanx.models.spec import ModelSpec
-from phalanx.records import ExitCode, Kind, Placement, RunPaths
+from phalanx.placement import ExitCode, Placement
+from phalanx.run_paths import RunPaths
 from phalanx.train.engines import Weights, agreed
 from phalanx.train.link import link_of
 from phalanx.train.probe import SIZES, USABLE, depths_of, found, remedy, state_bytes

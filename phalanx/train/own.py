@@ -19,7 +19,7 @@ from phalanx.models.code import load_class, where
 from phalanx.models.model import Model
 from phalanx.models.spec import ModelSpec
 from phalanx.parallel.materialize import Fill, drawn
-from phalanx.records import HELD_OUT, RunPaths
+from phalanx.run_paths import HELD_OUT, RunPaths
 from phalanx.tasks.own import DataSet, OwnTask
 from phalanx.tasks.task import Batch, Task
 

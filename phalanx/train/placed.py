@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.axes import Place, axes_of
+from phalanx.axes import Place
 from phalanx.config import Config
 from phalanx.models.model import Model
 from phalanx.parallel.parted import cut_down
@@ -34,7 +34,7 @@ class Held:
 def held_by(subject: Subject, config: Config, pipe: int) -> Held:
     """What the rank number `pipe` of a pipeline holds."""
     model = subject.model()
-    if axes_of(config).model == 1:
+    if config.parallel.axes.model == 1:
         return Held(model, pipe)
     # Where the vocabulary does not divide, the last slice of it is one of the longest.
     return Held(model, pipe, cut_down(model, config, Place(pipe, 0, config.parallel.tensor - 1)))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from phalanx import accelerator
-from phalanx.axes import axes_of
 from phalanx.comm.mesh import join
 from phalanx.config import Config
 from phalanx.errors import ConfigError, is_out_of_memory
@@ -31,8 +30,8 @@ from phalanx.optim.order import Sharding
 from phalanx.optim.units import describe
 from phalanx.optim.update import Rule
 from phalanx.parallel.apply import compute_dtype, own_units
+from phalanx.placement import Placement
 from phalanx.recipe import update
-from phalanx.records import Placement
 from phalanx.sizes import HALF, held_alone
 from phalanx.train.engines import Weights, sharding_of
 from phalanx.train.placed import all_held, held_by
@@ -187,7 +186,7 @@ def check_state(config: Config, subject: Subject, device_name: str, *, world: in
 
 def _least_state_bytes(config: Config, subject: Subject, device: torch.device, world: int) -> int:
     """What a rank holds at least: where the state may be cut unevenly, its whole part may be elsewhere."""
-    state, copies = config.balance.state, axes_of(config).data(world)
+    state, copies = config.balance.state, config.parallel.axes.data(world)
     if not _may_be_uneven(config, world):
         return state_bytes(config, subject, device, world)
     if isinstance(state, list):
@@ -199,7 +198,7 @@ def _least_state_bytes(config: Config, subject: Subject, device: torch.device, w
 
 def _may_be_uneven(config: Config, world: int) -> bool:
     """Whether ranks may hold unlike parts of the state."""
-    return config.parallel.data == "sharded" and axes_of(config).data(world) > 1 and config.balance.state != "even"
+    return config.parallel.data == "sharded" and config.parallel.axes.data(world) > 1 and config.balance.state != "even"
 
 
 def state_bytes(
@@ -209,7 +208,7 @@ def state_bytes(
     most. Where several ranks hold one copy of the model, each holds its stages and slices of it; without a `rank` it is
     the one that holds most."""
     precision, ranks, sharding = _held_how(config, device, world, weights)
-    rule, place = make_rule(config.optim), None if rank is None else axes_of(config).place(rank, world)
+    rule, place = make_rule(config.optim), None if rank is None else config.parallel.axes.place(rank, world)
     helds = all_held(subject, config) if place is None else [held_by(subject, config, place.pipe)]
     number = None if place is None else place.data
     items = (state_items(held.model, subject.spec, precision, ranks, rule, sharding, number) for held in helds)
@@ -222,7 +221,7 @@ def _held_how(
     """The types that ranks hold the state in, how many hold it together, and how where it is sharded by our engine."""
     compute = compute_dtype(config.train.dtype, device)
     shared = torch.float32 if config.train.dtype == "mixed" and world > 1 else compute
-    ranks = 1 if config.parallel.data == "single" else axes_of(config).data(world)
+    ranks = 1 if config.parallel.data == "single" else config.parallel.axes.data(world)
     sharding = sharding_of(config, weights) if config.parallel.data == "sharded" else None
     return Precision(compute, shared), ranks, sharding
 

@@ -16,8 +16,10 @@ from torch.autograd.profiler_util import FunctionEventAvg
 
 from phalanx import accelerator
 from phalanx.comm.mesh import Mesh
+from phalanx.events import Kind
+from phalanx.json_lines import write_atomic
 from phalanx.phases import PHASES, PREFIX
-from phalanx.records import Kind, RunPaths, write_atomic
+from phalanx.run_paths import RunPaths
 from phalanx.train.sinks import Records
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ import torch
 import yaml
 
 from phalanx import balance
-from phalanx.axes import axes_of
 from phalanx.combinations import LABELLED
 from phalanx.config import Config, spec_of
 from phalanx.data.columns import Columns
@@ -29,7 +28,7 @@ from phalanx.optim.choose import make_rule
 from phalanx.parallel.activations import check_horizon
 from phalanx.parallel.apply import why_not_compiled
 from phalanx.recipe import NOT_COMPILED_ON_CPU, check, to_yaml, update
-from phalanx.records import HELD_OUT
+from phalanx.run_paths import HELD_OUT
 from phalanx.train import adapters, copies
 from phalanx.train.bert import default_labels, holds_records
 from phalanx.train.choose_activations import choose
@@ -157,7 +156,7 @@ def _fitting(config: Config, subject: Subject, devices: Sequence[str], world: in
     for device in devices:
         check_state(config, subject, device, world=world, local_world=local_world)
     # Where shares follow the devices one may get nearly all there is, though they are alike now.
-    work, batch, copies = config.balance.work, config.train.global_batch, axes_of(config).data(world)
+    work, batch, copies = config.balance.work, config.train.global_batch, config.parallel.axes.data(world)
     most = max(work) if isinstance(work, list) else max(balance.even(batch, copies)) if work == "even" else batch
     if config.parallel.pipeline > 1:  # of few micro-batches all stages but one would wait for most of a step
         most = max(1, most // (MICRO_BATCHES * copies * config.parallel.pipeline))

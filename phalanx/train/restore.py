@@ -15,18 +15,18 @@ from phalanx.comm.compressed import other_nodes
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import ConfigError, RunError
+from phalanx.events import Kind
 from phalanx.optim.choose import make_rule
 from phalanx.optim.update import AdamW
 from phalanx.parallel.materialize import frozen_only, materialise
-from phalanx.records import Kind, Placement, RunPaths, last_line, read_lines
+from phalanx.placement import Placement
 from phalanx.replicas import Replicas
+from phalanx.run_paths import RunPaths
 from phalanx.train.build import Parts
-from phalanx.train.callback import Request
 from phalanx.train.sinks import Records
 
 if TYPE_CHECKING:
     from phalanx.config import Config
-    from phalanx.train.trainer import Loop
 
 NOTHING: dict[str, Any] = {"step": 0, "skipped": 0, "tokens": 0}
 
@@ -132,41 +132,6 @@ def restore(
         for message in [*parts.subject.warnings(), *parts.train.warnings()]:
             records.event(Kind.WARNING, {"message": message})
     return start
-
-
-def done_after(step: int, paths: RunPaths, group: JsonGroup) -> tuple[bool, bool, bool]:
-    """Whether the record of a step, an evaluation behind it, and its checkpoint are there. Collective."""
-    found = None
-    if group.gather_objects(None) is not None:  # rank 0: others may see the files later
-        newest = last_line(paths.metrics) or {}
-        events = [event for event in read_lines(paths.events) if event.get("step") == step]
-        evaluated = any(event.get("kind") == Kind.EVALUATED for event in events)
-        saved = any(event.get("kind") == Kind.CHECKPOINT_SAVED for event in events)
-        found = [newest.get("step") == step, evaluated, saved]
-    recorded, evaluated, saved = group.broadcast_object(found)
-    return recorded, evaluated, saved
-
-
-def make_up(loop: "Loop", start: Start) -> int | None:
-    """What those who committed a step in memory were to do behind it and did not live to do: its record, an evaluation,
-    a checkpoint, what callbacks had requested. Returns the step if it is on disk. Collective."""
-    step, config, due = start.step, loop.job.config, loop.hooks.due
-    recorded, evaluated, saved = done_after(step, loop.job.paths, JsonGroup(loop.mesh.checkpoint))
-    if start.left and not recorded:
-        loop.records.step(loop.recorder.left(step, loop.placement.attempt, start.left))
-        loop.hooks.tell()
-    if Request.WEIGHTS in due:
-        loop.hooks.weights(loop.parts.engine)
-    evaluates = is_due(step, config.train.eval_every) or Request.EVALUATE in due
-    if evaluates and step < config.train.steps and not evaluated:
-        loop.evaluate(step)
-    if loop.is_kept(step) and step < config.train.steps and not saved:
-        saved = loop.save(step)
-    return step if saved else None
-
-
-def is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 def _source(

@@ -4,23 +4,21 @@ The checkpoint is saved anew with what is passed over from then on, and those be
 way that was given up, and whoever goes on with the run goes on with this one.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from phalanx.checkpoint.read import newest_agreed
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import Corrupted, Diverged
-from phalanx.records import Kind
+from phalanx.events import Kind
 from phalanx.train.anomalies import Wrong
-
-if TYPE_CHECKING:
-    from phalanx.train.trainer import Loop
+from phalanx.train.loop import Loop
 
 MOST, WITHIN = 3, 1000  # rollbacks, within so many batches: more do not help
 
 
-def go_back(loop: "Loop", wrong: Wrong) -> int:
+def go_back(loop: Loop, wrong: Wrong) -> int:
     """Have all ranks go back behind what went wrong; returns the step that they are at then. Collective.
 
     Where `wrong.good` names a step that was well, what came after it is done again with the same data. Raises Diverged

@@ -19,7 +19,9 @@ from phalanx.balance import Division, Speed
 from phalanx.comm.collectives import Pending, all_reduce
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.objects import JsonGroup
-from phalanx.records import Kind, RunPaths, last_line, read_lines
+from phalanx.events import Kind
+from phalanx.json_lines import last_line, read_lines
+from phalanx.run_paths import RunPaths
 
 SHOWN_RANKS = 64  # with more of them a step's record names shares and seconds now and then only
 SHOWN_EVERY = 64

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.errors import ConfigError
-from phalanx.records import Kind, RunPaths, StepRecord, append_line, read_lines
+from phalanx.events import Kind
+from phalanx.json_lines import append_line, read_lines
+from phalanx.records import StepRecord
+from phalanx.run_paths import RunPaths
 
 SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "memory_bytes", "mfu", "loss_scale")
 MOST_RANKS = 64  # that have curves of their own: more nobody could tell apart

@@ -10,8 +10,9 @@ from phalanx import accelerator
 from phalanx.comm.mesh import Mesh, alone
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import is_out_of_memory
+from phalanx.events import Kind
 from phalanx.parallel.parted import plan_of
-from phalanx.records import Kind, RunPaths
+from phalanx.run_paths import RunPaths
 from phalanx.train.sinks import Records, resolved_before
 from phalanx.train.subject import Subject
 from phalanx.train.trial import trial

@@ -11,6 +11,7 @@ from phalanx import accelerator, balance
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import ConfigError
+from phalanx.events import Kind
 from phalanx.kept import elsewhere
 from phalanx.kept_bytes import NONE, Keeps, keeps_of
 from phalanx.models.model import Model
@@ -19,7 +20,8 @@ from phalanx.optim.layout import lay_out
 from phalanx.optim.memory import STATE, held_bytes, slot_bytes
 from phalanx.optim.units import describe
 from phalanx.parallel.apply import own_units, precision_of
-from phalanx.records import Kind, Placement, RunPaths
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 from phalanx.train.engines import Weights, sharding_of
 from phalanx.train.sinks import Records, resolved_before
 from phalanx.train.subject import Subject

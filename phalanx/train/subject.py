@@ -21,7 +21,7 @@ from phalanx.models.model import Architecture, Model
 from phalanx.models.spec import ModelSpec, flops_per_token
 from phalanx.models.weights import Weights
 from phalanx.parallel.materialize import Fill, drawn, imported, with_adapters
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Task
 from phalanx.train import adapters

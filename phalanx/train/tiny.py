@@ -18,7 +18,7 @@ from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.llama import init_slice
 from phalanx.models.model import Architecture
 from phalanx.models.spec import ModelSpec
-from phalanx.records import VOCABULARY_FILES
+from phalanx.run_paths import VOCABULARY_FILES
 from phalanx.shrink import SEQ_LEN, STANDIN, STANDIN_BERT, tiny_spec
 from phalanx.train.subject import class_of_run
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from phalanx import accelerator
 from phalanx.comm.mesh import Mesh
 from phalanx.models.model import Model
-from phalanx.optim.engine import Engine, Shard
+from phalanx.optim.engine import Engine
 from phalanx.optim.single import Single
+from phalanx.optim.state import Shard
 from phalanx.parallel.apply import apply
 from phalanx.parallel.materialize import materialise
 from phalanx.tasks.task import Batch, Task

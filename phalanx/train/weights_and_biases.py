@@ -11,7 +11,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import ConfigError
-from phalanx.records import Kind, RunPaths, write_atomic, write_event
+from phalanx.events import Kind, write_event
+from phalanx.json_lines import write_atomic
+from phalanx.run_paths import RunPaths
 from phalanx.train.sinks import evaluation, measured
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from phalanx.models.llama import Llama
 from phalanx.models.spec import ModelSpec
 from phalanx.parallel.apply import precision_of
 from phalanx.parallel.parted import Parted, part
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 from phalanx.train.staged import last_logits
 from phalanx.train.subject import subject_of
 

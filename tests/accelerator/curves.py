@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.records import Kind, Placement, RunPaths, write_event
+from phalanx.events import Kind, write_event
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 from tests.accelerator.device import run_on_device
 from tests.dist.incidents import train_with_signal
 from tests.helpers import run_ranks

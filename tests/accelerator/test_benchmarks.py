@@ -17,7 +17,7 @@ from phalanx.config import DataSection
 from phalanx.data.prepare import prepare
 from phalanx.data.tokens import TokenFile
 from phalanx.models.spec import ModelSpec
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.accelerator.curves import EVERYTHING
 from tests.accelerator.device import needs_device, run_on_device
 

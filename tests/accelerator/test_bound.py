@@ -9,7 +9,7 @@ import torch.distributed as dist
 from phalanx.axes import Axes
 from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import alone, beside, neighbours
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.accelerator.device import needs_device, run_on_device
 
 pytestmark = needs_device

@@ -12,7 +12,7 @@ from phalanx import recipe
 from phalanx.comm.mesh import join
 from phalanx.config import spec_of
 from phalanx.optim.stamps import Stamps, seconds_between, stamp
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.train import burn_in, choose_activations, link, measure, profile, trial
 from phalanx.train.subject import subject_of
 from tests.accelerator.device import needs_device, run_on_device

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import is_out_of_memory
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.accelerator.device import ORDERS, needs_device, run_on_device, sim_environment
 from tests.helpers import ROOT, run_ranks
 

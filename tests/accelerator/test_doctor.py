@@ -8,7 +8,7 @@ import pytest
 
 from phalanx import accelerator
 from phalanx.doctor import exchange, on_devices
-from phalanx.records import ExitCode, Placement
+from phalanx.placement import ExitCode, Placement
 from tests.accelerator.device import needs_device, phalanx, run_on_device
 
 pytestmark = needs_device

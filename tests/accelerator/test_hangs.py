@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from phalanx.cluster.fork import fork
-from phalanx.records import ExitCode, Kind, Placement
-from phalanx.train.trainer import Loop
+from phalanx.events import Kind
+from phalanx.placement import ExitCode, Placement
+from phalanx.train.loop import Loop
 from tests.accelerator.device import needs_device, phalanx, run_on_device
 from tests.dist import command
 from tests.dist.command import write_place

@@ -7,7 +7,9 @@ import torch
 
 from phalanx import accelerator, kept_files, state_file
 from phalanx.checkpoint.thinning import every_of
-from phalanx.records import Kind, Placement, RunPaths, write_event
+from phalanx.events import Kind, write_event
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 from tests.accelerator import curves
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs

@@ -14,9 +14,10 @@ from phalanx.axes import Axes
 from phalanx.comm import backend
 from phalanx.comm.collectives import carried_from
 from phalanx.comm.mesh import join
+from phalanx.events import Kind
 from phalanx.models import attention
 from phalanx.models.spec import ModelSpec
-from phalanx.records import Kind, Placement
+from phalanx.placement import Placement
 from phalanx.scripts.norm import _norm
 from phalanx.scripts.ranks import Ranks
 from phalanx.scripts.session import Session

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from phalanx.errors import ConfigError
+from phalanx.events import Kind
 from phalanx.models.custom import shapes_of
 from phalanx.models.export import export
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.spec import ModelSpec
-from phalanx.records import Kind
 from tests.accelerator import matrix
 from tests.accelerator.curves import EVERYTHING, killed, on_cpu, on_device
 from tests.accelerator.device import needs_device

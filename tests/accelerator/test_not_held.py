@@ -8,9 +8,9 @@ import torch
 from phalanx import accelerator
 from phalanx.checkpoint.memory import Memory
 from phalanx.checkpoint.snapshot import HostBuffer
-from phalanx.optim.engine import Piece
+from phalanx.optim.state import Piece
 from phalanx.parallel.offload import LEAST_BYTES, Mover
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.tasks.task import Batch
 from tests.accelerator.device import needs_device, run_on_device
 

@@ -9,7 +9,7 @@ import torch
 from phalanx.optim import timetable
 from phalanx.optim.overlap import Work
 from phalanx.optim.pacing import LEAST_S, DeviceLaps
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.accelerator.curves import References, _arguments, _outcome, assert_near
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs

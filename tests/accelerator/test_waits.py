@@ -22,7 +22,7 @@ from phalanx.optim.passes import Marks, Passes
 from phalanx.optim.sharded import Sharded
 from phalanx.optim.stepping import Done, Step
 from phalanx.optim.units import Unit
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.accelerator.device import needs_device, run_on_device
 from tests.dist.engine_cases import WIDTH, Driven, Net
 from tests.helpers import run_ranks

@@ -20,8 +20,11 @@ from benchmarks.started import command_line
 from phalanx import shared_memory
 from phalanx.cluster import first_node, node_requests
 from phalanx.cluster.fork import fork
-from phalanx.records import Placement, RunPaths, read_lines, read_steps
+from phalanx.json_lines import read_lines
+from phalanx.placement import Placement
+from phalanx.records import read_steps
 from phalanx.replicas import SOCKET
+from phalanx.run_paths import RunPaths
 from tests.helpers import run_ranks, wait_until
 
 RECIPE = """

@@ -29,7 +29,8 @@ from phalanx.cluster.stopping import Signals
 from phalanx.cluster.succession import division_of
 from phalanx.cluster.wire import Message
 from phalanx.errors import ConfigError, CutOff, PhalanxError, Unhealthy
-from phalanx.records import Placement, RunPaths
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 from tests.unit import agent_jobs
 from tests.unit.agent_jobs import note
 

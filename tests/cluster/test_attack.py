@@ -17,7 +17,8 @@ from phalanx.cluster.door import bind
 from phalanx.cluster.rendezvous import place_of
 from phalanx.cluster.roster import Roster, roster_of, roster_to_message
 from phalanx.devices import Device
-from phalanx.records import Placement, RunPaths
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 from phalanx.shared_secret import file_of
 from tests.another_user import as_root, begin, open_path
 from tests.dist import command

@@ -19,7 +19,8 @@ from phalanx.cluster.door import Door, bind
 from phalanx.cluster.peer import Peer
 from phalanx.cluster.roster import Roster, member_of, roster_to_message, watched_by
 from phalanx.cluster.wire import Channel, Message
-from phalanx.records import Placement, RunPaths
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 from tests.helpers import run_ranks
 from tests.unit.test_herald import Aloud
 

@@ -14,7 +14,7 @@ from benchmarks import faults
 from benchmarks.faults import Series
 from benchmarks.faulty_runs import OUTSIDE, Outcome, Plan, Strike, draw_plan
 from phalanx.faults import parse
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 KILL_RANK, _, KILL_AGENT, _ = OUTSIDE

@@ -10,7 +10,7 @@ from phalanx import health_nodes
 from phalanx.cluster import wire
 from phalanx.cluster.connectivity import Echo, Way, probe
 from phalanx.cluster.findings import Severity, verdict
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 WELL = Way(1e-4, 1e9, 0.0)

@@ -21,7 +21,7 @@ from phalanx.cluster.first_node import FirstNode
 from phalanx.cluster.greeting import own_hello
 from phalanx.cluster.other_node import OtherNode
 from phalanx.errors import ConfigError
-from phalanx.records import ExitCode
+from phalanx.placement import ExitCode
 from tests.cluster.warm_nodes import Node, WarmNodes
 from tests.helpers import free_port, is_alive, wait_until
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.records import Kind
+from phalanx.events import Kind
 from tests.cluster.lives import RECIPE, curve, events, life, state, train
 from tests.dist import command
 

@@ -19,8 +19,11 @@ from phalanx.cluster.affairs import Phase
 from phalanx.cluster.rendezvous import Place
 from phalanx.devices import Device
 from phalanx.errors import ConfigError, Unhealthy
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
 from phalanx.participant import Where
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines
+from phalanx.placement import ExitCode, Placement
+from phalanx.run_paths import RunPaths
 from phalanx.script_nodes import Script, ScriptMember
 from tests.cluster import networks
 from tests.helpers import ROOT, run_ranks, wait_until

@@ -17,7 +17,11 @@ import pytest
 
 from benchmarks.started import ranks_of, strike
 from phalanx.cluster import slurm
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, last_line, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import last_line, read_lines
+from phalanx.placement import ExitCode, Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.cluster import slurm_cluster
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.dist import command

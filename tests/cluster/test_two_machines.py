@@ -14,7 +14,11 @@ from benchmarks.links import enter
 from phalanx import hardware, launch, member, recipe
 from phalanx.devices import Device
 from phalanx.errors import ConfigError
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import ExitCode, Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.cluster import networks
 from tests.cluster.networks import Networks
 from tests.cluster.test_nodes import Started

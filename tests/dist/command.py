@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from phalanx.records import ExitCode, Placement
+from phalanx.placement import ExitCode, Placement
 from tests.helpers import run_ranks
 
 RECIPE = """

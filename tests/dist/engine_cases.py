@@ -15,10 +15,11 @@ from torch import nn
 
 from phalanx.comm.mesh import Mesh
 from phalanx.optim import gradients
-from phalanx.optim.engine import Precision, Shard
+from phalanx.optim.engine import Precision
 from phalanx.optim.gradients import LossScale
 from phalanx.optim.order import Sharding
 from phalanx.optim.sharded import Sharded
+from phalanx.optim.state import Shard
 from phalanx.optim.update import AdamW, Rule
 
 WIDTH = 5

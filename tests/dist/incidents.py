@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.train import trainer
 from phalanx.train.sinks import Sink, TensorBoard
 from tests.numerics.runs import job, on_one_thread

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import ROOT, run_ranks
 
 EXAMPLES = ROOT / "examples" / "sagemaker"

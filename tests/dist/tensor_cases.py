@@ -21,10 +21,11 @@ from phalanx.models.layers import IGNORED
 from phalanx.models.llama import Llama
 from phalanx.models.spec import ModelSpec
 from phalanx.optim import gradients
-from phalanx.optim.engine import Engine, Shard
+from phalanx.optim.engine import Engine
 from phalanx.optim.order import Sharding
 from phalanx.optim.sharded import Sharded
 from phalanx.optim.single import Single
+from phalanx.optim.state import Shard
 from phalanx.parallel import activations
 from phalanx.parallel.apply import own_units
 from phalanx.parallel.materialize import drawn, materialise
@@ -32,7 +33,7 @@ from phalanx.parallel.offload import offload
 from phalanx.parallel.sliced import filled_by_rows, reading, saved
 from phalanx.parallel.slices import Slice, copies_of, whole_shapes
 from phalanx.parallel.tensor import cut_among, split
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.dist.engine_cases import ADAMW, FLOAT64
 
 SPEC = ModelSpec(

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx import accelerator
 from phalanx.cluster.fork import fork
 from phalanx.comm.backend import Options, counters
-from phalanx.records import Placement, StoreAddress
+from phalanx.placement import Placement, StoreAddress
 from tests.helpers import ROOT, free_port, process_group, run_ranks
 
 FAR_S = 60  # the groups' timeout: what raises much earlier did not wait for it

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 
 from phalanx.data.chat import TEMPLATES
-from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import ExitCode
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.dist.command import RECIPE, call, contents, phalanx, refused, sentence, write_place
 from tests.helpers import run_ranks
 

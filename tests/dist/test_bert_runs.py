@@ -16,8 +16,8 @@ from transformers import (
 
 from phalanx.config import spec_of
 from phalanx.errors import ConfigError
+from phalanx.events import Kind
 from phalanx.recipe import check, resolve
-from phalanx.records import Kind
 from tests.code_tags import LIBRARY, sentences, write_conll
 from tests.dist.command import call
 from tests.helpers import run_ranks

@@ -8,8 +8,12 @@ import pytest
 
 from phalanx.checkpoint.read import find
 from phalanx.errors import CheckpointError
-from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
-from phalanx.train import best, trainer
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
+from phalanx.train import best, loop
 from phalanx.train.best import Best
 from phalanx.train.export import _of_step
 from tests.helpers import run_ranks
@@ -38,7 +42,7 @@ def trained(placement: Placement, run: str, data: str, changes: dict[str, Any], 
         records.event(Kind.EVALUATED, {"step": step, "set": "held_out", "loss": loss, "tokens": 1, "seconds": 0.0})
         return {"held_out": loss}
 
-    trainer.evaluate_all = evaluated
+    loop.evaluate_all = evaluated
     return runs.train(placement, run, data, changes)
 
 

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.read import find
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import ExitCode, Placement
+from phalanx.run_paths import RunPaths
 from phalanx.train.callback import Callback, RunState
 from tests.dist.command import call, write_place
 from tests.dist.test_memory import SHORT, killed, resumed, shared  # noqa: F401

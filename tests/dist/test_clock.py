@@ -9,7 +9,8 @@ import torch
 
 from phalanx.comm.mesh import join
 from phalanx.optim.stamps import Stamps
-from phalanx.records import Placement
+from phalanx.placement import Placement
+from phalanx.train import trainer
 from phalanx.train.clock import HostClock, UnitClock
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -43,7 +44,7 @@ def clocked(placement: Placement, run: str, data: str) -> list[Any]:
             return settle()
 
         loop.parts.sharing.settle = settled  # type: ignore[method-assign]
-        loop.run(loop.restore())
+        trainer.train(loop, loop.restore())
         return found
 
 

@@ -7,7 +7,7 @@ import torch
 from phalanx.comm.collectives import Traffic, all_gather, all_reduce, reduce_scatter
 from phalanx.comm.mesh import join
 from phalanx.comm.objects import JsonGroup
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 

@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError
 from phalanx.optim import sharded
 from phalanx.optim.layout import Bucket, Parameter, check_rows
 from phalanx.optim.order import Sharding
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.dist.engine_cases import BETAS, DECAY, EPS, NOMINAL, Batch, Driven, Mix, Net, batches, rate
 from tests.helpers import process_group, run_ranks
 

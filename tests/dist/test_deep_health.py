@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from phalanx import deep_health
 from phalanx.cluster.findings import Severity, verdict
 from phalanx.pairing import meetings
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.dist.command import phalanx
 from tests.helpers import run_ranks
 

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.dist.command import contents, phalanx, refused, write_place
 from tests.helpers import run_ranks
 

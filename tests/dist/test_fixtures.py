@@ -13,7 +13,9 @@ import pytest
 
 from phalanx import hardware, shared_memory
 from phalanx.data.tokens import TokenFile
-from phalanx.records import Kind, RunPaths, read_steps
+from phalanx.events import Kind
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.dist.command import call
 from tests.fixtures import make
 from tests.helpers import run_ranks

@@ -10,12 +10,13 @@ from phalanx import accelerator, recipe
 from phalanx.comm.mesh import Mesh, join
 from phalanx.models.custom import on_meta
 from phalanx.models.draws import Draws
-from phalanx.optim.engine import Engine, Shard
+from phalanx.optim.engine import Engine
 from phalanx.optim.fsdp2 import Fsdp2
 from phalanx.optim.single import Single
+from phalanx.optim.state import Shard
 from phalanx.parallel.apply import apply
 from phalanx.parallel.materialize import drawn, frozen_only, materialise
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.tasks.task import Batch
 from phalanx.train.step import run_micro_batches
 from phalanx.train.subject import spec_from_run

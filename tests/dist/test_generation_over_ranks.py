@@ -10,7 +10,8 @@ import torch
 
 from phalanx.axes import Axes
 from phalanx.generation import Sampling
-from phalanx.records import ExitCode, Placement, RunPaths
+from phalanx.placement import ExitCode, Placement
+from phalanx.run_paths import RunPaths
 from phalanx.train.writing import Choice
 from tests.dist.command import phalanx, refused, write_place
 from tests.helpers import run_ranks

@@ -11,8 +11,12 @@ import pytest
 
 from phalanx import hardware
 from phalanx.balance import division_of
+from phalanx.events import Kind
 from phalanx.hardware import line
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines, read_steps
+from phalanx.json_lines import read_lines
+from phalanx.placement import ExitCode, Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.dist.command import contents, phalanx, refused, write_place
 from tests.helpers import run_ranks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ConfigError
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import ROOT, is_alive, process_group, run_ranks, wait_until
 
 

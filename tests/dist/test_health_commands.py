@@ -15,7 +15,10 @@ from phalanx.cluster import node_requests, node_states, slurm_nodes
 from phalanx.cluster.findings import Severity
 from phalanx.cluster.node_requests import Wanted
 from phalanx.errors import ConfigError, RunError
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines, write_event
+from phalanx.events import Kind, write_event
+from phalanx.json_lines import read_lines
+from phalanx.placement import ExitCode, Placement
+from phalanx.run_paths import RunPaths
 from tests.dist.command import phalanx, refused, sentence, write_place
 from tests.helpers import run_ranks
 

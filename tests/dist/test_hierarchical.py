@@ -16,7 +16,7 @@ from phalanx.comm.hierarchical import PeerError, TwoLevel, even
 from phalanx.comm.mesh import _backend, join
 from phalanx.comm.topology import Topology
 from phalanx.comm.transfers import transfers
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import process_group, run_ranks
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from phalanx.errors import ConfigError
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.dist.test_sagemaker_keys import Net, data, net, wrapped
 from tests.helpers import process_group, run_ranks
 

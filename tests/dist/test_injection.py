@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.records import ExitCode, Kind, RunPaths, read_lines
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import ExitCode
+from phalanx.run_paths import RunPaths
 from tests.dist.command import phalanx, refused, write_place
 from tests.numerics import runs
 from tests.numerics.runs import same_bits

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from phalanx.phases import PHASES
-from phalanx.records import Placement, RunPaths
+from phalanx.placement import Placement
 from phalanx.report import html
+from phalanx.run_paths import RunPaths
+from phalanx.train import trainer
 from phalanx.train.profile import OUTSIDE
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -85,7 +87,7 @@ def fail_in_step_three(placement: Placement, run: str, data: str) -> list[str]:
 
         loop.parts.engine.finish_step = failing  # type: ignore[method-assign,assignment]
         with pytest.raises(RuntimeError, match="the device is gone"), loop.inside:
-            loop.run(loop.restore())
+            trainer.train(loop, loop.restore())
     return sorted(path.name for path in RunPaths(Path(run)).inside.iterdir())
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from phalanx import kept_files, shared_memory, state_file
-from phalanx.records import Kind, RunPaths, read_lines
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.run_paths import RunPaths
 from tests.dist.test_memory import SHORT, assert_same, begin, resumed, train_and_die
 from tests.helpers import run_ranks
 from tests.numerics import runs

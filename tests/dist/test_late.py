@@ -7,7 +7,7 @@ import pytest
 from phalanx.comm.mesh import join
 from phalanx.comm.objects import JsonGroup
 from phalanx.errors import CollectiveError
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 PATIENCE_S = 3.0

@@ -26,7 +26,7 @@ from phalanx.optim.timetable import Timetable
 from phalanx.parallel.exchange import _collect, _run
 from phalanx.parallel.slices import Slice
 from phalanx.parallel.transform import _Arrivals, whole_of
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import process_group, run_ranks
 
 LATE_S = 0.1

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from phalanx import keeper
-from phalanx.records import ExitCode, Kind, RunPaths, last_line, read_lines
+from phalanx.events import Kind
+from phalanx.json_lines import last_line, read_lines
+from phalanx.placement import ExitCode
+from phalanx.run_paths import RunPaths
 from tests.dist import command
 from tests.helpers import ROOT, is_alive, wait_until
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx import recipe
-from phalanx.axes import Axes, axes_of
+from phalanx.axes import Axes
 from phalanx.comm.mesh import join
 from phalanx.config import Config
 from phalanx.models.custom import on_meta
@@ -19,7 +19,7 @@ from phalanx.optim.layout import lay_out
 from phalanx.optim.units import describe
 from phalanx.parallel.apply import own_units, precision_of
 from phalanx.parallel.parted import cut_down, part
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.train.subject import spec_from_run
 from tests.helpers import run_ranks
 
@@ -45,7 +45,7 @@ def held_on_meta(placement: Placement, model: dict[str, Any], parallel: dict[str
     """What this rank has of the model, by the way of a run and by counting alone."""
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     config = checked(model, parallel)
-    spec, axes = spec_from_run(config), axes_of(config)
+    spec, axes = spec_from_run(config), config.parallel.axes
     with join(placement, 60, axes=axes) as mesh:
         mine, counted = on_meta(spec), on_meta(spec)
         parted = part(mine, config, mesh, precision_of("bf16", mesh))

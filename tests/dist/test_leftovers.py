@@ -11,7 +11,7 @@ import torch
 from phalanx.errors import ConfigError
 from phalanx.parallel import leftovers
 from phalanx.parallel.apply import compile_units, why_not_compiled
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.storage import locked
 from tests.helpers import run_ranks
 

@@ -5,11 +5,12 @@ from torch import nn
 
 from phalanx.comm.mesh import join
 from phalanx.errors import ConfigError
-from phalanx.optim.engine import Precision, Shard
+from phalanx.optim.engine import Precision
 from phalanx.optim.single import Single
+from phalanx.optim.state import Shard
 from phalanx.optim.update import AdamW
 from phalanx.parallel.materialize import materialise
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 

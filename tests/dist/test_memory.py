@@ -20,12 +20,15 @@ from phalanx.checkpoint.memory import Memory
 from phalanx.cluster.fork import die_with
 from phalanx.comm.mesh import Mesh, join
 from phalanx.errors import CheckpointError
-from phalanx.kept import Kept, KeptFile
+from phalanx.events import Kind, write_event
+from phalanx.json_lines import read_lines
 from phalanx.optim.engine import Precision
 from phalanx.optim.order import Sharding
 from phalanx.optim.sharded import Sharded
 from phalanx.optim.single import Single
-from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps, write_event
+from phalanx.placement import Kept, KeptFile, Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from phalanx.shared_memory import too_large
 from phalanx.state_file import StateFile
 from phalanx.train import trainer

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from phalanx.axes import Axes
 from phalanx.comm.mesh import Mesh, beside, join
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 AXES = Axes(tensor=2, pipeline=2)

@@ -9,7 +9,11 @@ import pytest
 
 from phalanx import hardware, pulse
 from phalanx.axes import Axes
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import ExitCode, Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.dist.command import phalanx, write_place
 from tests.helpers import run_ranks
 

@@ -32,7 +32,7 @@ from phalanx.parallel.parted import copies_at_ends, make_pipeline, plan_of, save
 from phalanx.parallel.sliced import filled_by_rows
 from phalanx.parallel.slices import Slice
 from phalanx.parallel.tensor import cut_among, split
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Batch
 from phalanx.train.staged import evaluate_pipeline, run_pipeline

@@ -9,7 +9,11 @@ import pytest
 from phalanx import hardware, launch, recipe
 from phalanx.devices import Device
 from phalanx.errors import ConfigError
-from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.dist import command
 from tests.dist.command import call
 from tests.helpers import run_ranks

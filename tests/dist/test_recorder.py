@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from phalanx import recorder as recording
+from phalanx.events import Kind
+from phalanx.json_lines import append_line, read_lines
+from phalanx.placement import Placement
 from phalanx.recorder import Recorder
-from phalanx.records import Kind, Placement, RunPaths, append_line, read_lines
+from phalanx.run_paths import RunPaths
 from tests.helpers import run_ranks, wait_until
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from phalanx import recipe
-from phalanx.records import Kind, RunPaths, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from phalanx.train import folder
 from tests.dist.command import contents, phalanx, refused, write_place
 

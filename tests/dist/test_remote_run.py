@@ -11,7 +11,11 @@ import pytest
 
 from phalanx import mirror, storage
 from phalanx.checkpoint.read import find
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, Url, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import ExitCode, Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths, Url
 from tests.dist.command import RECIPE, call, phalanx, write_place
 from tests.helpers import free_port, run_ranks
 from tests.stores import S3Server, register

@@ -29,8 +29,8 @@ from phalanx.cluster.wire import call
 from phalanx.comm import mesh as meshes
 from phalanx.comm.mesh import Mesh, join
 from phalanx.errors import PhalanxError
-from phalanx.kept import Address, Held, Kept, KeptFile, choose
-from phalanx.records import Placement
+from phalanx.kept import Held, choose
+from phalanx.placement import Address, Kept, KeptFile, Placement
 from phalanx.replicas import Replicas, receive, send
 from tests.dist.engine_cases import ADAMW
 from tests.dist.test_memory import made, step

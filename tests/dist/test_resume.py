@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, read_lines
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import ExitCode, Placement
+from phalanx.run_paths import RunPaths
+from phalanx.train import trainer
 from tests.dist.incidents import train_with_signal
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -117,7 +121,7 @@ def copy_through(placement: Placement, run: str, data: str, copy: str) -> int:
         loop.save(step)
         loop.saver.wait()
         loop.saver.folder = described.paths.checkpoints
-        return int(loop.run(step))
+        return int(trainer.train(loop, step))
 
 
 @pytest.mark.parametrize("before", [1, 2, 3, 5])

@@ -12,7 +12,7 @@ from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.ring import Ring
 from phalanx.comm.transfers import Native, Padded, Staged, Transfers, transfers
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)

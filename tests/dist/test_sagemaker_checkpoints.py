@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from phalanx.errors import CheckpointError
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.dist.test_sagemaker_keys import data, net, wrapped
 from tests.helpers import process_group, run_ranks
 from tests.stores import S3Server

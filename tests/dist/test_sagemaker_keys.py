@@ -14,7 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from phalanx.errors import ConfigError
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.dist.scripts import run_script, written
 from tests.helpers import process_group, run_ranks
 

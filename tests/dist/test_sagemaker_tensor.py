@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 from phalanx.errors import ConfigError
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.dist.scripts import example, losses
 from tests.helpers import process_group, run_ranks
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import phalanx
 from phalanx.errors import PhalanxError
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.sharded_model import ShardedModel
 from tests.helpers import ROOT, free_port, process_group, run_ranks
 

@@ -14,7 +14,7 @@ from phalanx.optim import sharded
 from phalanx.optim.lane import Mark
 from phalanx.optim.order import Orders, Sharding
 from phalanx.optim.timeline import Op
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.dist.engine_cases import WIDTH, Batch, Driven, Mix, Net, batches, mix
 from tests.helpers import run_ranks
 

@@ -20,7 +20,7 @@ from phalanx.optim.order import Sharding
 from phalanx.optim.single import Single
 from phalanx.optim.update import Rule
 from phalanx.parallel import activations
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.dist.engine_cases import ADAMW, FLOAT64, NOMINAL, WIDTH, Batch, Driven, Net, batches, fill_from, rate
 from tests.helpers import run_ranks
 

@@ -18,7 +18,7 @@ from phalanx.errors import ConfigError
 from phalanx.optim.held import IN_FLIGHT
 from phalanx.optim.order import PREFETCH, Sharding
 from phalanx.optim.sharded import Sharded
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.dist.engine_cases import WIDTH, Driven, Mix, Net, batches, mix
 from tests.helpers import run_ranks
 

@@ -9,8 +9,11 @@ import torch
 from phalanx.balance import Division, Speed, division_of
 from phalanx.comm.mesh import join
 from phalanx.comm.objects import JsonGroup
+from phalanx.events import Kind
+from phalanx.json_lines import append_line
 from phalanx.optim.engine import Queued
-from phalanx.records import Kind, Placement, RunPaths, append_line
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 from phalanx.train.metrics import Recorder
 from phalanx.train.metrics import Speed as Flops
 from phalanx.train.sharing import Recorded, Sharing, recorded

@@ -4,7 +4,10 @@ import dataclasses
 import resource
 from pathlib import Path
 
-from phalanx.records import Placement, RunPaths, StepRecord, read_lines
+from phalanx.json_lines import read_lines
+from phalanx.placement import Placement
+from phalanx.records import StepRecord
+from phalanx.run_paths import RunPaths
 from phalanx.train.sinks import Records, TensorBoard
 from tests.helpers import run_ranks
 

@@ -10,10 +10,14 @@ import torch
 
 from phalanx.comm.mesh import join
 from phalanx.errors import PhalanxError
+from phalanx.events import Kind
 from phalanx.models.draws import Draws
-from phalanx.records import Kind, Placement, RunPaths, read_steps
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from phalanx.tasks.language import IGNORED
 from phalanx.tasks.task import Batch, SampleLike, Task
+from phalanx.train import trainer
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import same_bits
@@ -76,7 +80,7 @@ def train_badly(placement: Placement, run: str, data: str, changes: dict[str, An
             parts.task = Emptied(parts.task, 3, described.config.train.global_batch)
         else:
             parts.task = Spoiled(parts.task, 3, float(kind), mine=placement.rank == placement.world - 1)
-        return int(loop.run(loop.restore()))
+        return int(trainer.train(loop, loop.restore()))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -110,14 +114,14 @@ def train_with_a_spoiled_parameter(placement: Placement, run: str, data: str) ->
     described = runs.job(run, data, SHORT, placement.world)
     with runs.loop_of(placement, described) as loop:
         loop.job = runs.job(run, data, SHORT | {"train.steps": 2}, placement.world)
-        loop.run(loop.restore())
+        trainer.train(loop, loop.restore())
         if placement.rank == placement.world - 1:
             piece = next(piece for piece in loop.parts.engine.pieces() if piece.name == "head.norm.weight")
             assert piece.kind == "param"
             with torch.no_grad():
                 piece.tensor[0] = float("nan")
         loop.job = described
-        return int(loop.run(2))
+        return int(trainer.train(loop, 2))
 
 
 def test_a_parameter_that_is_no_number_on_one_rank_ends_no_run(tokens: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.train.trial import Trial
 from tests.helpers import run_ranks
 from tests.numerics import runs

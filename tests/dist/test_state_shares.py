@@ -10,9 +10,11 @@ import pytest
 from phalanx import accelerator
 from phalanx.comm.mesh import join
 from phalanx.errors import ConfigError
+from phalanx.events import Kind
 from phalanx.optim.held import Held
 from phalanx.optim.sharded import Sharded
-from phalanx.records import Kind, Placement, RunPaths
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 from phalanx.train import trainer
 from phalanx.train.sinks import Records
 from phalanx.train.state_shares import FOR_STATE, keeping_of, settled_weights, state_weights

@@ -13,7 +13,7 @@ from phalanx.parallel import apply
 from phalanx.parallel.materialize import imported, materialise
 from phalanx.parallel.sliced import filled_by_runs
 from phalanx.parallel.tensor import cut_among, split
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.dist.tensor_cases import (
     GLOBAL_BATCH,
     SEQ_LEN,

@@ -10,7 +10,11 @@ import pytest
 from phalanx import faults
 from phalanx.checkpoint.disk import Saver
 from phalanx.errors import PhalanxError
-from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from phalanx.train import trainer
 from phalanx.train.skips import Skips
 from tests.helpers import run_ranks
@@ -38,7 +42,7 @@ def train_past(placement: Placement, run: str, data: str, changes: dict[str, Any
     with runs.loop_of(placement, described) as loop:
         start = loop.restore()
         loop.skips = Skips(tuple((first, stop) for first, stop in skips))
-        return int(loop.run(start))
+        return int(trainer.train(loop, start))
 
 
 def walk(run: Path, tokens: Path, *planned: str, ranks: int = 2, **changes: Any) -> list[str]:

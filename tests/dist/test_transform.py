@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.errors import ConfigError
 from phalanx.parallel.transform import KNOWN, full_state_dict, parts_of, transform
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.dist.tensor_cases import among, taken
 from tests.helpers import run_ranks
 

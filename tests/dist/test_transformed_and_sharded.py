@@ -12,10 +12,10 @@ from torch import nn
 import phalanx
 from phalanx.comm.mesh import Mesh
 from phalanx.errors import ConfigError
-from phalanx.optim.engine import Shard
+from phalanx.optim.state import Shard
 from phalanx.parallel.starting import rebuild_buffers, start_of
 from phalanx.parallel.transform import full_state_dict, transform
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.sharded_model import ShardedModel
 from tests.dist.tensor_cases import among
 from tests.dist.test_transform import KINDS, SHAPE, made

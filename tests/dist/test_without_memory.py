@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import shared_memory
-from phalanx.records import Kind, Placement, RunPaths
+from phalanx.events import Kind
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 from tests.dist.command import call, write_place
 from tests.helpers import run_ranks
 from tests.numerics import runs

@@ -13,7 +13,9 @@ from phalanx.accelerator import HostCopy
 from phalanx.models import layers
 from phalanx.models.attention import attention, has_kernel
 from phalanx.optim.stamps import Stamps
-from phalanx.records import Placement, RunPaths, read_steps
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from phalanx.train import trainer
 from phalanx.train.clock import UnitClock
 from tests.gpu.device import SIMULATED, needs_accelerator, needs_compiler, needs_kernels

@@ -11,7 +11,7 @@ from phalanx.models.llama import Llama
 from phalanx.models.spec import ModelSpec
 from phalanx.parallel import activations
 from phalanx.parallel.offload import Mover, offload
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.gpu.device import SIMULATED, needs_accelerator
 from tests.helpers import run_ranks
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from phalanx import accelerator
-from phalanx.records import Placement, RunPaths, read_steps
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from phalanx.train import trainer
 from tests.gpu.device import needs_accelerator, needs_compiler
 from tests.helpers import run_ranks

@@ -27,7 +27,9 @@ from phalanx.models.export import export
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.model import draw
 from phalanx.models.spec import ModelSpec
-from phalanx.records import Placement, RunPaths, read_steps
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from phalanx.train.subject import subject_of
 from tests.helpers import run_ranks
 from tests.numerics import runs

@@ -23,12 +23,16 @@ from phalanx.checkpoint.read import Checkpoint, find, step_folder
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.objects import JsonGroup
 from phalanx.data.tokens import TokenWriter
+from phalanx.json_lines import read_lines
 from phalanx.models.draws import Draws
-from phalanx.records import Placement, RunPaths, read_lines, read_steps
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from phalanx.tasks.language import IGNORED
 from phalanx.tasks.task import Batch, SampleLike, Task
 from phalanx.train import trainer
 from phalanx.train.build import build
+from phalanx.train.loop import Loop, Run
 from phalanx.train.sinks import Records
 from phalanx.train.stopping import StopRequest
 from phalanx.train.subject import spec_from_run
@@ -65,7 +69,7 @@ def write_tokens(folder: Path) -> None:
         writer.finish()
 
 
-def job(run: str | Path, data: str | Path, changes: dict[str, Any], world: int) -> trainer.Run:
+def job(run: str | Path, data: str | Path, changes: dict[str, Any], world: int) -> Run:
     """The run of the recipe above with dotted keys, or whole sections, changed, in folder `run`, on tokens in `data`.
 
     What is called train... there is trained on, two sets as a mixture of weights 3 and 1; all others are evaluated on.
@@ -83,7 +87,7 @@ def job(run: str | Path, data: str | Path, changes: dict[str, Any], world: int) 
     folders = sorted(path for path in Path(data).iterdir() if path.name.startswith("train"))
     weights = (3.0, 1.0) if len(folders) > 1 else (1.0,)
     held_out = {path.name: path for path in sorted(Path(data).iterdir()) if path not in folders}
-    return trainer.Run(config, spec, RunPaths(Path(run)), list(zip(folders, weights, strict=True)), held_out)
+    return Run(config, spec, RunPaths(Path(run)), list(zip(folders, weights, strict=True)), held_out)
 
 
 def on_one_thread(placement: Placement) -> Placement:
@@ -92,19 +96,19 @@ def on_one_thread(placement: Placement) -> Placement:
 
 
 @contextlib.contextmanager
-def loop_of(placement: Placement, described: trainer.Run) -> Iterator[trainer.Loop]:
+def loop_of(placement: Placement, described: Run) -> Iterator[Loop]:
     """What `trainer.run` runs, for tests that change a part of it first."""
     parallel = described.config.parallel
     with join(placement, described.config.comm.timeout_s, axes=Axes(parallel.tensor, parallel.pipeline)) as mesh:
         yield loop_among(mesh, placement, described)
 
 
-def loop_among(mesh: Mesh, placement: Placement, described: trainer.Run) -> trainer.Loop:
+def loop_among(mesh: Mesh, placement: Placement, described: Run) -> Loop:
     """The same among ranks that have met."""
     records = Records(described.paths, placement.attempt, [], active=mesh.rank == 0)
     saver = Saver(described.paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 3, records.event)
     parts = build(described.config, described.spec, mesh, described.train_tokens, described.held_out_tokens)
-    return trainer.Loop(described, placement, mesh, parts, records, saver, StopRequest())
+    return Loop(described, placement, mesh, parts, records, saver, StopRequest())
 
 
 def train(
@@ -122,7 +126,7 @@ def train(
         return int(trainer.run(described, on_one_thread(placement)))
     with loop_of(placement, described) as loop:
         loop.parts.task = Masked(loop.parts.task)
-        return int(loop.run(loop.restore()))
+        return int(trainer.train(loop, loop.restore()))
 
 
 @dataclass(frozen=True)

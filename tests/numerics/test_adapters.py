@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from phalanx.errors import ConfigError, RunError
+from phalanx.events import Kind
 from phalanx.models.custom import on_meta, shapes_of
 from phalanx.models.export import export
 from phalanx.models.hf import hf_name
@@ -18,7 +19,8 @@ from phalanx.models.llama import Llama, init_slice
 from phalanx.models.peft import Adapter
 from phalanx.models.spec import LORA_TARGETS, ModelSpec
 from phalanx.models.weights import Weights
-from phalanx.records import Kind, Placement, RunPaths
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 from phalanx.train import adapters, folder
 from phalanx.train.export import export_run
 from tests.dist.incidents import train_with_signal

@@ -12,9 +12,10 @@ import pytest
 from phalanx import balance
 from phalanx.comm.mesh import join
 from phalanx.models.draws import Draws
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.tasks.language import IGNORED
 from phalanx.tasks.task import Batch, Task
+from phalanx.train import trainer
 from tests.helpers import run_ranks
 from tests.numerics.runs import distance, events, job, loop_among, on_one_thread, state
 
@@ -68,7 +69,7 @@ def one_step(placement: Placement, folder: str, data: str, cases: list[dict[str,
             if placement.world > 1:
                 limits = [case["micro_batch"]] * placement.world
                 loop.parts.sharing.division = balance.in_parts(case["shares"], limits)
-            assert loop.run(loop.restore()) == 0
+            assert trainer.train(loop, loop.restore()) == 0
     return 0
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from phalanx.data.columns import ColumnsWriter
 from phalanx.data.tokens import TokenWriter
 from phalanx.data.wordpiece import Specials
+from phalanx.events import Kind
 from phalanx.models.draws import Draws
 from phalanx.models.model import draw
-from phalanx.records import Kind
 from phalanx.train.subject import subject_of
 from tests.dist.incidents import train_with_signal
 from tests.helpers import run_ranks

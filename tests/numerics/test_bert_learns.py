@@ -12,7 +12,7 @@ from phalanx.data.labelled import ordered
 from phalanx.data.prepare import Prepared
 from phalanx.data.prepare_records import prepare_for
 from phalanx.data.tokens import TokenFile
-from phalanx.records import Kind
+from phalanx.events import Kind
 from tests.code_tags import write_conll
 from tests.numerics import runs
 from tests.numerics.runs import walk

@@ -13,7 +13,9 @@ from phalanx.comm.compressed import other_nodes
 from phalanx.comm.mesh import join
 from phalanx.comm.topology import Topology
 from phalanx.errors import ConfigError
-from phalanx.records import Kind, Placement
+from phalanx.events import Kind
+from phalanx.placement import Placement
+from phalanx.train import trainer
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, farthest, walk
@@ -57,7 +59,7 @@ def on_two_nodes(placement: Placement, run: str, data: str, changes: dict[str, A
         apart = replace(mesh, topology=Topology.of([f"{rank % 2}" for rank in range(mesh.world)]))
         loop = runs.loop_among(apart, placement, described)
         try:
-            return int(loop.run(loop.restore()))
+            return int(trainer.train(loop, loop.restore()))
         finally:
             loop.parts.engine.close()
 

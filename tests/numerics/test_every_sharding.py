@@ -17,7 +17,7 @@ from phalanx.comm.mesh import join
 from phalanx.optim.engine import Precision
 from phalanx.optim.from_torch import from_torch
 from phalanx.optim.order import Sharding
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.dist.engine_cases import ADAMW, DECAY, FLOAT64, WIDTH, Batch, Driven, Net, Twin, batches
 from tests.helpers import ALL, run_ranks
 

@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from phalanx.errors import Diverged
-from phalanx.records import Kind, Placement, RunPaths, read_steps
+from phalanx.events import Kind
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
+from phalanx.train import trainer
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, same_bits, walk
@@ -68,7 +72,7 @@ def lose_a_parameter(placement: Placement, run: str, data: str) -> str:
         with torch.no_grad():
             loop.parts.model.head.norm.weight[0] = piece.tensor[0] = float("nan")
         try:
-            loop.run(0)
+            trainer.train(loop, 0)
         except Diverged as error:
             return str(error)
     return "it went on"

@@ -11,7 +11,8 @@ from phalanx.comm import collectives
 from phalanx.errors import ConfigError
 from phalanx.optim import fsdp2
 from phalanx.optim.sharded import Sharded
-from phalanx.records import Placement
+from phalanx.placement import Placement
+from phalanx.train import trainer
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import distance, farthest, same_bits, walk
@@ -43,7 +44,7 @@ def train(placement: Placement, run: str, data: str, types: list[str], changes: 
             moves.all_gather = lambda tensor, cuts: noted(tensor, tensor, cuts)  # type: ignore[method-assign]
             summed = noting(lambda tensor, into, cuts: reduce_scatter(tensor, cuts, into))
             moves.reduce_scatter = lambda tensor, cuts, into: summed(tensor, into, cuts)  # type: ignore[method-assign]
-        assert loop.run(loop.restore()) == 0
+        assert trainer.train(loop, loop.restore()) == 0
         saved = runs.state(Path(run))
         with loop.parts.engine.full_parameters() as whole:
             for name, tensor in whole.items():

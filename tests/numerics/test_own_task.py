@@ -15,11 +15,13 @@ from phalanx import recipe
 from phalanx.comm.mesh import join
 from phalanx.models.draws import Draws
 from phalanx.parallel.materialize import materialise
-from phalanx.records import Placement, RunPaths
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 from phalanx.tasks.task import Batch, Task
 from phalanx.train import folder, trainer
 from phalanx.train.build import build
 from phalanx.train.export import export_run
+from phalanx.train.loop import Loop, Run
 from phalanx.train.resolve import resolve_with_files
 from phalanx.train.step import evaluate, run_micro_batches
 from tests.helpers import ROOT, run_ranks
@@ -53,14 +55,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def job(run: Path, images: str, changes: dict[str, Any], world: int) -> trainer.Run:
+def job(run: Path, images: str, changes: dict[str, Any], world: int) -> Run:
     tree = {section: dict(keys) for section, keys in RECIPE.items()}
     tree["task"]["options"] = {**tree["task"]["options"], "folder": images}
     for key, value in changes.items():
         section, _, leaf = key.partition(".")
         tree.setdefault(section, {})[leaf] = value
     config, _ = recipe.resolve(recipe.check(tree, "the tests' recipe"), device="cpu", world=world)
-    return trainer.Run(config, None, RunPaths(run), [], {})
+    return Run(config, None, RunPaths(run), [], {})
 
 
 def train(placement: Placement, run: str, images: str, changes: dict[str, Any], dies_in: int | None = None) -> int:
@@ -70,15 +72,15 @@ def train(placement: Placement, run: str, images: str, changes: dict[str, Any], 
     if dies_in is not None and placement.attempt == 1:
         import os
 
-        walk = trainer.Loop.train_one
+        walk = Loop.train_one
 
-        def train_one(loop: trainer.Loop, step: int) -> str | None:
+        def train_one(loop: Loop, step: int) -> str | None:
             if step == dies_in and placement.rank == placement.world - 1:
                 loop.saver.wait()  # there is a checkpoint
                 os._exit(9)
             return walk(loop, step)
 
-        loop_class: Any = trainer.Loop
+        loop_class: Any = Loop
         loop_class.train_one = train_one  # of this forked process alone
     return int(trainer.run(described, where))
 
@@ -213,7 +215,7 @@ def learn(placement: Placement, run: str, text: str) -> float:
     config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
     folder.write_start(paths, config, answer["tokenizer"])
     where = dataclasses.replace(placement, threads=1)
-    assert trainer.run(trainer.Run(config, None, paths, [], {}), where) == 0
+    assert trainer.run(Run(config, None, paths, [], {}), where) == 0
     export_run(paths, Path(run) / "exported", None)
     # A reader needs no more than the folder: the class of its task.py, the options, the tensors by their own names.
     task_class: Any = load_class("task.code", Path(run) / "exported" / "task.py", "Task", OwnTask)

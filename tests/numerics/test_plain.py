@@ -16,7 +16,7 @@ from phalanx.models.spec import parameter_shapes
 from phalanx.optim.schedule import learning_rate
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Task
-from phalanx.train.trainer import Run
+from phalanx.train.loop import Run
 from tests.numerics import runs
 
 

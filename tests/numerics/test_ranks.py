@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.records import RunPaths, read_steps
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.numerics.runs import RECIPE, Outcome, distance, farthest, walk
 
 EXACT = 1e-9  # float64: what is left is the order of additions, and what 30 steps of Adam make of it

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import PhalanxError
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import distance, farthest, same_bits, walk

@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.optim import gradients
 from phalanx.optim.sharded import Sharded
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import ALL, run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, walk

@@ -13,7 +13,9 @@ import pytest
 
 from phalanx.data.packing import Form, Packed
 from phalanx.data.tokens import TokenFile, TokenWriter
-from phalanx.records import Kind, RunPaths, read_steps
+from phalanx.events import Kind
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.numerics.runs import VOCAB, Outcome, events, same_bits, walk
 from tests.numerics.test_ranks import assert_same
 

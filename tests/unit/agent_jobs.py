@@ -22,8 +22,8 @@ from phalanx import hardware, pulse
 from phalanx.cluster import attempt, early
 from phalanx.cluster.agent import Job, run
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.kept import Kept, KeptFile
-from phalanx.records import ExitCode, Placement, RunPaths
+from phalanx.placement import ExitCode, Kept, KeptFile, Placement
+from phalanx.run_paths import RunPaths
 
 FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
 

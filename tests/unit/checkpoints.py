@@ -14,7 +14,7 @@ from phalanx.checkpoint.read import (
     Checkpoint,
     Parameters,
 )
-from phalanx.records import Url
+from phalanx.run_paths import Url
 
 Events = list[tuple[str, dict[str, Any]]]
 SHAPES: Parameters = {"layers.0.weight": ((7, 11), "float32"), "norm": ((5,), "float32"), "scalar": ((1,), "float32")}

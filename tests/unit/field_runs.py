@@ -8,7 +8,11 @@ from typing import Any
 from unittest import mock
 
 from phalanx import recipe
-from phalanx.records import Kind, Placement, RunPaths, read_lines, read_steps
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import Placement
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 
 Seen = dict[str, Any]
 BASE: dict[str, dict[str, Any]] = {
@@ -108,9 +112,9 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
     from phalanx import accelerator, launch
     from phalanx.checkpoint.read import Checkpoint, find, step_folder
     from phalanx.train import folder as run_folder
+    from phalanx.train.loop import Run
     from phalanx.train.resolve import resolve_with_files, token_folders
     from phalanx.train.subject import spec_if_any
-    from phalanx.train.trainer import Run
 
     run.mkdir()
     paths = RunPaths(run)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx import accelerator
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 

@@ -24,7 +24,7 @@ from phalanx.cluster.early import Early
 from phalanx.cluster.job import Job
 from phalanx.cluster.stopping import Signals
 from phalanx.errors import CollectiveError, ConfigError, PhalanxError
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 from tests.helpers import ROOT, is_alive, wait_until
 from tests.unit import agent_jobs
 
@@ -399,7 +399,7 @@ except KeyError as error:
 EARLY = """
 import dataclasses
 from phalanx.cluster import early
-from phalanx.records import Placement
+from phalanx.placement import Placement
 early.LATER_S = 0.0
 waiting = early.Early()
 def fill(job):

@@ -12,10 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import Diverged
-from phalanx.records import RunPaths, StepRecord
+from phalanx.records import StepRecord
 from phalanx.resilience_config import ResilienceSection
+from phalanx.run_paths import RunPaths
 from phalanx.train.anomalies import LEAST, NOT_FINITE_STEPS, WINDOW, Anomalies, Wrong, bound, recorded
-from phalanx.train.checksums import as_integers, checksum, verdict
+from phalanx.train.checksums import checksum, verdict
+from phalanx.train.master_weights import as_integers
 from phalanx.train.skips import Skips
 from phalanx.train.stragglers import STAYS_S, STEPS, Stragglers
 

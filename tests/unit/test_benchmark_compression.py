@@ -11,7 +11,7 @@ import yaml
 from benchmarks import compression, harness
 from benchmarks.compression import BF16, INT8, OPERATIONS, PLAIN, WAYS, Training
 from phalanx import recipe
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 SMALL = Training(blocks=2, side=64, turns=1, steps=1)

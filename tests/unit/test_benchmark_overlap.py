@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import harness, overlap
 from benchmarks.overlap import Size
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 TINY = Size(

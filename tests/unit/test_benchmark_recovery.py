@@ -11,7 +11,7 @@ import pytest
 from benchmarks import recovery
 from benchmarks.started import Run, Tail
 from phalanx import kept_files, shared_memory, state_file
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 from phalanx.state_file import Who
 from tests.helpers import ROOT
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import replicas, slot_to_slot
 from benchmarks.replicas import GRADIENTS, ITEM_BYTES, PART, STATE
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 

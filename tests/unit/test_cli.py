@@ -16,8 +16,12 @@ import yaml
 from phalanx import __version__, cli, help_texts, jobs, recipe
 from phalanx.config import Config, leaves
 from phalanx.errors import RunError
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
 from phalanx.models.spec import PRESETS
-from phalanx.records import ExitCode, Kind, RunPaths, read_lines, read_steps
+from phalanx.placement import ExitCode
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.dist.command import phalanx as forked
 from tests.helpers import ROOT, wait_until
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.optim.adamw8bit import LEAST_ELEMENTS, AdamW8bit
 from phalanx.optim.coded import BLOCK, Coded, blocks_of, code, code_of_zero, decode, looked_up, searched, table
-from phalanx.optim.engine import Slot
+from phalanx.optim.state import Slot
 from phalanx.optim.update import AdamW, Change, load, pieces, zeros
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from phalanx.models.hf import config_from_spec
 from phalanx.models.hf_config import BASE_KEY, spec_from_config
 from phalanx.models.llama import Llama
 from phalanx.models.spec import ModelSpec, parameter_count, parameter_shapes
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 from phalanx.train import folder
 from tests.dist import command
 from tests.helpers import ROOT

@@ -10,12 +10,14 @@ import pytest
 from rich.console import Console as Rich
 
 from phalanx import balance, hardware
+from phalanx.events import Kind
 from phalanx.hardware import Device, Hardware
-from phalanx.records import Kind, RunPaths, append_line
+from phalanx.json_lines import append_line
 from phalanx.report import devices, html, measured, words
 from phalanx.report.console import Console, summary
 from phalanx.report.devices import Step
 from phalanx.report.history import read_run
+from phalanx.run_paths import RunPaths
 
 
 def record(step: int, shares: list[int] | None, busy_s: list[float] | None, step_s: float = 1.0) -> dict[str, Any]:

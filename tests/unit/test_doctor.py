@@ -22,7 +22,7 @@ from phalanx.doctor import carrying, machine, reporting
 from phalanx.doctor.lines import NAMES, Check, CheckState, Line, check_names, from_json, of_finding, verdict
 from phalanx.errors import ConfigError, OutOfMemory
 from phalanx.faults import Fault
-from phalanx.records import ExitCode, Placement
+from phalanx.placement import ExitCode, Placement
 from phalanx.report.doctor import Lines
 from tests.dist.command import call, phalanx, refused
 from tests.helpers import run_ranks

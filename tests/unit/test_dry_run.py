@@ -17,7 +17,7 @@ from phalanx.models.spec import PRESETS, parameter_count
 from phalanx.parallel.apply import change_blocks
 from phalanx.parallel.schedules import orders
 from phalanx.parallel.stages import divide
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.report import sizes, words
 from phalanx.sizes import HALF
 from phalanx.tasks.language import LanguageModel

@@ -7,7 +7,7 @@ import pytest
 from phalanx.cluster import fork
 from phalanx.cluster.errand import Errand
 from phalanx.errors import PhalanxError
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 

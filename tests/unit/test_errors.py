@@ -8,7 +8,7 @@ from phalanx import errors
 from phalanx.cluster.fork import error_of
 from phalanx.data.tokenizer import default_tokenizer
 from phalanx.models.hf_config import read_config
-from phalanx.records import ExitCode
+from phalanx.placement import ExitCode
 
 CODES = {
     errors.PhalanxError: ExitCode.FAILED,

@@ -10,7 +10,8 @@ import pytest
 from phalanx import patience, recipe, storage
 from phalanx.data.cache import prune
 from phalanx.errors import ConfigError, StorageError
-from phalanx.records import Placement, Url
+from phalanx.placement import Placement
+from phalanx.run_paths import Url
 from phalanx.train import exports
 from tests.helpers import run_ranks
 from tests.stores import Faults

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from phalanx import faults
 from phalanx.checkpoint.read import step_folder
 from phalanx.errors import ConfigError
+from phalanx.events import Kind
 from phalanx.faults import KINDS, WHERE, Fault
-from phalanx.records import Kind
 from phalanx.train.injection import Injector
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy

@@ -10,7 +10,8 @@ from phalanx import fencing
 from phalanx.cluster import epochs
 from phalanx.cluster.causes import End, describe, is_aftermath
 from phalanx.errors import CutOff, RunError
-from phalanx.records import ExitCode, RunPaths
+from phalanx.placement import ExitCode
+from phalanx.run_paths import RunPaths
 
 TELLS = "since epoch 2 the run goes on with another one on other nodes; this node was cut off from them and ends"
 

@@ -21,8 +21,11 @@ from phalanx.cluster import slurm_script
 from phalanx.config import Config, leaves, spec_of
 from phalanx.data import prepare, reading
 from phalanx.errors import PhalanxError
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
 from phalanx.models.spec import PRESETS
-from phalanx.records import Kind, Placement, RunPaths, read_lines
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 from tests.dist import command
 from tests.dist.test_replicas import replicates
 from tests.helpers import run_ranks
@@ -218,13 +221,14 @@ def _timeout(base: Seen, seen: Seen) -> None:
 def wait_for_a_missing_rank(placement: Placement, timeout: float) -> dict[str, Any]:
     from phalanx.models.spec import ModelSpec
     from phalanx.train import trainer
+    from phalanx.train.loop import Run
 
     if placement.rank == 1:
         time.sleep(timeout + 0.5)
         return {}
     changes = {"comm.timeout_s": timeout, "data.source": "x", "data.cache": "y"}
     spec = ModelSpec(vocab_size=1, hidden=2, layers=1, heads=1, kv_heads=1, head_dim=2, intermediate=1, max_seq_len=8)
-    job = trainer.Run(configured(changes, Path()), spec, RunPaths(Path("nowhere")), [(Path("x"), 1.0)], {})
+    job = Run(configured(changes, Path()), spec, RunPaths(Path("nowhere")), [(Path("x"), 1.0)], {})
     begin = time.monotonic()
     try:
         trainer.run(job, placement)

@@ -14,7 +14,8 @@ from phalanx import keeper
 from phalanx.cluster import node_requests
 from phalanx.data.tokens import TokenFile, TokenWriter
 from phalanx.errors import RunError
-from phalanx.records import Kind, RunPaths, write_event
+from phalanx.events import Kind, write_event
+from phalanx.run_paths import RunPaths
 from phalanx.train import folder
 from tests.another_user import as_root, begin, open_path
 from tests.helpers import wait_until
@@ -178,7 +179,7 @@ def test_other_tokens_are_named(tmp_path: Path, tokens: Known) -> None:
 def test_every_file_of_a_tokenizer_goes_with_the_run(tmp_path: Path) -> None:
     """A run and its export must not lose added tokens, a chat template or another kind of vocabulary."""
     from phalanx import recipe
-    from phalanx.records import TOKENIZER_FILES
+    from phalanx.run_paths import TOKENIZER_FILES
 
     tokenizer, paths = tmp_path / "tokenizer", RunPaths(tmp_path / "run")
     tokenizer.mkdir()

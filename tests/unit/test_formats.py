@@ -15,8 +15,8 @@ from phalanx.checkpoint.read import Checkpoint, step_folder
 from phalanx.cluster.wire import PROTOCOL, Channel, Proof
 from phalanx.data.tokens import TokenFile
 from phalanx.errors import PhalanxError, RunError
-from phalanx.records import RunPaths
 from phalanx.report.history import read_run
+from phalanx.run_paths import RunPaths
 from phalanx.state_file import StateFile
 from phalanx.train import folder
 from tests.fixtures import make

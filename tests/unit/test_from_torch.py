@@ -12,8 +12,8 @@ from phalanx import rules
 from phalanx.config import OptimSection
 from phalanx.errors import ConfigError
 from phalanx.optim.choose import make_rule
-from phalanx.optim.engine import Slot
 from phalanx.optim.from_torch import FromTorch
+from phalanx.optim.state import Slot
 from phalanx.optim.update import Change, zeros
 from phalanx.recipe import check, resolve
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import join
 from phalanx.optim import gradients
-from phalanx.records import Placement
+from phalanx.placement import Placement
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from phalanx import hardware, survey
 from phalanx.errors import ConfigError
 from phalanx.hardware import Device, Hardware, Link, line
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 from phalanx.train import measure
 
 SMALL = Device(0, 0, 0, "here", "cpu", "cpu", 2**33, 16, ((1, 0.3), (3, 0.5)), None, 2e-9)

@@ -19,7 +19,9 @@ from phalanx.cluster.health_gpu import Gpu, Reading
 from phalanx.cluster.node_requests import Wanted
 from phalanx.devices import Device
 from phalanx.errors import ConfigError
-from phalanx.records import Placement, RunPaths, append_line
+from phalanx.json_lines import append_line
+from phalanx.placement import Placement
+from phalanx.run_paths import RunPaths
 from tests.helpers import run_ranks
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="mounting needs root")

@@ -12,7 +12,7 @@ from phalanx.cluster.beats import EVERY_S, LIVES, Beat, Beats
 from phalanx.cluster.fork import fork
 from phalanx.cluster.herald import Address, Herald
 from phalanx.cluster.roster import Member
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks, wait_until
 
 SECRET = "sixteen characters"

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import RunError
-from phalanx.records import Kind, RunPaths, append_line
+from phalanx.events import Kind
+from phalanx.json_lines import append_line
 from phalanx.report import history
+from phalanx.run_paths import RunPaths
 
 
 def records(*pairs: tuple[int, int]) -> list[dict[str, Any]]:

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from phalanx.errors import RunError
-from phalanx.records import Kind, RunPaths, StepRecord, append_line
+from phalanx.events import Kind
+from phalanx.json_lines import append_line
+from phalanx.records import StepRecord
 from phalanx.report import html as report
 from phalanx.report.history import read_run
+from phalanx.run_paths import RunPaths
 from tests import browser
 
 

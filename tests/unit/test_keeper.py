@@ -21,8 +21,10 @@ from phalanx.cluster.slurm import SlurmJob
 from phalanx.cluster.slurm_step import Step
 from phalanx.config import Config
 from phalanx.errors import ConfigError, RunError
+from phalanx.events import Kind, write_event
 from phalanx.keeper import AGAIN, END, STALLED, Launched, Over, follows
-from phalanx.records import ExitCode, Kind, RunPaths, write_event
+from phalanx.placement import ExitCode
+from phalanx.run_paths import RunPaths
 from phalanx.train import folder
 from tests.helpers import free_port, wait_until
 

@@ -5,7 +5,17 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.kept import BARE, Held, choice_of, choice_to_message, choose, elsewhere, held_of, held_to_message, missing
+from phalanx.kept import (
+    BARE,
+    Held,
+    choice_of,
+    choice_to_message,
+    choose,
+    elsewhere,
+    held_of,
+    held_to_message,
+    missing,
+)
 
 
 def own(rank: int, *steps: int, world: int = 2, generation: int = 1, way: int = 0) -> Held:

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from phalanx.ending import outcome, stopped_early
-from phalanx.records import ExitCode, Kind, RunPaths, append_line, read_lines, read_steps, write_event
+from phalanx.events import Kind, write_event
+from phalanx.json_lines import append_line, read_lines
+from phalanx.placement import ExitCode
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.helpers import ROOT, wait_until
 
 RECIPE = """

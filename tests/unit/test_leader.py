@@ -11,7 +11,7 @@ from phalanx.cluster.affairs import Lost, Node, Phase, Policy, Slot, State
 from phalanx.cluster.causes import End
 from phalanx.cluster.leader import Leader
 from phalanx.cluster.roster import Member, Roster
-from phalanx.records import Kind
+from phalanx.events import Kind
 
 MEMBERS = tuple(Member(n, f"host{n}", f"{n:016x}", "127.0.0.1", 1, 2, (("cpu", "any", True),)) for n in range(4))
 

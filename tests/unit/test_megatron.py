@@ -14,7 +14,7 @@ from phalanx.data.prepare import prepare
 from phalanx.data.tokenizer import train_tokenizer
 from phalanx.data.tokens import TokenFile, TokenWriter
 from phalanx.errors import ConfigError, DataError
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 # Written by megatron.core 0.16.1: four documents of one sequence each, one of them empty, and one of two sequences.

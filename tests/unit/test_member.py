@@ -13,10 +13,13 @@ from phalanx import ending, faults, recipe
 from phalanx.config import Config
 from phalanx.devices import Device
 from phalanx.errors import ConfigError
+from phalanx.events import Kind, write_event
+from phalanx.json_lines import read_lines
 from phalanx.member import Member, policy_of
 from phalanx.participant import Where
-from phalanx.records import ExitCode, Kind, RunPaths, read_lines, write_event
+from phalanx.placement import ExitCode
 from phalanx.report import words
+from phalanx.run_paths import RunPaths
 from phalanx.shared_memory import LOCK, TOUCHED_S, held, sweep
 from phalanx.train import folder
 

@@ -11,7 +11,7 @@ from phalanx.accelerator import HostCopy
 from phalanx.balance import Speed, in_parts
 from phalanx.comm.mesh import Mesh, join
 from phalanx.optim.engine import Queued
-from phalanx.records import Placement
+from phalanx.placement import Placement
 from phalanx.train.metrics import Recorder
 from phalanx.train.metrics import Speed as Flops
 from phalanx.train.sharing import Sharing

@@ -12,7 +12,10 @@ import pytest
 
 from phalanx import mirror, patience
 from phalanx.errors import RunError, StorageError
-from phalanx.records import ExitCode, Kind, Placement, RunPaths, Url, append_line, read_lines, write_event
+from phalanx.events import Kind, write_event
+from phalanx.json_lines import append_line, read_lines
+from phalanx.placement import ExitCode, Placement
+from phalanx.run_paths import RunPaths, Url
 from tests.helpers import run_ranks, wait_until
 from tests.stores import Faults, register
 

@@ -9,7 +9,7 @@ from phalanx import meetings, nodes, recipe
 from phalanx.cluster import epochs
 from phalanx.cluster.rendezvous import Place
 from phalanx.errors import RunError
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 from tests.helpers import ROOT
 
 

@@ -9,7 +9,7 @@ import pytest
 from phalanx import faults, offers, recipe, survey
 from phalanx.config import Config, leaves
 from phalanx.errors import ConfigError
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 
 WANTED = {
     "model": {"hidden": 16, "layers": 1, "heads": 2, "code": "own.py"},

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster.orders import Seat, kept_of, replicas_of_before, seat_of, taken_from_others
-from phalanx.kept import BARE, Choice, Held, Kept, choice_to_message
+from phalanx.kept import BARE, Choice, Held, choice_to_message
+from phalanx.placement import Kept
 
 SHARED = Path("/memory")
 

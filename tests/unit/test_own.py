@@ -13,11 +13,13 @@ from torch import nn
 
 from phalanx import data_commands, recipe
 from phalanx.errors import CheckpointError, ConfigError, DataError
+from phalanx.events import Kind, write_event
 from phalanx.generation import Sampling, opened
+from phalanx.json_lines import append_line
 from phalanx.models.model import Model
-from phalanx.records import Kind, RunPaths, append_line, write_event
 from phalanx.report import evaluated, html, words
 from phalanx.report.history import read_run
+from phalanx.run_paths import RunPaths
 from phalanx.tasks.task import Batch
 from phalanx.train import folder
 from phalanx.train.dry_run import dry_run

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.cluster.placement import device_of, first_host, from_environment, outside
 from phalanx.errors import ConfigError
-from phalanx.records import Placement, StoreAddress
+from phalanx.placement import Placement, StoreAddress
 
 USERS = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "lab"}
 TORCHRUN = {

@@ -11,7 +11,9 @@ import pytest
 from phalanx import hardware, recipe
 from phalanx.config import Config, get
 from phalanx.errors import ConfigError
+from phalanx.events import Kind
 from phalanx.hardware import Device, Hardware, Learnt, Link
+from phalanx.json_lines import append_line
 from phalanx.parallel.stages import HELD
 from phalanx.plan import calibrate, chosen, compared, experience, measured, parse, present
 from phalanx.plan.advice import Question
@@ -19,8 +21,8 @@ from phalanx.plan.chosen import Asked
 from phalanx.plan.predict import predict
 from phalanx.plan.present import Present
 from phalanx.plan.recipe_keys import checked, free, keys_of
-from phalanx.records import Kind, RunPaths, append_line
 from phalanx.report import words
+from phalanx.run_paths import RunPaths
 from tests.helpers import ROOT
 
 LLAMA = ROOT / "recipes" / "llama-3-8b.yaml"

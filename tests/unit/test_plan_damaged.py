@@ -19,7 +19,8 @@ from phalanx.plan.chosen import Asked
 from phalanx.plan.kinds import KINDS
 from phalanx.plan.present import Present
 from phalanx.plan_commands import _run_of
-from phalanx.records import RunPaths, read_steps
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from tests.helpers import ROOT
 from tests.unit.test_plan_command import SPEC, WORK, device, failing, phalanx
 

@@ -10,17 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.records import (
-    RunPaths,
-    StepRecord,
-    append_line,
-    last_line,
-    read_lines,
-    read_steps,
-    split_attempts,
-    write_atomic,
-    write_event,
-)
+from phalanx.events import write_event
+from phalanx.json_lines import append_line, last_line, read_lines, write_atomic
+from phalanx.records import StepRecord, read_steps, split_attempts
+from phalanx.run_paths import RunPaths
 
 
 def test_lines_come_back_in_order(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from phalanx import patience, storage
 from phalanx.checkpoint.read import MANIFEST, Checkpoint, examine, find, newest_valid, step_folder
 from phalanx.checkpoint.remote import Remote
 from phalanx.errors import RunError, StorageError
-from phalanx.records import Url
+from phalanx.run_paths import Url
 from tests.helpers import wait_until
 from tests.hostile import examples
 from tests.stores import Faults, register

@@ -12,7 +12,7 @@ from phalanx import state_file
 from phalanx.checkpoint import replay
 from phalanx.checkpoint.kept_state import tensor_of
 from phalanx.checkpoint.replay import Gradients, replay_of
-from phalanx.optim.engine import Slot
+from phalanx.optim.state import Slot
 from phalanx.optim.update import AdamW, Change
 
 RULE = AdamW(0.9, 0.95, 1e-8, 0.1)

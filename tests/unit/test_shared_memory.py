@@ -12,7 +12,7 @@ import pytest
 
 from phalanx import shared_memory
 from phalanx.errors import RunError
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 from phalanx.shared_memory import LOCK, RUN, folder_of, held, key_of, left_behind, sweep
 from tests.another_user import as_root, begin, open_path
 

@@ -13,7 +13,8 @@ from phalanx.config import Config, get, leaves
 from phalanx.errors import ConfigError
 from phalanx.models.spec import PRESETS, ModelSpec, parameter_count
 from phalanx.models.spec_problems import problems
-from phalanx.records import RunPaths, read_steps
+from phalanx.records import read_steps
+from phalanx.run_paths import RunPaths
 from phalanx.shrink import changes, shrunk, tiny_spec
 from tests.dist import command
 from tests.helpers import ROOT

@@ -17,7 +17,7 @@ from phalanx.cluster.slurm_script import Asked
 from phalanx.cluster.slurm_step import AUTO_RESUME, Step, step_of
 from phalanx.compat import run as script_run
 from phalanx.errors import ConfigError, RunError
-from phalanx.records import RunPaths
+from phalanx.run_paths import RunPaths
 from phalanx.slurm_config import SlurmSection
 from tests.dist import command
 

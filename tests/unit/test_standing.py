@@ -14,8 +14,10 @@ from rich.console import Console
 from phalanx import job_commands, jobs
 from phalanx.cluster import node_requests, node_states
 from phalanx.errors import RunError
-from phalanx.records import Kind, RunPaths, append_line
+from phalanx.events import Kind
+from phalanx.json_lines import append_line
 from phalanx.report import html, logs, standing
+from phalanx.run_paths import RunPaths
 
 BEGAN = 1_000_000.0
 

@@ -38,8 +38,9 @@ from phalanx.cluster.affairs import (
     Unfit,
 )
 from phalanx.cluster.supervisor import COLLECT_S, READY_S, decide
+from phalanx.events import Kind
 from phalanx.kept import Held
-from phalanx.records import ExitCode, Kind
+from phalanx.placement import ExitCode
 
 KILLED = Cause(0, 1, "")
 LOST_PEER = Cause(3, 1, "RuntimeError: connection closed by peer in step 7")

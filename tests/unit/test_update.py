@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.optim import gradients
-from phalanx.optim.engine import Slot
+from phalanx.optim.state import Slot
 from phalanx.optim.update import AdamW, Change, zeros
 
 RULE = AdamW(0.9, 0.95, 1e-8, 0.1)

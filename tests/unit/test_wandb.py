@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from phalanx import recipe
-from phalanx.records import ExitCode, Kind, RunPaths, read_lines
+from phalanx.events import Kind
+from phalanx.json_lines import read_lines
+from phalanx.placement import ExitCode
+from phalanx.run_paths import RunPaths
 from phalanx.train.sinks import SCALARS
 from phalanx.train.weights_and_biases import WeightsAndBiases
 from tests.dist import command

@@ -14,8 +14,9 @@ from typing import Any
 from phalanx import pulse
 from phalanx.cluster.agent import Job, run
 from phalanx.cluster.watchdog import Patience
+from phalanx.placement import Placement
 from phalanx.pulse import Pulse
-from phalanx.records import Placement, RunPaths
+from phalanx.run_paths import RunPaths
 
 FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
 PATIENCE_S = 2.5
