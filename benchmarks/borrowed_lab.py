@@ -22,16 +22,17 @@ from benchmarks import harness
 from benchmarks.harness import Check, Row
 from benchmarks.lab import Ended, Lab, Node, lab, why_not, write_text
 from benchmarks.planner_here import NAME, keys, middle, prepare, ranks_of
-from phalanx import hardware, recipe
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.plan import measured, record, table
-from phalanx.plan.advice import Question
-from phalanx.plan.cost import even
-from phalanx.plan.recipe_keys import free
-from phalanx.plan.search import Plan
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.config import load
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.layout import hardware
+from phalanx.planner import measured_cluster, plan_file, tables
+from phalanx.planner.advice import Question
+from phalanx.planner.cost import even
+from phalanx.planner.recipe_keys import free
+from phalanx.planner.search import Plan
 
 GIB = 2**30
 TARGET = 0.97
@@ -135,10 +136,10 @@ def planned(place: Lab, size: Size, file: Path) -> tuple[Plan, dict[str, Any], A
     # Measured as large as they all can hold: what a sequence takes of a small micro-batch says little of a large one.
     words = f"train.micro_batch={size.fewer}"
     surveys = [hardware.read(place.hardware(NAME, words)) for _ in range(size.surveys)]
-    cluster = measured.cluster_of(middle(surveys))
-    question = Question(free(recipe.load(file, []), []), None, ())
+    cluster = measured_cluster.cluster_of(middle(surveys))
+    question = Question(free(load.load(file, []), []), None, ())
     found = question.on(cluster)
-    told = record.plan_record(question, cluster, found, record.Wanted(), NAME)
+    told = plan_file.plan_record(question, cluster, found, plan_file.Wanted(), NAME)
     return found.best, told, cluster
 
 
@@ -191,7 +192,7 @@ def story(size: Size, folder: Path, teller: Teller) -> tuple[list[Row], list[Che
 
         teller.act(5, "phalanx hardware, phalanx plan")
         plan, told, cluster = planned(place, size, file)
-        teller.say(table.plan({**told, "out": "plan.json"}))
+        teller.say(tables.plan({**told, "out": "plan.json"}))
 
         teller.act(6, "phalanx train, as planned")
         peaks: dict[int, int] = {}
@@ -200,7 +201,7 @@ def story(size: Size, folder: Path, teller: Teller) -> tuple[list[Row], list[Che
                 place.memory = {}
                 sums.append(sum(alone(place, size, turn)))
                 place.memory = limits
-            words = keys(plan, recipe.load(file))
+            words = keys(plan, load.load(file))
             paths, ended = place.train(NAME, f"planned-{turn}", *words, ranks=ranks_of(plan, cluster, place.nodes))
             _well(ended, "the plan")
             ours.append(rate(paths, size.warm))

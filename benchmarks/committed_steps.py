@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 from benchmarks.harness import Row, spread
-from phalanx import shared_memory
-from phalanx.cluster import agent
-from phalanx.placement import Placement
-from phalanx.run_paths import RunPaths
+from phalanx.core.placement import Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.node import agent
+from phalanx.recovery import shared_memory
 
 SAVES = 5
 FOUND = "found.json"
@@ -26,18 +26,19 @@ def take_turns(placement: Placement, folder: str, tokens: str, config: str, pair
     import torch
     import yaml
 
-    from phalanx import accelerator, recipe
-    from phalanx.checkpoint.disk import Saver
+    from phalanx.checkpoint.disk.save import Saver
+    from phalanx.comm.json_objects import JsonGroup
     from phalanx.comm.mesh import join
-    from phalanx.comm.objects import JsonGroup
-    from phalanx.train.build import build
-    from phalanx.train.loop import Loop, Run
-    from phalanx.train.restore import memory_of
-    from phalanx.train.sinks import Records
-    from phalanx.train.stopping import StopRequest
-    from phalanx.train.subject import spec_if_any
+    from phalanx.config import load
+    from phalanx.system import accelerator
+    from phalanx.trainer.loop import Loop, Run
+    from phalanx.trainer.restore import memory_of
+    from phalanx.trainer.stop_request import StopRequest
+    from phalanx.workload.build import build
+    from phalanx.workload.sinks import Records
+    from phalanx.workload.workload import spec_if_any
 
-    settings, spent = recipe.check(yaml.safe_load(config), "the benchmark's recipe"), []
+    settings, spent = load.check(yaml.safe_load(config), "the benchmark's recipe"), []
     accelerator.use(torch.device("cpu"), 1)
     with join(placement, 60.0) as mesh:
         loops = []

@@ -26,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import bounds
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from benchmarks.links import INTERFACE, Links, links, why_not
-from phalanx.cluster.agent import preload
-from phalanx.json_lines import read_lines
-from phalanx.placement import Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.node.agent import preload
 
-PRELOAD = ("torch", "torch._dynamo", "phalanx.comm.mesh", "phalanx.comm.ways", "benchmarks.sharded_peers")
+PRELOAD = ("torch", "torch._dynamo", "phalanx.comm.mesh", "phalanx.comm.routes", "benchmarks.sharded_peers")
 WAYS = PLAIN, BF16, INT8 = ("none", "bf16", "int8")
 OPERATIONS = REDUCE_SCATTER, ALL_GATHER = ("reduce-scatter", "all-gather")
 NODES = 4
@@ -84,11 +84,11 @@ def exchange(placement: Placement, mib: int, turns: int, interface: str = INTERF
     import torch
 
     from benchmarks.sharded_peers import sent_bytes
-    from phalanx import accelerator
     from phalanx.comm.codec import CODECS
     from phalanx.comm.collectives import Traffic
     from phalanx.comm.mesh import join
-    from phalanx.comm.ways import ways
+    from phalanx.comm.routes import ways
+    from phalanx.system import accelerator
 
     accelerator.use(torch.device("cpu"), 1)
     length = round(mib * 2**18)
@@ -138,9 +138,9 @@ def train(placement: Placement, case: dict[str, Any]) -> dict[str, list[float]]:
 
     from benchmarks.sharded_peers import Model, Ours, seconds
     from benchmarks.uneven_shards import at_work
-    from phalanx import accelerator
     from phalanx.comm.mesh import join
-    from phalanx.optim.order import Sharding
+    from phalanx.engine.sharding_spec import Sharding
+    from phalanx.system import accelerator
 
     accelerator.use(torch.device("cpu"), 1)
     of = Training(**case)

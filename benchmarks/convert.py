@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
-from phalanx.models.export import export
-from phalanx.models.spec import PRESETS, ModelSpec, parameter_shapes
-from phalanx.models.weights import Weights
+from phalanx.layout.model_shape import PRESETS, ModelSpec, parameter_shapes
+from phalanx.models.hf_export import export
+from phalanx.models.hf_weights import Weights
 
 SHARD_BYTES = 1_000_000_000
 PORTION_BYTES = 8 << 20

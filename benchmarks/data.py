@@ -16,15 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
-from phalanx.balance import Division
-from phalanx.config import DataSection
+from phalanx.config.schema import DataSection
 from phalanx.data.loader import Loader
 from phalanx.data.packing import Form, rows_of
 from phalanx.data.prepare import prepare
-from phalanx.data.reading import Meter, plan, records
+from phalanx.data.read_chunks import Meter, plan, records
 from phalanx.data.sources import Format, list_files
+from phalanx.data.token_files import TokenFile
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.data.tokens import TokenFile
+from phalanx.layout.balance import Division
 from phalanx.tasks.language import LanguageModel
 
 THREADS = 2

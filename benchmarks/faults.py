@@ -25,10 +25,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from phalanx.cluster import agent
+from phalanx.elastic.node import agent
 
 if __name__ == "__main__":  # first of all: whoever forks agents must have no thread of a numerical library
-    agent.preload(("numpy", "torch", "torch._dynamo", "phalanx.cli", "phalanx.train.trainer", "phalanx.nodes"))
+    agent.preload(
+        (
+            "numpy",
+            "torch",
+            "torch._dynamo",
+            "phalanx.cli.main",
+            "phalanx.trainer.train_rank",
+            "phalanx.launch.multinode",
+        )
+    )
 
 from benchmarks.faulty_runs import (
     CHANGING,
@@ -44,7 +53,7 @@ from benchmarks.faulty_runs import (
     plan_alone,
 )
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
-from phalanx.run_paths import RunPaths
+from phalanx.core.run_paths import RunPaths
 
 RIGHT = 0.95  # what is asked of the causes that are named
 CLEAN = 5  # undisturbed runs with --diagnosis, for each run of a kind

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.started import Run, start
-from phalanx import faults
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core import faults
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
 
 STEPS = 40
 EVERY = 3  # steps between checkpoints, and between comparisons of the ranks' parameters
@@ -449,7 +449,7 @@ def _manifest(paths: RunPaths) -> dict[str, Any] | None:
 def _parameters(paths: RunPaths) -> dict[str, Any]:
     import torch
 
-    from phalanx.checkpoint.read import Checkpoint, step_folder
+    from phalanx.checkpoint.disk.load import Checkpoint, step_folder
 
     checkpoint = Checkpoint(step_folder(paths.has_checkpoints, STEPS))
     found = {}

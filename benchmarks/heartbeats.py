@@ -22,21 +22,30 @@ from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from phalanx.cluster import agent
+from phalanx.elastic.node import agent
 
 if __name__ == "__main__":  # first of all: whoever forks agents must have no thread of a numerical library
-    agent.preload(("numpy", "torch", "torch._dynamo", "phalanx.cli", "phalanx.train.trainer", "phalanx.nodes"))
+    agent.preload(
+        (
+            "numpy",
+            "torch",
+            "torch._dynamo",
+            "phalanx.cli.main",
+            "phalanx.trainer.train_rank",
+            "phalanx.launch.multinode",
+        )
+    )
 
 from benchmarks.harness import Check, Row, at_most, machine, options, report, result
 from benchmarks.started import command_line
-from phalanx.cluster import peer
-from phalanx.cluster.beats import Beat, Beats
-from phalanx.cluster.circle import Circle
-from phalanx.cluster.fork import fork
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership.heartbeat import Beat, Beats
+from phalanx.elastic.membership.membership import Circle
+from phalanx.elastic.node import node_agent
+from phalanx.system.fork import fork
 
 RECIPE = """
 model: {{hidden: 128, layers: 4, heads: 4, intermediate: 344}}
@@ -77,7 +86,7 @@ class Turns(Circle):
 
 def node(folder: Path, number: int, nodes: int) -> int:
     """Be the agent of a node until it is stopped, and leave what was seen."""
-    peer.Beats, peer.Circle = Arrivals, Turns  # type: ignore[misc]
+    node_agent.Beats, node_agent.Circle = Arrivals, Turns  # type: ignore[misc]
     os.chdir(folder)
     words = ["train", "recipe.yaml", "--run-dir", "run", "--ranks", "1", "--nodes", str(nodes), "--node-rank"]
     words += [str(number), "--rendezvous", f"file://{folder}/meet"]

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import bounds
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from benchmarks.links import links, why_not
-from phalanx.cluster.agent import preload
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
+from phalanx.elastic.node.agent import preload
 
 PRELOAD = ("torch", "torch._dynamo", "phalanx.comm.backend", "phalanx.comm.mesh", "phalanx.comm.ring")
 LAYOUTS = {
@@ -71,11 +71,11 @@ def exchange(placement: Placement, nodes: Sequence[int], mib: float, turns: int)
     import torch
     import torch.distributed as dist
 
-    from phalanx import accelerator
     from phalanx.comm.backend import counters
     from phalanx.comm.collectives import ALL_GATHER, REDUCE_SCATTER, Traffic
     from phalanx.comm.mesh import join
     from phalanx.comm.ring import Ring
+    from phalanx.system import accelerator
 
     accelerator.use(torch.device("cpu"), 1)
     with join(placement, 120) as mesh:

@@ -19,12 +19,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import at_most, machine, options, report, result
-from phalanx import kept_files, shared_memory, state_file
-from phalanx.checkpoint.thinning import MEASURED, UNMEASURED
-from phalanx.events import Kind, write_event
-from phalanx.json_lines import read_lines
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.checkpoint.memory.interval import MEASURED, UNMEASURED
+from phalanx.core.events import Kind, write_event
+from phalanx.core.json_lines import read_lines
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.recovery import inventory, shared_memory, state_file
 from tests.accelerator.device import run_on_device
 from tests.numerics import runs
 
@@ -48,7 +48,7 @@ def walk(folder: Path, name: str, tokens: Path, memory: bool | str, steps: int, 
             runs.train, order="threads", timeout_s=900, shared=Path(shared), link_mb_s=link_mb_s, run=str(run),
             data=str(tokens), changes=changes,
         )  # fmt: skip
-        facts = map(state_file.facts_of, kept_files.files_in(Path(shared)))
+        facts = map(state_file.facts_of, inventory.files_in(Path(shared)))
         slot_bytes = max((each.slot_bytes for each in facts if each is not None), default=0)
     assert codes == [0]
     seconds = {

@@ -23,13 +23,14 @@ from benchmarks import links
 from benchmarks.links import Links
 from benchmarks.started import children, command_line, ranks_of
 from benchmarks.throttle import Throttle, throttle
-from phalanx.cluster import agent
-from phalanx.cluster.fork import fork, kill_group
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.node import agent
+from phalanx.system.fork import fork, kill_group
 
-PRELOAD = ("numpy", "torch", "torch._dynamo", "phalanx.cli", "phalanx.train.trainer", "phalanx.train.resolve",
-           "phalanx.train.measure", "phalanx.nodes", "phalanx.survey")  # fmt: skip
+PRELOAD = ("numpy", "torch", "torch._dynamo", "phalanx.cli.main", "phalanx.trainer.train_rank",
+           "phalanx.trainer.resolve", "phalanx.autotune.measure", "phalanx.launch.multinode",
+           "phalanx.launch.measure_devices")  # fmt: skip
 LOOK_S, WATCH_S = 0.005, 0.05  # between two looks at processes: while ranks are awaited, and later
 PATIENCE_S = 900.0
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, RETURNED_BYTES = -1, -3, 64 * 1024  # of mallopt

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tidy import heeding_signals, is_stale, undisturbed
-from phalanx.cluster.fork import fork, kill_group
-from phalanx.placement import Placement, StoreAddress
+from phalanx.core.placement import Placement, StoreAddress
+from phalanx.system.fork import fork, kill_group
 
 CLONE_NEWNET = 0x40000000
 CONGESTION_CONTROL = "reno"

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, at_least, machine, options, report, result
 from benchmarks.mixed_devices import Place, Size, placed
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
 
 NEAR, SOON = 1.1, 3  # of half of the batch; steps after the others have gone
 LOADED = (2, 8)  # steps with the others, at least and at most

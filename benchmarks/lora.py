@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from benchmarks.peers import SEED, Case, batches_of, drive_trainer, phalanx, synchronise, write_tokens
-from phalanx import accelerator
-from phalanx.models.hf import config_from_spec, hf_name
+from phalanx.layout.model_shape import LORA_TARGETS, PRESETS, LoraSpec, ModelSpec, parameter_count, parameter_shapes
+from phalanx.models.hf_mapping import config_from_spec, hf_name
 from phalanx.models.llama import init_slice
 from phalanx.models.lora import adapter_names, init_adapter_slice
-from phalanx.models.spec import LORA_TARGETS, PRESETS, LoraSpec, ModelSpec, parameter_count, parameter_shapes
+from phalanx.system import accelerator
 
 LORA = LoraSpec(rank=16, alpha=32.0, targets=LORA_TARGETS)
 SMALL = ModelSpec(

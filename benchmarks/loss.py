@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import Row, at_least, at_most, machine, options, report, result, spread
-from phalanx import accelerator
 from phalanx.models.layers import cross_entropy_sum
+from phalanx.system import accelerator
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 SHAPES = ((4096, 256, 4096), (32768, 512, 2048))  # vocabulary, width, tokens

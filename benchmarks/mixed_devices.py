@@ -26,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from benchmarks.throttle import Throttle, throttle
-from phalanx.cluster import agent
-from phalanx.placement import Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.node import agent
 
-PRELOAD = ("torch", "torch._dynamo", "torch.distributed.fsdp", "phalanx.recipe", "phalanx.train.trainer",
-           "phalanx.train.resolve", "phalanx.data.tokens")  # fmt: skip
+PRELOAD = ("torch", "torch._dynamo", "torch.distributed.fsdp", "phalanx.config.load", "phalanx.trainer.train_rank",
+           "phalanx.trainer.resolve", "phalanx.data.token_files")  # fmt: skip
 TARGET, STRETCH = 0.97, 0.985
 LOAD = 0.8  # of all cores: the rest is the system's, so that a quota is what a process really gets
 FASTEST = 0.9  # of a core, for one rank
@@ -142,17 +142,17 @@ def _worker(
     placement: Placement,
 ) -> int:
     """One rank: what train.trainer.run does, and beside it a note of what balancing took."""
-    from phalanx import accelerator
-    from phalanx.checkpoint.disk import Saver
+    from phalanx.autotune.measure import know
+    from phalanx.checkpoint.disk.save import Saver
+    from phalanx.comm.json_objects import JsonGroup
     from phalanx.comm.mesh import join
-    from phalanx.comm.objects import JsonGroup
-    from phalanx.train.build import build
-    from phalanx.train.loop import Loop, Run
-    from phalanx.train.measure import know
-    from phalanx.train.sinks import Records
-    from phalanx.train.stopping import StopRequest
-    from phalanx.train.subject import spec_from_run, subject_of
-    from phalanx.train.trainer import train
+    from phalanx.system import accelerator
+    from phalanx.trainer.loop import Loop, Run
+    from phalanx.trainer.stop_request import StopRequest
+    from phalanx.trainer.train_rank import train
+    from phalanx.workload.build import build
+    from phalanx.workload.sinks import Records
+    from phalanx.workload.workload import spec_from_run, subject_of
 
     place.limits.enter(first_rank + placement.rank)
     accelerator.use(accelerator.torch.device("cpu"), 1)
@@ -171,7 +171,7 @@ def _worker(
 
 
 def _config(size: Size, steps: int, settings: dict[str, Any], world: int) -> Any:
-    from phalanx import recipe
+    from phalanx.config import load
 
     tree = {
         "model": size.model,
@@ -183,8 +183,8 @@ def _config(size: Size, steps: int, settings: dict[str, Any], world: int) -> Any
         "comm": {"timeout_s": 300.0},
         "report": {"tensorboard": False},
     }  # fmt: skip
-    wanted = recipe.update(recipe.check(tree, "the benchmark's recipe"), settings)
-    config, _ = recipe.resolve(wanted, device="cpu", world=world)
+    wanted = load.update(load.check(tree, "the benchmark's recipe"), settings)
+    config, _ = load.resolve(wanted, device="cpu", world=world)
     return config
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from benchmarks.links import Links, enter, links
 from benchmarks.started import Run, ranks_of, start, strike
-from phalanx import fencing, shared_memory
-from phalanx.events import Kind
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.run_paths import RunPaths
+from phalanx.recovery import fencing, shared_memory
 from tests.cluster import slurm_cluster
 from tests.cluster.slurm_cluster import SlurmCluster
 

@@ -25,12 +25,12 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
-from phalanx import accelerator
-from phalanx.errors import is_out_of_memory
+from phalanx.core.errors import is_out_of_memory
+from phalanx.layout.model_shape import PRESETS, ModelSpec
 from phalanx.models.llama import Llama
-from phalanx.models.spec import PRESETS, ModelSpec
 from phalanx.parallel import activations
 from phalanx.parallel.offload import offload
+from phalanx.system import accelerator
 
 LENGTHS = (8192, 16384, 32768, 65536)
 HORIZON = 2

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
 from benchmarks.started import Command, Run, start
 from benchmarks.throttle import LEAST, throttle
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
 
 RECIPE = """
 model: {{hidden: 32, layers: 2, heads: 4, kv_heads: 2, intermediate: 64, dropout: 0.1}}
@@ -165,17 +165,17 @@ def control(prepared: RunPaths, steps: int, split: int) -> list[float]:
     import torch
     import yaml
 
-    from phalanx import recipe
-    from phalanx.balance import Division
+    from phalanx.config import load
     from phalanx.data.loader import Loader
-    from phalanx.models.draws import Draws
+    from phalanx.layout.balance import Division
+    from phalanx.layout.model_shape import parameter_shapes
+    from phalanx.models.counter_rng import Draws
     from phalanx.models.llama import Llama, init_slice
-    from phalanx.models.spec import parameter_shapes
-    from phalanx.optim.schedule import learning_rate
-    from phalanx.train.subject import spec_from_run, subject_of
+    from phalanx.optim.lr_schedule import learning_rate
+    from phalanx.workload.workload import spec_from_run, subject_of
 
     torch.set_num_threads(1)
-    config = recipe.check(yaml.safe_load(prepared.config.read_text()), "the run's configuration")
+    config = load.check(yaml.safe_load(prepared.config.read_text()), "the run's configuration")
     spec, optim = spec_from_run(config, prepared), config.optim
     (tokens,) = {file.parent for file in (prepared.root.parent / "cache").rglob("train/*.bin")}
     subject = subject_of(config, spec, prepared)

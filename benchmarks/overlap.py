@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from phalanx.cluster.agent import preload
+from phalanx.elastic.node.agent import preload
 
 if __name__ == "__main__":  # first of all: whoever forks ranks must have no thread of a numerical library
     preload(("numpy", "torch", "torch._dynamo", "torch.distributed.fsdp"))
@@ -35,10 +35,10 @@ from benchmarks import bounds, links
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
 from benchmarks.sharded_peers import Fsdp2, Make, Model, Ours, ddp, ddp_zero, on_phalanx, seconds, sent_bytes
 from phalanx.comm.mesh import Mesh, join
-from phalanx.events import Kind
-from phalanx.optim.order import Sharding
-from phalanx.optim.overlap import Work, as_ddp, bound, late
-from phalanx.placement import Placement
+from phalanx.core.events import Kind
+from phalanx.core.placement import Placement
+from phalanx.engine.sharding_spec import Sharding
+from phalanx.layout.comm_schedule import Work, as_ddp, bound, late
 
 OURS, DDP, ZERO, FSDP2, TUNED = "Phalanx", "DDP", "DDP + ZeRO", "FSDP2", "FSDP2 tuned"
 ON_OURS, TUNED_ON_OURS = "FSDP2 on phalanx", "FSDP2 tuned on phalanx"

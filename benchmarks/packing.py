@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Row, at_least, at_most, machine, options, report, result, spread
-from phalanx import accelerator
-from phalanx.balance import Division
-from phalanx.config import DataSection
+from phalanx.config.schema import DataSection
 from phalanx.data.loader import Loader
-from phalanx.data.order import order
 from phalanx.data.packing import Form, Packed
 from phalanx.data.prepare import prepare
-from phalanx.data.tokens import TokenFile
+from phalanx.data.shuffle import order
+from phalanx.data.token_files import TokenFile
+from phalanx.layout.balance import Division
+from phalanx.layout.model_shape import ModelSpec, parameter_shapes
 from phalanx.models.llama import Llama, init_slice
-from phalanx.models.spec import ModelSpec, parameter_shapes
+from phalanx.system import accelerator
 from phalanx.tasks.language import IGNORED, LanguageModel
 from phalanx.tasks.task import Batch
 

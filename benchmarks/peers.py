@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from phalanx.data.tokens import TokenWriter
-from phalanx.models.hf import config_from_spec, hf_name
+from phalanx.core.placement import Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.data.token_files import TokenWriter
+from phalanx.layout.model_shape import ModelSpec, parameter_shapes
+from phalanx.models.hf_mapping import config_from_spec, hf_name
 from phalanx.models.llama import Llama, init_slice
-from phalanx.models.spec import ModelSpec, parameter_shapes
-from phalanx.placement import Placement
-from phalanx.run_paths import RunPaths
 
 LR, BETAS, EPS, DECAY, CLIP, SEED = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 0
 
@@ -69,7 +69,7 @@ def write_tokens(folder: Path, vocab_size: int, count: int) -> Path:
 def settings(case: Case) -> Any:
     """A resolved configuration: what the trainer reads of one, in its shape.
 
-    It stands in for phalanx.config.Config so that a machine without pydantic can run the benchmark.
+    It stands in for phalanx.config.schema.Config so that a machine without pydantic can run the benchmark.
     """
     return SimpleNamespace(
         model=SimpleNamespace(from_hf=None, code=None, lora=case.spec.lora),
@@ -132,14 +132,14 @@ class Phalanx:
 @contextlib.contextmanager
 def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
     """A run of `case` in `folder`, ready for its first step."""
-    from phalanx.checkpoint.disk import Saver
+    from phalanx.checkpoint.disk.save import Saver
+    from phalanx.comm.json_objects import JsonGroup
     from phalanx.comm.mesh import join
-    from phalanx.comm.objects import JsonGroup
     from phalanx.parallel.materialize import with_adapters
-    from phalanx.train.build import build
-    from phalanx.train.loop import Loop, Run
-    from phalanx.train.sinks import Records
-    from phalanx.train.stopping import StopRequest
+    from phalanx.trainer.loop import Loop, Run
+    from phalanx.trainer.stop_request import StopRequest
+    from phalanx.workload.build import build
+    from phalanx.workload.sinks import Records
 
     config, paths = settings(case), RunPaths(folder)
     folder.mkdir(parents=True)
@@ -165,10 +165,10 @@ def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
 
 def batches_of(case: Case, tokens: Path) -> Callable[[int], tuple[Tensor, Tensor]]:
     """The trainer's own batches: a function of the step (the first is 0) to tokens and labels, on the host."""
-    from phalanx.balance import Division
     from phalanx.data.loader import Loader
     from phalanx.data.packing import Form, rows_of
-    from phalanx.data.tokens import TokenFile
+    from phalanx.data.token_files import TokenFile
+    from phalanx.layout.balance import Division
     from phalanx.tasks.language import LanguageModel
 
     rows = rows_of(TokenFile(tokens), Form(case.seq_len), SEED)

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from phalanx.cluster import agent
+from phalanx.elastic.node import agent
 
 if __name__ == "__main__":  # first of all: whoever forks ranks must have no thread of a numerical library
     agent.preload(("numpy", "torch", "torch._dynamo", "torch.distributed.pipelining"))
@@ -31,15 +31,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
-from phalanx.axes import Axes
 from phalanx.comm.mesh import Mesh, join
-from phalanx.optim.engine import Precision
-from phalanx.parallel import schedules
+from phalanx.core.placement import Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.engine.interface import Precision
+from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.pipeline_stages import HELD, Action, Stages, bubble, bubble_of, divide, simulate, step_s
+from phalanx.parallel import pipeline_schedules
 from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.schedules import orders
-from phalanx.parallel.stages import HELD, Action, Stages, bubble, bubble_of, divide, simulate, step_s
-from phalanx.placement import Placement
-from phalanx.run_paths import RunPaths
+from phalanx.parallel.pipeline_schedules import orders
 
 OURS, TORCH = "Phalanx", "PyTorch's runtime"
 FOUND = "found.json"
@@ -187,7 +187,7 @@ def torchs(case: Case, mesh: Mesh, stages: Mapping[int, Waiting]) -> Callable[[]
         PipelineStage(module, stage, case.plan.last + 1, mesh.device, group=group) for stage, module in stages.items()
     ]
     how: dict[str, Any] = {"loss_fn": lambda output, target: output.sum(), "scale_grads": False}
-    known = schedules.made(case.schedule, made, count, **how)
+    known = pipeline_schedules.made(case.schedule, made, count, **how)
     rows = torch.arange(float(count))[:, None].expand(count, WIDTH)
     inputs = (rows,) if 0 in stages else ()
     target = {"target": rows} if case.plan.last in stages else {}

@@ -28,12 +28,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
-from phalanx.plan.choice import Choice
-from phalanx.plan.cluster import Cluster, Group
-from phalanx.plan.constants import DEFAULT, RANGES, Constants, fit
-from phalanx.plan.cost import Model, predict
-from phalanx.plan.kinds import KINDS, Kind
-from phalanx.plan.work import Work
+from phalanx.planner.cluster import Cluster, Group
+from phalanx.planner.constants import DEFAULT, RANGES, Constants, fit
+from phalanx.planner.cost import Model, predict
+from phalanx.planner.device_catalog import KINDS, Kind
+from phalanx.planner.layout_choice import Choice
+from phalanx.planner.work import Work
 
 SEEDS = range(5)
 SHARE = 0.05  # of a file's rows that the constants may be fitted to

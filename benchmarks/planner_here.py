@@ -30,20 +30,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from benchmarks.harness import Check, Row
 from benchmarks.lab import Ended, Lab, Node, lab, return_memory, steps_s, why_not, write_text
-from phalanx import hardware, recipe
-from phalanx.config import Config
-from phalanx.hardware import Hardware, Link
-from phalanx.plan import measured
-from phalanx.plan.advice import Question
-from phalanx.plan.cluster import Cluster, Group
-from phalanx.plan.cost import Model
-from phalanx.plan.kinds import KINDS, Kind
-from phalanx.plan.memory import COPY, Held
-from phalanx.plan.recipe_keys import free, keys_of, pins_of, space_of
-from phalanx.plan.record import as_overrides
-from phalanx.plan.search import Plan, search
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.config import load
+from phalanx.config.schema import Config
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.layout import hardware
+from phalanx.layout.hardware import Hardware, Link
+from phalanx.planner import measured_cluster
+from phalanx.planner.advice import Question
+from phalanx.planner.cluster import Cluster, Group
+from phalanx.planner.cost import Model
+from phalanx.planner.device_catalog import KINDS, Kind
+from phalanx.planner.memory import COPY, Held
+from phalanx.planner.plan_file import as_overrides
+from phalanx.planner.recipe_keys import free, keys_of, pins_of, space_of
+from phalanx.planner.search import Plan, search
 
 RECIPE = """
 model: {{hidden: {hidden}, layers: {layers}, heads: {heads}, intermediate: {intermediate}, vocab_size: {vocabulary}}}
@@ -110,7 +111,7 @@ QUICK = Size(
 
 def question_of(file: Path, words: Sequence[str]) -> Question:
     """What `phalanx plan` asks for such a command line."""
-    return Question(free(recipe.load(file, list(words)), list(words)), None, tuple(words))
+    return Question(free(load.load(file, list(words)), list(words)), None, tuple(words))
 
 
 def keys(plan: Plan, config: Config) -> list[str]:
@@ -194,10 +195,10 @@ def times(size: Size, folder: Path) -> tuple[list[Row], list[Check]]:
         # Some passes first, since a machine that was idle is faster for a moment.
         place.train(NAME, "first", *PLAIN, "parallel.data=sharded", "balance.work=even", "train.steps=1")
         surveys = [hardware.read(place.hardware(NAME, "train.micro_batch=8")) for _ in range(size.surveys)]
-        cluster = measured.cluster_of(middle(surveys))
+        cluster = measured_cluster.cluster_of(middle(surveys))
         planned = plans(file, cluster, size.layouts)
         taken: dict[str, list[float]] = {name: [] for name in planned}
-        config = recipe.load(file)
+        config = load.load(file)
         for turn in range(size.turns):
             for number, (name, plan) in enumerate(planned.items()):
                 paths, ended = place.train(

@@ -28,10 +28,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from phalanx.cluster import agent
+from phalanx.elastic.node import agent
 
 if __name__ == "__main__":  # first of all: whoever forks ranks must have no thread of a numerical library
-    agent.preload(("numpy", "torch", "torch._dynamo", "phalanx.cli", "phalanx.train.trainer", "phalanx.nodes"))
+    agent.preload(
+        (
+            "numpy",
+            "torch",
+            "torch._dynamo",
+            "phalanx.cli.main",
+            "phalanx.trainer.train_rank",
+            "phalanx.launch.multinode",
+        )
+    )
 
 from benchmarks import node_faults, torchft_peer
 from benchmarks.committed_steps import cost
@@ -39,9 +48,9 @@ from benchmarks.harness import Check, Row, at_least, at_most, machine, options, 
 from benchmarks.node_faults import MBIT, Place
 from benchmarks.started import Run, children, start
 from benchmarks.torchft_peer import TorchFt
-from phalanx import kept_files, state_file
-from phalanx.events import Kind
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.run_paths import RunPaths
+from phalanx.recovery import inventory, state_file
 
 RECIPE = """
 model: {{hidden: {hidden}, layers: {layers}, heads: {heads}, intermediate: {intermediate}}}
@@ -208,7 +217,7 @@ def on_this_machine(folder: Path, systems: Sequence[str], given: argparse.Namesp
 def shard_s(run: Run) -> float:
     """What a cable takes to carry the state of a node's rank."""
     found = [
-        facts for folder in run.folders() for facts in kept_files.there(folder, state_file.run_of(run.paths.events))
+        facts for folder in run.folders() for facts in inventory.there(folder, state_file.run_of(run.paths.events))
     ]
     return max(facts.slot_bytes for facts in found) * 8 / (MBIT * 1e6)
 

@@ -21,13 +21,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Check, Row, at_most, machine, options, report, result
 from benchmarks.links import links, why_not
-from phalanx import shared_memory
-from phalanx.cluster.agent import preload
-from phalanx.cluster.door import Door
-from phalanx.cluster.replica_keeper import ReplicaKeeper
-from phalanx.placement import Address, Placement
+from phalanx.core.placement import Address, Placement
+from phalanx.elastic.membership.listener import Door
+from phalanx.elastic.node.agent import preload
+from phalanx.elastic.replicas.server import ReplicaKeeper
+from phalanx.recovery import shared_memory
 
-PRELOAD = ("torch", "torch._dynamo", "phalanx.comm.mesh", "phalanx.checkpoint.memory", "phalanx.checkpoint.replay")
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "phalanx.comm.mesh",
+    "phalanx.checkpoint.memory.store",
+    "phalanx.checkpoint.memory.replica_update",
+)
 SECRET, RUN = "of this benchmark", b"b" * 32
 GRADIENTS, STATE = "gradients", "the state itself"
 ITEM_BYTES = {GRADIENTS: 4, STATE: 12}  # of a parameter, with AdamW in float32
@@ -38,7 +44,7 @@ TOLD = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 def node(placement: Placement, folder: str, address: str) -> Path:
     """Begin to keep replicas on this node, and let others in. Before there are threads."""
-    from phalanx.checkpoint.replay import replay_of
+    from phalanx.checkpoint.memory.replica_update import replay_of
 
     mine = Path(folder) / f"node-{placement.rank}"
     mine.mkdir(mode=0o700)
@@ -73,12 +79,12 @@ def commits(placement: Placement, folder: str, addresses: list[str], way: str, e
     own = node(placement, folder, addresses[placement.rank])
     import torch
 
-    from phalanx.checkpoint.memory import Memory
+    from phalanx.checkpoint.memory.store import Memory
     from phalanx.comm.mesh import join
-    from phalanx.optim.slots import Slots
+    from phalanx.engine.state_slots import Slots
     from phalanx.optim.state import Piece, Slot
     from phalanx.optim.update import AdamW, Change, pieces, zeros
-    from phalanx.replicas import Replicas
+    from phalanx.recovery.replica_client import Replicas
 
     class Told:
         weight: int = 1

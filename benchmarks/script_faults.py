@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.links import enter, links
 from benchmarks.started import ROOT, Command, start, strike
-from phalanx.cluster.agent import preload
 from phalanx.compat.run import PRELOAD
+from phalanx.elastic.node.agent import preload
 
 NODES, SPARES, MBIT = 2, 1, 1000.0
 KINDS = ("crash", "power-loss")

@@ -1,4 +1,4 @@
-"""The ways to train one model on several ranks that overlap.py compares: Phalanx's sharded engine, DDP, DDP with
+"""The ways to train one model on several ranks that comm_schedule.py compares: Phalanx's sharded engine, DDP, DDP with
 ZeroRedundancyOptimizer, and FSDP2 as it is and as it can be tuned, on gloo and on the backend "phalanx".
 
 The model is a row of blocks with one square weight each. A block's computation is a wait of a given length, so that it
@@ -22,10 +22,10 @@ from torch.optim import AdamW
 
 from phalanx.comm import backend
 from phalanx.comm.mesh import Mesh
+from phalanx.engine.interface import Precision
+from phalanx.engine.sharded import Sharded
+from phalanx.engine.sharding_spec import Sharding
 from phalanx.optim import update
-from phalanx.optim.engine import Precision
-from phalanx.optim.order import Sharding
-from phalanx.optim.sharded import Sharded
 from phalanx.optim.state import Shard
 
 LR, BETAS, EPS, DECAY, SEED = 1e-3, (0.9, 0.95), 1e-8, 0.1, 0

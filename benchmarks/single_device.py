@@ -37,9 +37,9 @@ from benchmarks.peers import (
     transformers_model,
     write_tokens,
 )
-from phalanx import accelerator
-from phalanx.errors import is_out_of_memory
-from phalanx.models.spec import PRESETS, ModelSpec, flops_per_token, parameter_count
+from phalanx.core.errors import is_out_of_memory
+from phalanx.layout.model_shape import PRESETS, ModelSpec, flops_per_token, parameter_count
+from phalanx.system import accelerator
 
 CPU_SPEC = ModelSpec(
     vocab_size=8192, hidden=384, layers=8, heads=6, kv_heads=2, head_dim=64, intermediate=1024, max_seq_len=512
@@ -368,7 +368,7 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"--models names {', '.join(unknown)}; choose of {', '.join(PRESETS)}")
     try:
-        importlib.import_module("phalanx.train.trainer")
+        importlib.import_module("phalanx.trainer.train_rank")
     except ModuleNotFoundError as error:
         sys.exit(
             f"Phalanx's loop needs the package {error.name}, which is not installed; install it, or carry its wheel"

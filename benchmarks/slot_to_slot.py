@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.harness import Check, Row, at_most, machine, options, report, result, spread
-from phalanx.integrity import PAGE_BYTES, checksum
 from phalanx.optim.state import Slot
 from phalanx.optim.update import MOMENTS, AdamW, Change, copy_over
-from phalanx.shared_memory import PLACE
+from phalanx.recovery.integrity import PAGE_BYTES, checksum
+from phalanx.recovery.shared_memory import PLACE
 
 RULE = AdamW(0.9, 0.95, 1e-8, 0.1)
 KINDS = ("param", *MOMENTS)

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx import kept_files, shared_memory, state_file
-from phalanx.cluster.fork import fork
-from phalanx.events import Kind
-from phalanx.json_lines import last_line
-from phalanx.kept import choose
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import last_line
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.recovery import inventory, shared_memory, state_file
+from phalanx.recovery.catalog import choose
+from phalanx.system.fork import fork
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 240.0
@@ -95,12 +95,12 @@ def strike(pids: Sequence[int], number: int) -> None:
 
 def command_line(arguments: Sequence[str], output: Path) -> int:
     """In a forked child: be `phalanx` with these arguments; returns the exit code."""
-    from phalanx import cli
+    from phalanx.cli import main
 
     _speak_into(output)
     sys.argv = ["phalanx", *arguments]
     try:
-        cli.main()
+        main.main()
     except SystemExit as leaving:
         return int(leaving.code or 0)
     return 0
@@ -197,13 +197,13 @@ class Run:
 
     def replicated(self) -> int:
         """The newest step of which the memories of other nodes have a replica of every rank."""
-        return self._newest(kept_files.REPLICAS)
+        return self._newest(inventory.REPLICAS)
 
     def _newest(self, within: str) -> int:
         run, held = self._told or state_file.run_of(self.paths.events), {}
         for node, folder in enumerate(self.folders()):
             with contextlib.suppress(OSError):  # a file has just been removed, or the node is gone
-                held[node] = [kept_files.held(facts) for facts in kept_files.there(folder / within, run)]
+                held[node] = [inventory.held(facts) for facts in inventory.there(folder / within, run)]
         choice = choose(held)
         self._told = run if choice is not None else b""
         return max(0, choice.step) if choice is not None else 0

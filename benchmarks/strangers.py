@@ -24,16 +24,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from phalanx.cluster import agent
+from phalanx.elastic.node import agent
 
 if __name__ == "__main__":  # first of all: whoever forks agents must have no thread of a numerical library
-    agent.preload(("numpy", "torch", "torch._dynamo", "phalanx.cli", "phalanx.train.trainer", "phalanx.nodes"))
+    agent.preload(
+        (
+            "numpy",
+            "torch",
+            "torch._dynamo",
+            "phalanx.cli.main",
+            "phalanx.trainer.train_rank",
+            "phalanx.launch.multinode",
+        )
+    )
 
 from benchmarks.harness import Row, at_most, machine, options, report, result
 from benchmarks.links import Links, enter, links, why_not
 from benchmarks.started import Run, start
-from phalanx.cluster.fork import fork
-from phalanx.run_paths import RunPaths
+from phalanx.core.run_paths import RunPaths
+from phalanx.system.fork import fork
 
 OPEN, RATE = 2000, 500.0  # silent connections to each port, and new ones a second
 TURN_S = 0.01

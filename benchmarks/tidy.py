@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.cluster.fork import heeded
+from phalanx.system.fork import heeded
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.started import Command, Run, Tail, start
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
 
 LOOPBACK = "127.0.0.1"
 # torchft asks a replica's manager every 100 ms for a heartbeat, and takes five seconds without one for its end.
@@ -112,13 +112,13 @@ def begin(folder: Path, ranks: int, prepared: RunPaths, cache: Path) -> TorchFt:
     """Start a run that would go on for ever, with the resolved recipe and the tokens of another one that has been."""
     import yaml
 
-    from phalanx import recipe
+    from phalanx.config import load
     from phalanx.data.prepare import TRAIN
-    from phalanx.train.subject import spec_from_run
+    from phalanx.workload.workload import spec_from_run
 
     run = TorchFt(RunPaths(folder / "run"), replicas=ranks)
     run.paths.root.mkdir(parents=True)
-    config = recipe.check(yaml.safe_load(prepared.config.read_text()), str(prepared.config))
+    config = load.check(yaml.safe_load(prepared.config.read_text()), str(prepared.config))
     job = {
         "spec": dataclasses.asdict(spec_from_run(config, prepared)),
         "optim": config.optim.model_dump(),

@@ -38,13 +38,14 @@ from benchmarks.torchft_peer import (
     QUORUM_TICK_MS,
     lines_of,
 )
-from phalanx import accelerator, balance
 from phalanx.data.loader import Loader
 from phalanx.data.packing import Form, rows_of
-from phalanx.data.tokens import TokenFile
+from phalanx.data.token_files import TokenFile
+from phalanx.layout import balance
+from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.llama import Llama
-from phalanx.models.spec import ModelSpec
-from phalanx.optim.schedule import learning_rate
+from phalanx.optim.lr_schedule import learning_rate
+from phalanx.system import accelerator
 from phalanx.tasks.language import LanguageModel
 
 CPU = torch.device("cpu")

@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import bounds
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from benchmarks.links import links, why_not
-from phalanx.cluster.agent import preload
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
+from phalanx.elastic.node.agent import preload
 
-PRELOAD = ("torch", "torch._dynamo", "phalanx.comm.mesh", "phalanx.comm.transfers", "benchmarks.sharded_peers")
+PRELOAD = ("torch", "torch._dynamo", "phalanx.comm.mesh", "phalanx.comm.uneven_collectives", "benchmarks.sharded_peers")
 SPLITS = ((1, 1, 1, 1), (4, 2, 1, 1), (2, 1, 1, 0))
 OPERATIONS = REDUCE_SCATTER, ALL_GATHER = ("reduce-scatter", "all-gather")
 GLOO = "gloo, 1:1:1:1"
@@ -81,11 +81,11 @@ def exchange(placement: Placement, mib: float, turns: int, splits: Sequence[Sequ
     turn, and of this rank the payload of one call and what left its node's interface meanwhile."""
     import torch
 
-    from phalanx import accelerator
     from phalanx.comm.collectives import Traffic
     from phalanx.comm.mesh import join
     from phalanx.comm.ring import Ring
-    from phalanx.comm.transfers import Native, Transfers
+    from phalanx.comm.uneven_collectives import Native, Transfers
+    from phalanx.system import accelerator
 
     accelerator.use(torch.device("cpu"), 1)
     length = round(mib * 2**18)
@@ -132,9 +132,9 @@ def train(placement: Placement, case: dict[str, Any], splits: Sequence[Sequence[
     import torch
 
     from benchmarks.sharded_peers import Model, Ours, seconds
-    from phalanx import accelerator
     from phalanx.comm.mesh import join
-    from phalanx.optim.order import Sharding
+    from phalanx.engine.sharding_spec import Sharding
+    from phalanx.system import accelerator
 
     accelerator.use(torch.device("cpu"), 1)
     of = Training(**case)
@@ -160,8 +160,8 @@ def most_memory(placement: Placement, side: int) -> dict[str, int]:
     later part would fill and keep."""
     import torch
 
-    from phalanx import accelerator
     from phalanx.comm.mesh import join
+    from phalanx.system import accelerator
 
     accelerator.use(torch.device("cpu"), 1)
     with join(placement, 120) as mesh:
@@ -174,7 +174,7 @@ def most_memory(placement: Placement, side: int) -> dict[str, int]:
 def released_ways() -> dict[str, Any]:
     """Those that keep no whole parameters between uses."""
     from benchmarks.sharded_peers import Fsdp2, Ours
-    from phalanx.optim.order import Sharding
+    from phalanx.engine.sharding_spec import Sharding
 
     ours = Ours(Sharding(3, "per_micro_batch"))
     return {RELEASED: ours, "FSDP2": Fsdp2(False), "FSDP2, gathering ahead": Fsdp2(True)}
@@ -231,7 +231,7 @@ def holds(mesh: Any, ours: Any, model: Any) -> list[int]:
     """The most bytes that an engine is seen to hold on this rank as its forward passes come to each block, and those of
     the formula."""
     from benchmarks.sharded_peers import seconds
-    from phalanx.optim.memory import held_bytes
+    from phalanx.engine.memory_model import held_bytes
 
     gc.collect()
     gc.freeze()  # what there is already does not count, and need not be looked through

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import phalanx
-from phalanx.train.callback import RunState
+from phalanx.trainer.callback import RunState
 
 
 class Callback(phalanx.Callback):

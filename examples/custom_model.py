@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import llama
 from phalanx.models.hf_config import read_config, spec_from_config
+from phalanx.models.hf_weights import Weights
 from phalanx.models.layers import Linear
-from phalanx.models.spec import ModelSpec
-from phalanx.models.weights import Weights
 
 RECIPE = """
 model: {code: CODE, hidden: 64, layers: 2, heads: 4, kv_heads: 2, intermediate: 256}

@@ -12,12 +12,12 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from phalanx.compat.megatron.args import BLOCKS, GROUPS, Told
+from phalanx.compat.megatron.weights import MegatronCheckpoint
+from phalanx.core.errors import PhalanxError
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
-from phalanx.errors import PhalanxError
-from phalanx.models.export import export
-from phalanx.models.hf import DTYPES
-from phalanx.models.megatron import MegatronCheckpoint
-from phalanx.models.megatron_args import BLOCKS, GROUPS, Told
+from phalanx.models.hf_export import export
+from phalanx.models.hf_mapping import DTYPES
 
 
 def gigabytes(text: str) -> float:

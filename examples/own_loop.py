@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx.balance import Speed
-from phalanx.cluster.placement import from_environment
 from phalanx.comm.collectives import all_reduce
 from phalanx.comm.mesh import Mesh, join
+from phalanx.core.placement import Placement
 from phalanx.data.loader import Loader
-from phalanx.placement import Placement
-from phalanx.train.clock import clock_of
-from phalanx.train.sharing import Sharing
+from phalanx.layout.balance import Speed
+from phalanx.system.torchrun_env import from_environment
+from phalanx.workload.clock import clock_of
+from phalanx.workload.work_split import Sharing
 
 GLOBAL_BATCH, STEPS = 64, 100
 ALONE = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device="cpu", store=None)

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.data.images import Images, mnist
-from phalanx.models.draws import Draws
+from phalanx.models.counter_rng import Draws
 from phalanx.models.model import Model
-from phalanx.tasks.own import OwnTask
+from phalanx.tasks.custom import OwnTask
 from phalanx.tasks.task import Batch
 
 

@@ -1,8 +1,8 @@
 """Phalanx trains large models on the GPUs you really have, with one loss curve. Importing this imports no torch.
 
-`phalanx.shard(model, ...)` puts a model of a training loop of one's own on the sharded engine: see `phalanx.sharding`.
-`phalanx.Callback` is the base class of what a run calls while it trains: see `phalanx.train.callback`.
-`phalanx.init(...)` and `phalanx.transform(model)` divide ranks and tensors for FSDP: see `phalanx.scripts.api`.
+`phalanx.shard(model, ...)` puts a model of a training loop of one's own on the sharded engine: see `phalanx.api.shard`.
+`phalanx.Callback` is the base class of what a run calls while it trains: see `phalanx.trainer.callback`.
+`phalanx.init(...)` and `phalanx.transform(model)` divide ranks and tensors for FSDP: see `phalanx.api.fsdp.init`.
 `phalanx.rebuild_buffers` and `phalanx.start_of` give first values to one of transformers that was built on meta.
 """
 
@@ -13,12 +13,12 @@ __version__ = "0.1.0"
 
 # What is found here though it lives in a module that needs torch, which is imported when it is asked for.
 _ELSEWHERE = {
-    "Callback": "phalanx.train.callback",
-    "shard": "phalanx.sharding",
-    "init": "phalanx.scripts.api",
-    "transform": "phalanx.scripts.api",
-    "rebuild_buffers": "phalanx.parallel.starting",
-    "start_of": "phalanx.parallel.starting",
+    "Callback": "phalanx.trainer.callback",
+    "shard": "phalanx.api.shard",
+    "init": "phalanx.api.fsdp.init",
+    "transform": "phalanx.api.fsdp.init",
+    "rebuild_buffers": "phalanx.parallel.init_weights",
+    "start_of": "phalanx.parallel.init_weights",
 }
 
 

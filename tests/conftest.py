@@ -100,7 +100,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[S3Server]":
 @pytest.fixture
 def bucket(s3_server: "S3Server", monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """A URL of its own for each test, on the S3 server to which this process's environment leads."""
-    from phalanx import storage
+    from phalanx.storage import files as storage
     from tests.stores import BUCKET
 
     for name, value in s3_server.environment.items():
@@ -112,7 +112,7 @@ def bucket(s3_server: "S3Server", monkeypatch: pytest.MonkeyPatch, request: pyte
 @pytest.fixture
 def faults() -> "Faults":
     """What goes wrong in `faulty://`: nothing yet."""
-    from phalanx import storage
+    from phalanx.storage import files as storage
     from tests.stores import register
 
     storage._made.cache_clear()

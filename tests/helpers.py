@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 
 ROOT = Path(__file__).resolve().parent.parent
 # `make test-all` sets it: curves at their full length, and all of what `make test` samples.

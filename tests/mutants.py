@@ -18,55 +18,57 @@ from tests.mutation import Mutant, judge, nodes, options, replaced
 
 SURVIVE = 0.05  # the part that may
 UNIT = "tests/unit/test_"
-NODES = [f"{UNIT}supervisor.py", f"{UNIT}succession.py", f"{UNIT}leader.py"]
+NODES = [f"{UNIT}decide.py", f"{UNIT}failover.py", f"{UNIT}coordinator.py"]
 
 # What decides and divides, and the tests that know it best, the fastest first.
 TESTS = {
-    "balance.py": [f"{UNIT}balance.py", f"{UNIT}resharing.py", f"{UNIT}packing.py", f"{UNIT}loader.py"],
-    "resharing.py": [f"{UNIT}resharing_line.py", f"{UNIT}resharing.py"],
-    "axes.py": [f"{UNIT}axes.py"],
-    "parallel/slices.py": [f"{UNIT}slices.py"],
-    "parallel/stages.py": [f"{UNIT}stages.py", f"{UNIT}plan_cost.py"],
-    "parallel/schedules.py": [f"{UNIT}stages.py", f"{UNIT}plan_cost.py"],
+    "layout/balance.py": [f"{UNIT}balance.py", f"{UNIT}rebalance.py", f"{UNIT}packing.py", f"{UNIT}loader.py"],
+    "layout/rebalance.py": [f"{UNIT}rebalance_line.py", f"{UNIT}rebalance.py"],
+    "layout/mesh_axes.py": [f"{UNIT}mesh_axes.py"],
+    "layout/tensor_shards.py": [f"{UNIT}tensor_shards.py"],
+    "layout/pipeline_stages.py": [f"{UNIT}pipeline_stages.py", f"{UNIT}plan_cost.py"],
+    "parallel/pipeline_schedules.py": [f"{UNIT}pipeline_stages.py", f"{UNIT}plan_cost.py"],
     "optim/gradients.py": [f"{UNIT}gradients.py", f"{UNIT}update.py"],
-    "optim/overlap.py": [f"{UNIT}overlap.py", f"{UNIT}pacing.py"],
-    "optim/layout.py": [f"{UNIT}layout.py"],
-    "data/order.py": [f"{UNIT}loader.py"],
+    "layout/comm_schedule.py": [f"{UNIT}comm_schedule.py", f"{UNIT}timing.py"],
+    "layout/buckets.py": [f"{UNIT}buckets.py"],
+    "data/shuffle.py": [f"{UNIT}loader.py"],
     "data/packing.py": [f"{UNIT}packing.py", f"{UNIT}loader.py"],
-    "train/anomalies.py": [f"{UNIT}anomalies.py"],
-    "train/skips.py": [f"{UNIT}anomalies.py"],
-    "cluster/supervisor.py": NODES,
-    "cluster/affairs.py": NODES,
-    "cluster/succession.py": [f"{UNIT}succession.py", *NODES],
-    "cluster/roster.py": [
-        f"{UNIT}roster.py",
-        f"{UNIT}succession.py",
-        f"{UNIT}herald.py",
-        f"{UNIT}leader.py",
-        "tests/cluster/test_circle.py",
+    "trainer/anomalies.py": [f"{UNIT}anomalies.py"],
+    "trainer/skipped_batches.py": [f"{UNIT}anomalies.py"],
+    "elastic/supervisor/decide.py": NODES,
+    "elastic/supervisor/state.py": NODES,
+    "elastic/supervisor/failover.py": [f"{UNIT}failover.py", *NODES],
+    "elastic/membership/member_list.py": [
+        f"{UNIT}member_list.py",
+        f"{UNIT}failover.py",
+        f"{UNIT}heartbeat_sender.py",
+        f"{UNIT}coordinator.py",
+        "tests/cluster/test_membership.py",
     ],
-    "cluster/circle.py": ["tests/cluster/test_circle_turns.py", "tests/cluster/test_circle.py"],
-    "cluster/orders.py": [f"{UNIT}orders.py"],
+    "elastic/membership/membership.py": ["tests/cluster/test_membership_turns.py", "tests/cluster/test_membership.py"],
+    "elastic/supervisor/assignment.py": [f"{UNIT}assignment.py"],
 }
 
 # "file function: code -> other code" -> why it is no other program.
 EQUIVALENT: dict[str, str] = {
-    "balance.py _below: (count := sum(had)) <= total -> ((count := sum(had))) < (total)": "split gives the rest itself",
-    "balance.py _below: 3 -> 4 in aim = (total - len(lines) / 4 - below) / (above - below) if turn % 3 < 2 else 0.5": ""
-    "how fast the cost is found, and not which",
-    "balance.py _below: (total - len(lines) / 4 - below) / (above - below) if turn % 3 < 2 else 0.5 -> (total - "
+    "layout/balance.py _below: (count := sum(had)) <= total -> ((count := sum(had))) < (total)": "split gives "
+    "the rest itself",
+    "layout/balance.py _below: 3 -> 4 in aim = (total - len(lines) / 4 - below) / (above - below) if turn % 3 < 2 "
+    "else 0.5": "how fast the cost is found, and not which",
+    "layout/balance.py _below: (total - len(lines) / 4 - below) / (above - below) if turn % 3 < 2 else 0.5 -> (total - "
     "len(lines) / 4 - below) / (above - below) if not (turn % 3 < 2) else 0.5": ""
     "how fast the cost is found, and not which",
-    "balance.py _below: 4 -> 5 in aim = (total - len(lines) / 4 - below) / (above - below) if turn % 3 < 2 else 0.5": ""
-    "how fast the cost is found, and not which",
-    "optim/overlap.py plan: 2 -> 1 in for _ in range(max(2, EFFORT // len(after))):": "of more than 20,000 operations "
-    "one search is enough, and no model has as many",
-    "optim/overlap.py bound: 0.0 -> -1.0 in all_reduced = 0.0": "no reduce begins before 0, and the greater counts",
-    "parallel/stages.py _ready: 0.0 -> -1.0 in found = max(found, made[need] + (hop_s if stages.owner(need[1]) != "
-    "stages.owner(stage) else 0.0))": "what a rank has made itself it has made before it begins anything else",
+    "layout/balance.py _below: 4 -> 5 in aim = (total - len(lines) / 4 - below) / (above - below) if turn % 3 < 2 "
+    "else 0.5": "how fast the cost is found, and not which",
+    "layout/comm_schedule.py plan: 2 -> 1 in for _ in range(max(2, EFFORT // len(after))):": "of more than "
+    "20,000 operations one search is enough, and no model has as many",
+    "layout/comm_schedule.py bound: 0.0 -> -1.0 in all_reduced = 0.0": "no reduce begins before "
+    "0, and the greater counts",
+    "layout/pipeline_stages.py _ready: 0.0 -> -1.0 in found = max(found, made[need] + (hop_s if stages.owner(need[1]) "
+    "!= stages.owner(stage) else 0.0))": "what a rank has made itself it has made before it begins anything else",
 } | {
-    f"resharing.py _decided: 1.0 -> {other} in + max(then.fixed_s - now.fixed_s, 0.0) / (then.fixed_s or 1.0)": "it "
-    "divides 0"
+    f"layout/rebalance.py _decided: 1.0 -> {other} in + max(then.fixed_s - now.fixed_s, 0.0) / (then.fixed_s or "
+    "1.0)": "it divides 0"
     for other in ("3.0", "-0.5")
 }  # fmt: skip
 

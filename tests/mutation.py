@@ -32,7 +32,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from phalanx.cluster.fork import die_with
+from phalanx.system.fork import die_with
 from tests import helpers, zygote
 from tests.helpers import ROOT
 
@@ -295,7 +295,7 @@ def _zygote(log: Path) -> list[Any]:
 def options(description: str | None) -> argparse.ArgumentParser:
     """What both commands take."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="files below phalanx/, such as optim/lane.py; by default all")
+    parser.add_argument("files", nargs="*", help="files below phalanx/, such as comm/comm_thread.py; by default all")
     parser.add_argument("--list", action="store_true", help="only list the mutants")
     parser.add_argument("-j", "--jobs", type=int, default=2, help="mutants at a time (default 2)")
     return parser

@@ -18,14 +18,16 @@ import click
 import pytest
 import typer
 
-from phalanx import cli, explain, faults, recipe
-from phalanx.config import Config, leaves
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.models.spec import PRESETS
-from phalanx.placement import ExitCode
-from phalanx.records import StepRecord, read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.cli import main
+from phalanx.config import explain, load
+from phalanx.config.schema import Config, leaves
+from phalanx.core import faults
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import ExitCode
+from phalanx.core.records import StepRecord, read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.layout.model_shape import PRESETS
 from tests.helpers import run_ranks
 from tests.warm_shell import run_script
 
@@ -151,7 +153,7 @@ def commands() -> dict[str, click.Command]:
         for name, child in children.items():
             yield from below(child, [*words, name])
 
-    return dict(below(typer.main.get_command(cli.app), []))
+    return dict(below(typer.main.get_command(main.app), []))
 
 
 def flags_of(command: Any) -> set[str]:
@@ -194,7 +196,7 @@ def test_nothing_points_outside(path: Path) -> None:
 
 
 def test_hooks_run_the_environments_own_tools() -> None:
-    config = recipe.parse_yaml((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"), "hooks")
+    config = load.parse_yaml((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"), "hooks")
     assert [repository["repo"] for repository in config["repos"]] == ["local"]
     tools = [hook["entry"].split()[0] for hook in config["repos"][0]["hooks"]]
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -258,7 +260,7 @@ def test_all_presets_are_listed() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_recipes_are_valid_and_listed(path: Path) -> None:
-    recipe.load(path)
+    load.load(path)
     assert f"(../recipes/{path.name})" in TABLE_PAGE.read_text(encoding="utf-8")
 
 
@@ -277,7 +279,7 @@ def test_the_page_on_tasks_shows_the_example_as_it_is() -> None:
 def test_yaml_examples_are_valid(page: Path) -> None:
     for block in blocks(page):
         if block.language == "yaml":
-            recipe.check(recipe.parse_yaml(block.text, NAMES[page]), NAMES[page])
+            load.check(load.parse_yaml(block.text, NAMES[page]), NAMES[page])
 
 
 # ---------------------------------------------------------------------------------------------------------- commands

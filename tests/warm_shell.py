@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster.fork import fork
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
+from phalanx.system.fork import fork
 
 CLIENT = """#!{python} -SE
 import json, os, socket, sys
@@ -83,7 +83,7 @@ def _start(client: socket.socket) -> tuple[int, int]:
         words, folder, environment = json.loads(told.read(int.from_bytes(size, "little")))
 
     def command() -> int:
-        from phalanx import cli
+        from phalanx.cli import main
 
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
@@ -92,7 +92,7 @@ def _start(client: socket.socket) -> tuple[int, int]:
         os.environ.update(environment)
         sys.argv = ["phalanx", *words]
         try:
-            cli.main()
+            main.main()
         except SystemExit as leaving:
             return int(leaving.code or 0)
         return 0

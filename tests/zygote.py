@@ -17,15 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster.agent import Job, preload, run
-from phalanx.cluster.fork import die_with
-from phalanx.cluster.worker import STACKS_SIGNAL
-from phalanx.events import Kind
-from phalanx.json_lines import write_atomic
-from phalanx.kept_files import to_go_on_from
-from phalanx.placement import Kept, Placement
-from phalanx.run_paths import RunPaths
-from phalanx.state_file import run_of
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import write_atomic
+from phalanx.core.placement import Kept, Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.node.agent import Job, preload, run
+from phalanx.elastic.node.worker import STACKS_SIGNAL
+from phalanx.recovery.inventory import to_go_on_from
+from phalanx.recovery.state_file import run_of
+from phalanx.system.fork import die_with
 
 WARM = (
     "torch",

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx import accelerator
-from phalanx.comm.guarded import FIRST_LETTER, MOST_LETTERS
-from phalanx.comm.hierarchical import Combine, Finish, Program, TwoLevel, even
-from phalanx.comm.line import Letter, Line
+from phalanx.comm.abortable_gloo import FIRST_LETTER, MOST_LETTERS
+from phalanx.comm.collective_thread import Letter, Line
 from phalanx.comm.topology import this_host
+from phalanx.comm.two_level import Combine, Finish, Program, TwoLevel, even
+from phalanx.system import accelerator
 
 NAME = "phalanx"
 Tensors = Sequence[torch.Tensor]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from phalanx.phases import phase
-from phalanx.pulse import Pulse
+from phalanx.core.progress_page import Pulse
+from phalanx.system.trace import phase
 
 # torch 2.13 renamed them.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,8 +26,8 @@ class Traffic:
 
     calls: int = 0
     # Of the collectives here: bytes of the tensors handed over, not of what the algorithm sends. Of a transfer of
-    # shards (`transfers.py`): the part of the tensor that is not this rank's own, (1 - s)B, which is what a rank must
-    # send to have it summed elsewhere, and receive to have the whole.
+    # shards (`uneven_collectives.py`): the part of the tensor that is not this rank's own, (1 - s)B, which is what a
+    # rank must send to have it summed elsewhere, and receive to have the whole.
     payload_bytes: int = 0
     wait_s: float = 0.0  # time the host was held up
     waited_s: float = 0.0  # the same since the beginning: `take` leaves it

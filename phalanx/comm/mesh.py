@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx import accelerator
-from phalanx.axes import ALONE, Axes
 from phalanx.comm.collectives import Traffic, all_reduce
-from phalanx.comm.objects import JsonGroup
+from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.topology import Topology, this_host
-from phalanx.errors import CollectiveError, RunError
-from phalanx.placement import Placement, StoreAddress
+from phalanx.core.errors import CollectiveError, RunError
+from phalanx.core.placement import Placement, StoreAddress
+from phalanx.layout.mesh_axes import ALONE, Axes
+from phalanx.system import accelerator
 
 LOST = ("gloo", "pair closure")  # in what gloo says of a peer; a plain send or receive does not name itself
 # For how long nobody else says that a collective has failed for him, too, before the roll is closed; the others notice

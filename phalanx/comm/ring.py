@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.collectives import Traffic
-from phalanx.phases import phase
+from phalanx.system.trace import phase
 
 PIECE_BYTES = 512 * 1024  # long enough that a step of Python per piece costs little, short enough to fill a slow link
 PIECES_PER_SHARD = 2  # at least, where shards are small: what is passed on must not wait for a whole shard

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster import agent
-from phalanx.cluster.fork import fork_call
-from phalanx.cluster.placement import device_of, from_environment
-from phalanx.cluster.slurm_step import AUTO_RESUME
-from phalanx.errors import ConfigError, PhalanxError
-from phalanx.events import Kind
-from phalanx.placement import ExitCode, Placement
+from phalanx.core.errors import ConfigError, PhalanxError
+from phalanx.core.events import Kind
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.elastic.node import agent
+from phalanx.system.fork import fork_call
+from phalanx.system.slurm_env import AUTO_RESUME
+from phalanx.system.torchrun_env import device_of, from_environment
 
 # What most scripts import, once in the parent of the ranks.
 PRELOAD = (
@@ -31,7 +31,7 @@ PRELOAD = (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
-    "phalanx.scripts.wrapping",
+    "phalanx.api.fsdp.patches",
 )
 DEVICES_TIMEOUT_S = 120.0
 GRACE_S = 30.0
@@ -113,7 +113,7 @@ def run(
 
 
 def _found() -> list[str]:
-    from phalanx import accelerator
+    from phalanx.system import accelerator
 
     return accelerator.found()
 
@@ -160,10 +160,10 @@ def become(
     """Be one rank of a script, in this process; `launched`: one that this package has started, and nothing else."""
     import torch
 
-    from phalanx import accelerator
-    from phalanx.compat.on_host import on_host
+    from phalanx.compat.host_fallback import on_host
     from phalanx.compat.sagemaker.install import install
     from phalanx.compat.sagemaker.names import WITHOUT
+    from phalanx.system import accelerator
 
     accelerator.use(torch.device(placement.device), accelerator.threads_of(placement.threads, placement.local_world))
     store = _announce(placement, launched)

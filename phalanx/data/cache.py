@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx import storage
-from phalanx.json_lines import sync_folder
+from phalanx.core.json_lines import sync_folder
+from phalanx.storage import files as storage
 
 ABOUT = "prepared.json"  # what a result was made of; in a store it comes last and says that all is there
 LEFT_S = 7 * 24 * 3600.0  # what a killed run left is kept that long, so that it may go on

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.core.errors import ConfigError, DataError
 from phalanx.data.record_layouts import as_message
+from phalanx.data.token_files import token_dtype
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.data.tokens import token_dtype
-from phalanx.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from phalanx.data.sources import Format, Record

@@ -21,13 +21,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data import megatron
-from phalanx.data.reading import Chunk, Meter, lines_before, records
+from phalanx.core.errors import DataError, PhalanxError
+from phalanx.core.run_paths import shown
+from phalanx.data import megatron_dataset
+from phalanx.data.read_chunks import Chunk, Meter, lines_before, records
 from phalanx.data.sources import LINES, TOKENS, Format, Record, is_held_out, record_digest
+from phalanx.data.token_files import token_dtype, write_synced
 from phalanx.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
-from phalanx.data.tokens import token_dtype, write_synced
-from phalanx.errors import DataError, PhalanxError
-from phalanx.run_paths import shown
 
 PIECE_CHARS = 8 << 20  # text of one piece
 GROUP_CHARS = 1 << 20  # text handed to the tokenizer at once where each process has one core: more memory, no speed
@@ -172,7 +172,7 @@ def _token_pieces(
 ) -> Iterator[tuple[dict[str, NDArray[Any]], int]]:
     """Documents that are token ids already; those without EOS at their end get it."""
     name, dtype = shown(task.chunk.paths[0]), token_dtype(encoder.vocab_size)
-    with megatron.opened(task.chunk.paths[0], task.format.storage_timeout_s) as pair:
+    with megatron_dataset.opened(task.chunk.paths[0], task.format.storage_timeout_s) as pair:
         if skipped:
             return  # a chunk of tokens is one piece
         sides: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from phalanx.core.errors import DataError
 from phalanx.data.source_file import HUB, REMOTE, SourceFile
-from phalanx.errors import DataError
 
 DEFAULT_SPLIT = "train"
 

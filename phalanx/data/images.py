@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.errors import DataError
+from phalanx.core.errors import DataError
 
 MOST_DIMS = 4
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.core.errors import ConfigError
+from phalanx.core.run_paths import HELD_OUT
 from phalanx.data.cache import ABOUT
-from phalanx.data.columns import Columns, is_columns
 from phalanx.data.packing import Form, Packed
+from phalanx.data.record_files import Columns, is_columns
+from phalanx.data.token_files import MANIFEST, TokenFile
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
-from phalanx.data.tokens import MANIFEST, TokenFile
-from phalanx.errors import ConfigError
-from phalanx.run_paths import HELD_OUT
 
 BLOCK_TOKENS = 8 << 20
 BARS = 12  # of the histogram

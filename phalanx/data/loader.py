@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx import balance
-from phalanx.balance import Division
-from phalanx.data.order import order
-from phalanx.errors import DataError
+from phalanx.core.errors import DataError
+from phalanx.data.shuffle import order
+from phalanx.layout import balance
+from phalanx.layout.balance import Division
 
 ORDER_BLOCK = 1024
 ALL = slice(None)

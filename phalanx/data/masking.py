@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.columns import Columns
-from phalanx.data.order import bits
-from phalanx.data.tokens import TokenFile
+from phalanx.core.errors import ConfigError, DataError
+from phalanx.data.record_files import Columns
+from phalanx.data.shuffle import bits
+from phalanx.data.token_files import TokenFile
 from phalanx.data.wordpiece import Specials
-from phalanx.errors import ConfigError, DataError
 
 IGNORED = -100  # a label that no loss is computed for
 

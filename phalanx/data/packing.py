@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.order import order
-from phalanx.data.tokens import TokenFile
-from phalanx.errors import DataError
+from phalanx.core.errors import DataError
+from phalanx.data.shuffle import order
+from phalanx.data.token_files import TokenFile
 
 
 @dataclass(frozen=True)

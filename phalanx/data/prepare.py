@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from phalanx import storage
-from phalanx.data import conversations, workers
+from phalanx.core.errors import ConfigError, DataError, StorageError
+from phalanx.core.run_paths import HELD_OUT, shown
+from phalanx.data import stdlib_chat, workers
 from phalanx.data.cache import Cache, describe, prune
 from phalanx.data.encode import SIDES, Task, encode_chunk, make_encoder
-from phalanx.data.reading import (
+from phalanx.data.read_chunks import (
     CHUNK_BYTES,
     MANY_CHUNKS,
     MOST_CHUNK_BYTES,
@@ -47,6 +48,7 @@ from phalanx.data.sources import (
     record_digest,
     text_digest,
 )
+from phalanx.data.token_files import FORMAT_VERSION, TokenFile, TokenWriter
 from phalanx.data.tokenizer import (
     ENCODE_CHARS,
     Tokenizer,
@@ -55,12 +57,10 @@ from phalanx.data.tokenizer import (
     tokenizer_hash,
     train_tokenizer,
 )
-from phalanx.data.tokens import FORMAT_VERSION, TokenFile, TokenWriter
-from phalanx.errors import ConfigError, DataError, StorageError
-from phalanx.run_paths import HELD_OUT, shown
+from phalanx.storage import files as storage
 
 if TYPE_CHECKING:
-    from phalanx.config import DataSection
+    from phalanx.config.schema import DataSection
 
 TRAIN = "train"  # the value of `tokenizer` that asks for a new one
 READING = 2  # raised with every change of how conversations are read
@@ -237,7 +237,7 @@ def hashed(parts: list[Any]) -> str:
 def identity(files: list[SourceFile]) -> list[Any]:
     return [
         [file.path, file.kind, file.size_bytes, file.version, file.lenient]
-        + ([conversations.VERSION] if file.kind == TALKS else [])
+        + ([stdlib_chat.VERSION] if file.kind == TALKS else [])
         for file in files
     ]
 

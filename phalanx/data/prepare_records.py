@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from phalanx import storage
-from phalanx.config import is_bert
-from phalanx.data import first_look, labelled, shards
+from phalanx.config.schema import is_bert
+from phalanx.core.errors import ConfigError, DataError
+from phalanx.core.run_paths import HELD_OUT, shown
+from phalanx.data import hdf5_shards, label_rows, quick_check
 from phalanx.data.cache import Cache, describe, prune
-from phalanx.data.columns import Columns, ColumnsWriter, copy_into
 from phalanx.data.prepare import (
     SAMPLE_BYTES,
     TRAIN,
@@ -38,16 +38,16 @@ from phalanx.data.prepare import (
     sum_of_missing,
     writing_cache,
 )
-from phalanx.data.reading import Meter
+from phalanx.data.read_chunks import Meter
+from phalanx.data.record_files import Columns, ColumnsWriter, copy_into
 from phalanx.data.source_file import SourceFile
 from phalanx.data.sources import SHARDS, TALKS, TOKENS, Format, is_held_out, text_digest
+from phalanx.data.token_files import token_dtype
 from phalanx.data.tokenizer import Tokenizer, check_vocab, load_tokenizer, tokenizer_hash, train_tokenizer
-from phalanx.data.tokens import token_dtype
-from phalanx.errors import ConfigError, DataError
-from phalanx.run_paths import HELD_OUT, shown
+from phalanx.storage import files as storage
 
 if TYPE_CHECKING:
-    from phalanx.config import Config, DataSection
+    from phalanx.config.schema import Config, DataSection
 
 VERSION = 1
 GROUP = 1024  # records handed to the tokenizer at once
@@ -67,11 +67,11 @@ class Work:
 
 def prepare_for(config: "Config", progress: Progress | None = None) -> Prepared:
     """The data that a recipe's task needs, made if need be; `data.tokenizer` is not "auto"."""
-    first_look.check(config)
+    quick_check.check(config)
     timeout_s = config.resilience.storage_timeout_s
     kind: str = "masked" if config.task.kind == "auto" and is_bert(config) else config.task.kind
     kind = "shards" if config.data.format == "masked" else kind
-    if kind in (*labelled.FORMATS, "shards"):
+    if kind in (*label_rows.FORMATS, "shards"):
         return prepare_records(config.data, kind, progress, storage_timeout_s=timeout_s)
     return prepare(config.data, progress, storage_timeout_s=timeout_s, pieces=kind == "masked")
 
@@ -92,7 +92,7 @@ def prepare_records(
     assert data.tokenizer != "auto"
     progress = progress or silent
     format = (
-        format_of(data, storage_timeout_s) if kind == "shards" else labelled.format_of(data, kind, storage_timeout_s)
+        format_of(data, storage_timeout_s) if kind == "shards" else label_rows.format_of(data, kind, storage_timeout_s)
     )
     train, validation = asked_for(data, storage_timeout_s)
     everything = [*(wanted for wanted, _ in train), *validation.values()]
@@ -160,7 +160,7 @@ def _texts(train: list[Wanted], format: Format, progress: Progress) -> Iterator[
     share = min(1.0, SAMPLE_BYTES / max(1, total))
     for wanted in train:
         for file in wanted.files:
-            for record in labelled.labelled(file, format, Meter()):
+            for record in label_rows.labelled(file, format, Meter()):
                 digest = text_digest(record.digest_text())
                 chosen = is_held_out(hashlib.sha256(digest).digest(), share)
                 if chosen and not is_held_out(digest, wanted.held_out):
@@ -214,11 +214,11 @@ def _build(work: Work, out: Path) -> None:
 
 
 def _encode(file: SourceFile, work: Work, writers: dict[str, ColumnsWriter], labels: dict[str, int]) -> None:
-    encode = labelled.encode_tags if work.kind == "tag" else labelled.encode_classes
+    encode = label_rows.encode_tags if work.kind == "tag" else label_rows.encode_classes
     specials = work.tokenizer.specials
     assert specials is not None
     meter, told = Meter(), 0
-    group: list[labelled.Labelled] = []
+    group: list[label_rows.Labelled] = []
 
     def write() -> None:
         nonlocal told
@@ -230,7 +230,7 @@ def _encode(file: SourceFile, work: Work, writers: dict[str, ColumnsWriter], lab
         told = max(told, min(meter.bytes, file.size_bytes))
         group.clear()
 
-    for record in labelled.labelled(file, work.format, meter):
+    for record in label_rows.labelled(file, work.format, meter):
         if any(record.texts):
             group.append(record)
         if len(group) == GROUP:
@@ -241,7 +241,7 @@ def _encode(file: SourceFile, work: Work, writers: dict[str, ColumnsWriter], lab
 
 def _convert(file: SourceFile, work: Work, writers: dict[str, ColumnsWriter]) -> None:
     told = 0
-    for block, part in shards.blocks(file.path, work.tokenizer.vocab_size):
+    for block, part in hdf5_shards.blocks(file.path, work.tokenizer.vocab_size):
         digests = (hashlib.sha256(row.astype("<i4").tobytes()).digest() for row in block.tokens)
         if TRAIN in writers:
             out = np.fromiter((is_held_out(digest, work.wanted.held_out) for digest in digests), np.bool_)
@@ -264,7 +264,7 @@ def _joined(sides: list[Path], keys: list[str], tokenizer_name: str, cache: Cach
         writer = ColumnsWriter(out / HELD_OUT, first.types, facts)
         for side in opened:
             numbers = [names.setdefault(label, len(names)) for label in side.facts.get("labels", [])]
-            copy_into(writer, side, {"labels": np.array([*numbers, labelled.UNTAGGED])} if numbers else {})
+            copy_into(writer, side, {"labels": np.array([*numbers, label_rows.UNTAGGED])} if numbers else {})
         if names:
             writer.facts["labels"] = list(names)
         writer.finish()

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx import storage
+from phalanx.core.errors import DataError
+from phalanx.core.run_paths import shown
 from phalanx.data.source_file import HUB, SourceFile
-from phalanx.errors import DataError
-from phalanx.run_paths import shown
+from phalanx.storage import files as storage
 
 STDLIB = "stdlib"
 STDLIB_CHAT = "stdlib-chat"

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.core.errors import ConfigError, DataError, fetch_hint
+from phalanx.core.json_lines import sync_folder
+from phalanx.core.run_paths import TOKENIZER_FILES, VOCABULARY_FILES
 from phalanx.data import wordpiece
-from phalanx.data.tokens import token_dtype, write_synced
+from phalanx.data.token_files import token_dtype, write_synced
 from phalanx.data.wordpiece import Specials
-from phalanx.errors import ConfigError, DataError, fetch_hint
-from phalanx.json_lines import sync_folder
-from phalanx.run_paths import TOKENIZER_FILES, VOCABULARY_FILES
 
 if TYPE_CHECKING:  # which needs pydantic
-    from phalanx.config import DataSection
+    from phalanx.config.schema import DataSection
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257  # the 256 bytes and the end of text

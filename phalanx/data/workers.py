@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from phalanx.core.errors import ConfigError, DataError, PhalanxError, StorageError
+from phalanx.core.run_paths import shown
 from phalanx.data.encode import Task
-from phalanx.errors import ConfigError, DataError, PhalanxError, StorageError
-from phalanx.run_paths import shown
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.data.encode import main; main()"
 TRIES = 2  # of a chunk whose worker dies

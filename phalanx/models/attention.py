@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.errors import is_out_of_memory
+from phalanx.core.errors import is_out_of_memory
 
 _WITHOUT_KERNEL = ("cpu", "meta")  # kinds of device on which nothing need be tried
 _TRIED = (0, 1, 300, 300, 1024)  # offsets of documents in what a kernel is tried with: tiles of several sizes

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.models.draws import Draws
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.counter_rng import Draws
 from phalanx.models.layers import IGNORED, Embedding, cross_entropy_sum
 from phalanx.models.model import Architecture
-from phalanx.models.spec import ModelSpec
 
 # Our name -> the name in a Hugging Face folder; {i} is the layer. `_both` adds the weight and the bias of each.
 _PARTS: dict[str, str] = {

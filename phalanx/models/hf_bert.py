@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from phalanx.errors import ConfigError
-from phalanx.models.spec import ModelSpec
+from phalanx.core.errors import ConfigError
+from phalanx.layout.model_shape import ModelSpec
 
 # What a config.json calls BERT with one head or another -> our word for the head.
 ARCHITECTURES = {

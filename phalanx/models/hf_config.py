@@ -7,10 +7,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from phalanx.errors import ConfigError, fetch_hint
+from phalanx.core.errors import ConfigError, fetch_hint
+from phalanx.layout.model_shape import MOST_LAYERS, ROPE_RULES, ModelSpec, RopeScaling
+from phalanx.layout.model_shape_checks import problems
 from phalanx.models import hf_bert
-from phalanx.models.spec import MOST_LAYERS, ROPE_RULES, ModelSpec, RopeScaling
-from phalanx.models.spec_problems import problems
 
 # What a config.json calls its architecture -> what a ModelSpec does, which is also its model_type.
 ARCHITECTURES = {

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.models.draws import Draws
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.counter_rng import Draws
 from phalanx.models.rope import rope_frequencies
-from phalanx.models.spec import ModelSpec
 
 IGNORED = -100  # a label that counts for nothing
 _CHUNK_BYTES_CPU = 4 << 20  # a chunk's logits stay in the cache: measured fastest of 2 to 64 MiB

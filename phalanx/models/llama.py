@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.attention import attention
-from phalanx.models.draws import Draws
+from phalanx.models.counter_rng import Draws
 from phalanx.models.layers import Embedding, Linear, RMSNorm, apply_rope, cross_entropy_sum, rope_table
 from phalanx.models.model import Architecture, Model, Start, draw
-from phalanx.models.spec import ModelSpec
 
 # Our name -> the name in a Hugging Face folder; {i} is the layer.
 HF_NAMES: dict[str, str] = {
@@ -40,7 +40,7 @@ HF_NAMES: dict[str, str] = {
     "head.weight": "lm_head.weight",
 }
 
-# How the matrix of a module, of a block or outside of them, is cut over ranks (parallel/slices.py).
+# How the matrix of a module, of a block or outside of them, is cut over ranks (layout/tensor_shards.py).
 TENSOR: dict[str, str] = {
     "embed": "vocabulary",
     "attention.q": "column",

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.errors import ConfigError
-from phalanx.models.draws import Draws, key, uniform
+from phalanx.core.errors import ConfigError
+from phalanx.layout.model_shape import LORA_TARGETS, LoraSpec
+from phalanx.models.counter_rng import Draws, key, uniform
 from phalanx.models.layers import Linear
-from phalanx.models.spec import LORA_TARGETS, LoraSpec
 
 # A target of LORA_TARGETS -> its module in a block.
 MODULES = {name: f"{'attention' if name in ('q', 'k', 'v', 'o') else 'mlp'}.{name}" for name in LORA_TARGETS}

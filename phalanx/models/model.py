@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from phalanx.models.draws import key, normal
-from phalanx.models.spec import ModelSpec
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.counter_rng import key, normal
 
 Start = tuple[str, float] | tuple[str]  # ("normal", standard deviation), ("ones",) or ("zeros",)
 
@@ -21,8 +21,8 @@ class Model(nn.Module):
     """A network that can be trained. Parameters hold no useful values until they are drawn or read.
 
     It is built under `torch.device("meta")`, so a constructor must not look at values. Buffers are not filled by
-    anybody: what is constant is computed in the forward pass. Dropout is that of `draws` (models/draws.py), which the
-    task hands on; without draws a model computes as in evaluation, whatever `training` says.
+    anybody: what is constant is computed in the forward pass. Dropout is that of `draws` (models/counter_rng.py), which
+    the task hands on; without draws a model computes as in evaluation, whatever `training` says.
     """
 
     def units(self) -> list[tuple[str, nn.Module]]:

@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from phalanx.errors import ConfigError
+from phalanx.core.errors import ConfigError
+from phalanx.layout.model_shape import LORA_TARGETS, LoraSpec
 from phalanx.models.lora import MODULES, adapter_names
-from phalanx.models.spec import LORA_TARGETS, LoraSpec
 
 CONFIG, WEIGHTS, WEIGHTS_BIN = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 BASE = "base_sha256"  # in what safetensors keeps beside the tensors

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from phalanx.models.spec import ModelSpec, RopeScaling
+from phalanx.layout.model_shape import ModelSpec, RopeScaling
 
 
 def rope_frequencies(spec: ModelSpec, length: int) -> tuple[Tensor, float]:

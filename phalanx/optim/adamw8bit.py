@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from phalanx.optim.coded import Coded, blocks_of, code_of_zero
+from phalanx.optim.quantized import Coded, blocks_of, code_of_zero
 from phalanx.optim.state import Allocator, Slot, State
 from phalanx.optim.update import MOMENTS, AdamW, Change, copy_over
 

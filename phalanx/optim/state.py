@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.optim.coded import Coded
+from phalanx.optim.quantized import Coded
 
 # An allocator gives zero-filled buffers for state: (parameter name, kind, elements, dtype, device) -> flat tensor.
 Allocator = Callable[[str, str, int, torch.dtype, torch.device], torch.Tensor]

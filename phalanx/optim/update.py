@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from phalanx.optim.coded import Coded
+from phalanx.optim.quantized import Coded
 from phalanx.optim.state import Allocator, Piece, Slot, State
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from phalanx.errors import ConfigError
-from phalanx.parallel.exchange import NAMESPACE, SUMS
+from phalanx.core.errors import ConfigError
+from phalanx.parallel.tensor_collectives import NAMESPACE, SUMS
 
 # What takes long to compute: matrix products, and attention by the kernel of any device. The last is that of several
 # documents in one row.

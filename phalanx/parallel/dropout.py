@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.comm.collectives import carried_from
-from phalanx.parallel.exchange import Peers
+from phalanx.parallel.tensor_collectives import Peers
 
 _SEEDS = 2**62  # how many there are
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from phalanx.errors import ConfigError
+from phalanx.core.errors import ConfigError
+from phalanx.engine.interface import Engine
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.hf_weights import Weights
 from phalanx.models.lora import init_adapter_slice, is_adapter
 from phalanx.models.model import Model, draw
 from phalanx.models.peft import Adapter
-from phalanx.models.spec import ModelSpec
-from phalanx.models.weights import Weights
-from phalanx.optim.engine import Engine
 from phalanx.optim.state import Shard
 
 Fill = Callable[[Shard], None]

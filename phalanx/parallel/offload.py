@@ -25,7 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from phalanx import accelerator, host_memory
+from phalanx.system import accelerator
+from phalanx.system import memory as host_memory
 
 LEAST_BYTES = 1024  # what is smaller is not worth a copy
 

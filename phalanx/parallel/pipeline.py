@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Axis
-from phalanx.comm.messages import Arriving, Messages
-from phalanx.optim.engine import Precision
-from phalanx.parallel import schedules, stages
-from phalanx.parallel.stages import Move, Result, Stages
-from phalanx.phases import phase
+from phalanx.comm.p2p import Arriving, Messages
+from phalanx.engine.interface import Precision
+from phalanx.layout import pipeline_stages
+from phalanx.layout.pipeline_stages import Move, Result, Stages
+from phalanx.parallel import pipeline_schedules
+from phalanx.system.trace import phase
 
 AHEAD = 2  # actions: a result that comes early finds its receiver ready
 
@@ -93,11 +94,11 @@ class Pipeline:
 
     def _moves(self, count: int, training: bool) -> list[Move]:
         if (count, training) not in self._known:
-            orders = schedules.orders(self._schedule, self.plan, count)
+            orders = pipeline_schedules.orders(self._schedule, self.plan, count)
             if not training:  # the forward passes of a good order are in a good order
                 orders = [[action for action in mine if action.kind == "F"] for mine in orders]
             ahead = AHEAD if self.messages.both_ways else 0
-            self._known[count, training] = stages.moves(orders, self.plan, ahead)[self.rank]
+            self._known[count, training] = pipeline_stages.moves(orders, self.plan, ahead)[self.rank]
         return self._known[count, training]
 
 
@@ -149,7 +150,7 @@ class _Turn:
             self._made[Result("G", stage, number)] = _given(hidden.grad, hidden)
 
     def _to_input(self, stage: int, number: int) -> None:
-        from torch.distributed.pipelining._backward import stage_backward_input  # late, as in schedules.py
+        from torch.distributed.pipelining._backward import stage_backward_input  # late, as in pipeline_schedules.py
 
         if stage == 0:  # there is none: all of it is done in the other half
             return

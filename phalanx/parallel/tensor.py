@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm.mesh import Mesh, neighbours
+from phalanx.layout.tensor_shards import Slice, kind_of, slices
 from phalanx.models import layers
-from phalanx.models.draws import Draws
+from phalanx.models.counter_rng import Draws
 from phalanx.models.layers import IGNORED, Embedding, Linear, RMSNorm
 from phalanx.models.llama import TENSOR, Head, Llama
-from phalanx.parallel.exchange import Peers
-from phalanx.parallel.slices import Slice, kind_of, slices
+from phalanx.parallel.tensor_collectives import Peers
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.records import read_steps
-from phalanx.report import devices, evaluated, words
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths, Url
+from phalanx.report import devices, eval_view, event_text
 from phalanx.report.terminal import open_terminal
-from phalanx.run_paths import RunPaths, Url
 
 STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
 RATE_STEPS = 20  # the shown rate is a median over these many steps, so that one slow step does not shake it
@@ -97,10 +97,10 @@ class Console:
         if not isinstance(step, int):
             return
         self.step = step
-        self._when = words.number(record, "time")
-        self._loss = words.number(record, "loss")
+        self._when = event_text.number(record, "time")
+        self._loss = event_text.number(record, "loss")
         for window, key in ((self._step_s, "step_s"), (self._tokens_per_s, "tokens_per_s")):
-            value = words.number(record, key)
+            value = event_text.number(record, key)
             if value is not None:
                 window.append(value)
         work = devices.step_of(record)
@@ -117,14 +117,14 @@ class Console:
         kind = str(event.get("kind"))
         if kind == Kind.WORKER_DIED and self._unprinted:
             self._print_step()  # where the run stood belongs above what happened to it
-        sentence = words.sentence(event, self.step or None)
+        sentence = event_text.sentence(event, self.step or None)
         if kind == Kind.RESUMED and isinstance(event.get("step"), int):
             self.step = event["step"]
         self.say(sentence, kind, event.get("time"))
 
     def say(self, text: str, kind: str = "", when: float | None = None) -> None:
         """Print a line of text with the mark of `kind`, at `when` (seconds since the epoch; now if None)."""
-        mark = words.mark(kind)
+        mark = event_text.mark(kind)
         style = STYLES[mark.tone]
         line = Text(time.strftime("%H:%M:%S ", time.localtime(when)), style="dim")
         line.append(f"{mark.ascii if self.rich.options.ascii_only else mark.symbol} ", style=style)
@@ -172,9 +172,9 @@ class Console:
         """Loss, rate, time left and time elapsed, in the order in which a narrow terminal keeps them."""
         rate, left = statistics.median(self._tokens_per_s) if self._tokens_per_s else None, self._left_s()
         figures = [f"loss {self._loss:.4f}" if self._loss is not None else ""]
-        figures.append(f"{words.count(rate)} {self.unit}/s" if rate is not None else "")
-        figures.append(f"{words.clock(left)} left" if left is not None and self.step < self.total_steps else "")
-        figures.append(f"{words.clock(time.monotonic() - self._started)} elapsed")
+        figures.append(f"{event_text.count(rate)} {self.unit}/s" if rate is not None else "")
+        figures.append(f"{event_text.clock(left)} left" if left is not None and self.step < self.total_steps else "")
+        figures.append(f"{event_text.clock(time.monotonic() - self._started)} elapsed")
         figures.append(self._devices)
         return [figure for figure in figures if figure]
 
@@ -269,8 +269,8 @@ class Follower:
         the next one, as an older line may come to the other file meanwhile; nothing waits for a second, or the `last`.
         """
         began, held = time.time(), self._held
-        new = [(words.number(record, "time") or 0.0, True, record) for record in self._steps.read()]
-        new += [(words.number(record, "time") or 0.0, False, record) for record in self._events.read()]
+        new = [(event_text.number(record, "time") or 0.0, True, record) for record in self._steps.read()]
+        new += [(event_text.number(record, "time") or 0.0, False, record) for record in self._events.read()]
         self._held = [] if last else [entry for entry in new if entry[0] > began]
         found = held + [entry for entry in new if last or entry[0] <= began]
         for _, is_step, record in sorted(found, key=lambda entry: entry[0]):
@@ -293,11 +293,11 @@ def summary(paths: RunPaths) -> RenderableType:
     rows = [("run", paths.shown)]
     if "step" in last:
         rows.append(("last step", str(last["step"])))
-    if (loss := words.number(last, "loss")) is not None:
+    if (loss := event_text.number(last, "loss")) is not None:
         rows.append(("loss", f"{loss:.4f}"))
-    for name, evaluations in evaluated.by_set(read_lines(paths.events)).items():
-        if (loss := words.number(evaluations[-1], "loss")) is not None:
-            beside = words.said_of(evaluations[-1])
+    for name, evaluations in eval_view.by_set(read_lines(paths.events)).items():
+        if (loss := event_text.number(evaluations[-1], "loss")) is not None:
+            beside = event_text.said_of(evaluations[-1])
             rows.append((f"{name} loss", f"{loss:.4f}" + (f"  ({beside})" if beside else "")))
     if (checkpoint := _checkpoint(paths, events.get(Kind.CHECKPOINT_SAVED, {}).get("step"))) is not None:
         rows.append(("checkpoint", str(checkpoint)))

@@ -22,13 +22,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from phalanx import hardware
-from phalanx.balance import Division, division_of
-from phalanx.errors import ConfigError
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.report import words
-from phalanx.run_paths import RunPaths
+from phalanx.core.errors import ConfigError
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.run_paths import RunPaths
+from phalanx.layout import hardware
+from phalanx.layout.balance import Division, division_of
+from phalanx.report import event_text
 
 Record = Mapping[str, Any]
 Line = tuple[float, float]  # seconds of a micro-batch, and of each of its sequences
@@ -137,7 +137,7 @@ class Summary:
         """What an even split would have cost, as a sentence; empty where nobody knows."""
         if self.even_s is None:
             return ""
-        ours, even = words.seconds(self.step_s), words.seconds(self.even_s)
+        ours, even = event_text.seconds(self.step_s), event_text.seconds(self.even_s)
         if abs(self.even_s - self.step_s) <= 0.005 * self.step_s:
             return f"an even split would have been as fast: {ours} a step"
         if self.even_s < self.step_s:
@@ -149,12 +149,12 @@ class Summary:
 
 def step_of(record: Record) -> Step | None:
     """What a step record says of the devices; None where it says nothing, or nothing that makes sense."""
-    shares, busy_s, step_s = record.get("shares"), record.get("busy_s"), words.number(dict(record), "step_s")
+    shares, busy_s, step_s = record.get("shares"), record.get("busy_s"), event_text.number(dict(record), "step_s")
     if not isinstance(shares, list) or not isinstance(busy_s, list) or step_s is None or step_s <= 0:
         return None
     if not shares or len(shares) != len(busy_s) or any(type(share) is not int or share < 0 for share in shares):
         return None
-    times = [words.number({"s": value}, "s") for value in busy_s]
+    times = [event_text.number({"s": value}, "s") for value in busy_s]
     if sum(shares) == 0 or any(value is None or value < 0 for value in times):
         return None
     division = division_of(record) or Division(tuple(shares), 1)  # older records do not name micro-batches
@@ -270,7 +270,7 @@ def _cells(device: Device) -> tuple[str, ...]:
         f"{100 * device.share:.1f} %",
         f"{100 * device.busy:.0f} %",
         f"{100 * max(0.0, 1 - device.busy):.0f} %",
-        "-" if device.sequences_per_s is None else words.count(device.sequences_per_s),
+        "-" if device.sequences_per_s is None else event_text.count(device.sequences_per_s),
     )
 
 

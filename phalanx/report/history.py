@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
-from phalanx import formats
-from phalanx.errors import RunError
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.records import split_attempts
-from phalanx.report import devices, words
-from phalanx.run_paths import RunPaths
+from phalanx.core import format_versions
+from phalanx.core.errors import RunError
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.records import split_attempts
+from phalanx.core.run_paths import RunPaths
+from phalanx.report import devices, event_text
 
 Record = dict[str, Any]
 
@@ -52,18 +52,18 @@ def read_run(paths: RunPaths) -> Run:
             f"{paths.shown} holds neither {paths.metrics.name} nor {paths.events.name}, so there is nothing to report; "
             "name the folder of a run"
         )
-    formats.check_run(paths)
+    format_versions.check_run(paths)
     kept, lost = split_attempts(read_lines(paths.metrics))
     # By attempt and place in the file, not by time: a clock may be set back.
     events = sorted(_with_attempts(read_lines(paths.events)), key=lambda event: event["attempt"])
     raw = [
         (_attempt(record), moment)
         for record in [*kept, *lost, *events]
-        if (moment := words.number(record, "time")) is not None
+        if (moment := event_text.number(record, "time")) is not None
     ]
     late = _moves(raw)
     kept, lost, events = ([_moved(record, late) for record in records] for records in (kept, lost, events))
-    times = [moment for record in [*kept, *lost, *events] if (moment := words.number(record, "time"))]
+    times = [moment for record in [*kept, *lost, *events] if (moment := event_text.number(record, "time"))]
     config_text = paths.config.read_text(encoding="utf-8", errors="replace") if paths.config.exists() else ""
     return Run(
         name=paths.name,
@@ -112,7 +112,7 @@ def _moves(moments: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 
 def _moved(record: Record, moves: dict[int, float]) -> Record:
-    moment, move = words.number(record, "time"), moves.get(_attempt(record), 0.0)
+    moment, move = event_text.number(record, "time"), moves.get(_attempt(record), 0.0)
     return record if moment is None or not move else record | {"time": moment + move}
 
 
@@ -129,7 +129,7 @@ def after_steps(run: Run) -> list[tuple[Record, int | None]]:
 
 
 def _when(record: Record) -> tuple[int, float]:
-    return _attempt(record), words.number(record, "time") or 0.0
+    return _attempt(record), event_text.number(record, "time") or 0.0
 
 
 def attempts(run: Run) -> int:

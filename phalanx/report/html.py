@@ -13,13 +13,13 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from phalanx.errors import RunError
-from phalanx.events import Kind
-from phalanx.json_lines import write_atomic
-from phalanx.report import devices, evaluated, expected, inside, page, words
+from phalanx.core.errors import RunError
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import write_atomic
+from phalanx.core.run_paths import RunPaths
+from phalanx.report import devices, eval_view, event_text, page, prediction_view, profile_view
 from phalanx.report.history import POINTS, Record, Run, after_steps, attempts, read_run, smooth, status, thin
 from phalanx.report.incidents import incidents
-from phalanx.run_paths import RunPaths
 
 COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "data_s", "mfu", "mfu_causal", "memory_bytes")
 EVENTS = 1000  # of more, the newest are in the table, and saved checkpoints are not marked on the curves
@@ -73,8 +73,8 @@ def _drawing_code() -> str:
 
 def payload(run: Run) -> Record:
     """What the page's script draws: charts, columns of numbers (None for what is not known), evaluations, events."""
-    losses = [words.number(record, "loss") for record in run.kept]
-    drawn = thin(losses, [words.number(record, "step_s") for record in run.kept])
+    losses = [event_text.number(record, "loss") for record in run.kept]
+    drawn = thin(losses, [event_text.number(record, "step_s") for record in run.kept])
     world = devices.world_of([*run.kept, *run.lost])
     kept = _columns([run.kept[i] for i in drawn], run.began, world)
     smoothed = smooth(losses)
@@ -89,11 +89,15 @@ def payload(run: Run) -> Record:
         "lost": lost,
         "heldOut": [
             {"name": name, **_columns(evaluations, run.began)}
-            for name, evaluations in evaluated.by_set(run.events).items()
+            for name, evaluations in eval_view.by_set(run.events).items()
         ],
         "scores": [
-            {"name": name, **_columns(have, run.began), "loss": [_rounded(words.scores(one)[score]) for one in have]}
-            for name, have, score in evaluated.score_curves(run.events)
+            {
+                "name": name,
+                **_columns(have, run.began),
+                "loss": [_rounded(event_text.scores(one)[score]) for one in have],
+            }
+            for name, have, score in eval_view.score_curves(run.events)
         ],
         "events": _marks(run),
         "duration": run.ended - run.began,
@@ -108,13 +112,15 @@ def to_script(value: object) -> str:
 
 def charts(run: Run) -> list[Record]:
     """The charts that the records can fill: id, title, unit, traces (name, column, colour, style) and the y axis."""
-    norms = [value for record in run.kept if (value := words.number(record, "grad_norm")) is not None and value > 0]
-    times = sorted(value for record in run.kept if (value := words.number(record, "step_s")) is not None)
-    waits = any(words.number(record, "wait_s") is not None for record in run.kept)
+    norms = [
+        value for record in run.kept if (value := event_text.number(record, "grad_norm")) is not None and value > 0
+    ]
+    times = sorted(value for record in run.kept if (value := event_text.number(record, "step_s")) is not None)
+    waits = any(event_text.number(record, "wait_s") is not None for record in run.kept)
     usual = times[int(0.98 * (len(times) - 1))] if times else 0.0
     capped = bool(times) and times[-1] > 3 * usual  # a first step that compiles would flatten all others
     wide = bool(norms) and max(norms) > 30 * min(norms)
-    note = f"a step of {words.seconds(times[-1])} reaches out of the picture" if capped else ""
+    note = f"a step of {event_text.seconds(times[-1])} reaches out of the picture" if capped else ""
     unit = _unit(run)
     found = [
         _chart("loss", "Loss", "nats per token" if unit == "tokens" else "mean over a step", wide=True,
@@ -130,10 +136,10 @@ def charts(run: Run) -> list[Record]:
         _chart("norm", "Gradient norm", "before clipping" + (", logarithmic" if wide else ""),
                [_trace("norm", "grad_norm", "teal")], log=wide),
     ]  # fmt: skip
-    if any(words.number(record, "mfu") is not None for record in run.kept):
+    if any(event_text.number(record, "mfu") is not None for record in run.kept):
         traces = [_trace("all of attention", "mfu", "blue"), _trace("causal half", "mfu_causal", "teal")]
         found.append(_chart("mfu", "Model FLOPs utilisation", "share of dense peak", traces, zero=True, percent=True))
-    if scores := evaluated.score_curves(run.events):  # drawn as held-out losses are
+    if scores := eval_view.score_curves(run.events):  # drawn as held-out losses are
         found.insert(
             1, _chart("scores", "Scores", scores[0][0] if len(scores) == 1 else "", [], legend=len(scores) > 1)
         )
@@ -165,10 +171,10 @@ def _columns(records: Sequence[Record], began: float, world: int = 1) -> Record:
     several ranks also what devices.py draws of each."""
     columns: Record = {"step": [record["step"] for record in records]}
     columns["attempt"] = [record.get("attempt", 1) for record in records]
-    moments = [words.number(record, "time") for record in records]
+    moments = [event_text.number(record, "time") for record in records]
     columns["t"] = [None if moment is None else round(moment - began, 3) for moment in moments]
     for name in COLUMNS:
-        columns[name] = [_rounded(words.number(record, name)) for record in records]
+        columns[name] = [_rounded(event_text.number(record, name)) for record in records]
     columns["memory_gib"] = [None if value is None else value / 2**30 for value in columns.pop("memory_bytes")]
     parts = zip(columns["step_s"], columns["wait_s"], columns["data_s"], strict=True)
     columns["compute_s"] = [
@@ -186,11 +192,11 @@ def _marks(run: Run) -> list[Record]:
     """The events that are drawn on the curves: step, t, text, class and whether a line crosses the chart."""
     marks = []
     for event, after_step in after_steps(run):
-        if event.get("kind") not in SHAPES or (moment := words.number(event, "time")) is None:
+        if event.get("kind") not in SHAPES or (moment := event_text.number(event, "time")) is None:
             continue
         shape, crosses = SHAPES[event["kind"]]
         step = event["step"] if isinstance(event.get("step"), int) else after_step
-        text = html.escape(words.sentence(event, after_step))  # plotly reads some HTML in hover texts
+        text = html.escape(event_text.sentence(event, after_step))  # plotly reads some HTML in hover texts
         marks.append({"step": step or 0, "t": round(moment - run.began, 3), "text": text, "class": shape})
         marks[-1]["crosses"] = crosses
     if len(marks) > EVENTS:
@@ -204,9 +210,9 @@ def _header(run: Run) -> str:
     model = run.config.get("model")
     model = model if isinstance(model, dict) else {}
     facts = [str(model[key]) for key in ("preset", "from_hf") if isinstance(model.get(key), str)][:1]
-    if parameters := words.parameters(started):
+    if parameters := event_text.parameters(started):
         facts.append(parameters)
-    if world := words.number(started, "world"):
+    if world := event_text.number(started, "world"):
         facts.append(f"{world:.0f} rank{'s' if world > 1 else ''}")
     parallel = run.config.get("parallel")
     degrees = {key: parallel.get(key) for key in ("tensor", "pipeline")} if isinstance(parallel, dict) else {}
@@ -225,36 +231,38 @@ def _tiles(run: Run) -> str:
     train = run.config.get("train")
     total = train.get("steps") if isinstance(train, dict) else None
     tiles.append(("steps", f"{last.get('step', 0):,}", f"of {total:,}" if isinstance(total, int) else ""))
-    smoothed = smooth([words.number(record, "loss") for record in run.kept])
-    loss = words.number(last, "loss")
+    smoothed = smooth([event_text.number(record, "loss") for record in run.kept])
+    loss = event_text.number(last, "loss")
     near = smoothed[-1] if smoothed else None
     tiles.append(("last loss", _fixed(loss), f"smoothed {near:.4f}" if near is not None else ""))
-    for name, evaluations in (evaluated.by_set(run.events) or {"held-out": [{}]}).items():
-        last_loss = words.number(evaluations[-1], "loss")
-        note = words.said_of(evaluations[-1])
+    for name, evaluations in (eval_view.by_set(run.events) or {"held-out": [{}]}).items():
+        last_loss = event_text.number(evaluations[-1], "loss")
+        note = event_text.said_of(evaluations[-1])
         tiles.append((f"{html.escape(name)} loss", _fixed(last_loss), note))
-    tokens = words.number(last, "total_tokens")
+    tokens = event_text.number(last, "total_tokens")
     unit = _unit(run)
     counted = "tokens" if unit == "tokens" else "losses"  # a sample may have several, such as one for each word
-    tiles.append((counted, words.count(tokens) if tokens is not None else "-", "trained on"))
+    tiles.append((counted, event_text.count(tokens) if tokens is not None else "-", "trained on"))
     step_s = _numbers(run.kept, "step_s")
-    rates = [(rate, s) for record in run.kept if (rate := words.number(record, "tokens_per_s")) is not None
-             and (s := words.number(record, "step_s"))]  # fmt: skip
+    rates = [(rate, s) for record in run.kept if (rate := event_text.number(record, "tokens_per_s")) is not None
+             and (s := event_text.number(record, "step_s"))]  # fmt: skip
     # all tokens, as in the curve: of a chat only some are learnt
     mean = sum(rate * s for rate, s in rates) / sum(s for _, s in rates) if rates else None
-    tiles.append(("mean speed", words.count(mean) if mean is not None else "-", f"{unit}/s"))
+    tiles.append(("mean speed", event_text.count(mean) if mean is not None else "-", f"{unit}/s"))
     waits = _numbers(run.kept, "wait_s")
     share = f"{100 * sum(waits) / sum(step_s):.0f} % of it waiting" if waits and sum(step_s) > 0 else ""
-    tiles.append(("median step", words.seconds(statistics.median(step_s)) if step_s else "-", share))
+    tiles.append(("median step", event_text.seconds(statistics.median(step_s)) if step_s else "-", share))
     mfu = _numbers(run.kept, "mfu")
     if mfu:
         causal = _numbers(run.kept, "mfu_causal")
         note = f"{100 * statistics.median(causal):.1f} % with the causal half" if causal else ""
         tiles.append(("median MFU", f"{100 * statistics.median(mfu):.1f} %", note))
     memory = _numbers([*run.kept, *run.lost], "memory_bytes")
-    tiles.append(("peak memory", words.size(max(memory)) if memory else "-", "fullest rank"))
+    tiles.append(("peak memory", event_text.size(max(memory)) if memory else "-", "fullest rank"))
     tries = attempts(run)
-    tiles.append(("total time", words.seconds(run.ended - run.began), f"{tries} attempt{'s' if tries > 1 else ''}"))
+    tiles.append(
+        ("total time", event_text.seconds(run.ended - run.began), f"{tries} attempt{'s' if tries > 1 else ''}")
+    )
     found = len(incidents(run))
     tiles.append(("incidents", str(found), f"{len(run.lost)} steps walked again" if found else "none died"))
     return "".join(
@@ -270,7 +278,7 @@ def _unit(run: Run) -> str:
 
 
 def _numbers(records: Iterable[Record], key: str) -> list[float]:
-    return [value for record in records if (value := words.number(record, key)) is not None]
+    return [value for record in records if (value := event_text.number(record, key)) is not None]
 
 
 def _fixed(value: float | None) -> str:
@@ -314,7 +322,7 @@ def _records(run: Run) -> str:
     table = _events(run, happened) if happened else "<p>No events were recorded.</p>"
     parts = [f'<section class="card"><h3>Events</h3>{table}</section>']
     parts += devices.card(devices.summary(run.kept, run.device_names, run.device_lines))
-    parts += [*expected.card(run), *evaluated.card(run.events), *inside.cards(run)]
+    parts += [*prediction_view.card(run), *eval_view.card(run.events), *profile_view.cards(run)]
     if resolved:
         title = f"<summary>Values of <code>auto</code> <span>{len(resolved)} resolved</span></summary>"
         parts.append(f'<details class="card">{title}{_events(run, resolved)}</details>')
@@ -335,11 +343,11 @@ def _events(run: Run, events: Sequence[tuple[Record, int | None]]) -> str:
     """A table of events, a row each; every one comes with the step that was the last before it."""
     rows = []
     for event, after_step in events[-EVENTS:]:
-        mark = words.mark(str(event.get("kind")))
-        moment = words.number(event, "time")
-        cells = [words.clock(moment - run.began), _moment(moment)] if moment is not None else ["", ""]
+        mark = event_text.mark(str(event.get("kind")))
+        moment = event_text.number(event, "time")
+        cells = [event_text.clock(moment - run.began), _moment(moment)] if moment is not None else ["", ""]
         cells.append(str(event.get("attempt", "")))
-        sentence = html.escape(words.sentence(event, after_step))
+        sentence = html.escape(event_text.sentence(event, after_step))
         head = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
         rows.append(f'<tr class="{mark.tone}">{head}<td><i>{mark.symbol}</i>{sentence}</td></tr>')
     titles = "<tr><th>after</th><th>at</th><th>attempt</th><th>what happened</th></tr>"

@@ -12,8 +12,8 @@ console says when it is over. Where a run's records have no such line, it follow
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.events import Kind
-from phalanx.report import words
+from phalanx.core.events import Kind
+from phalanx.report import event_text
 from phalanx.report.history import Record, Run, after_steps
 
 # Worth a look, and no incident: warnings, and parts of one.
@@ -37,22 +37,22 @@ class Incident:
 
     @property
     def time(self) -> float | None:
-        return words.number(self.cause, "time")
+        return event_text.number(self.cause, "time")
 
     @property
     def what(self) -> str:
         """What failed and what was done about it."""
         if self.told is not None:
             return f"{self.told.get('what', 'something failed')}; {self.told.get('done', 'the ranks start again')}"
-        return words.sentence(self.cause, self.after_step)
+        return event_text.sentence(self.cause, self.after_step)
 
     @property
     def recovery(self) -> str:
         """How it went on."""
         if self.seconds is None:
-            return words.sentence(self.gave_up) if self.gave_up is not None else "no step followed"
+            return event_text.sentence(self.gave_up) if self.gave_up is not None else "no step followed"
         steps = f", {self.again} step{'' if self.again == 1 else 's'} walked again" if self.again else ""
-        return f"training went on with step {self.step} after {words.seconds(self.seconds)}{steps}"
+        return f"training went on with step {self.step} after {event_text.seconds(self.seconds)}{steps}"
 
 
 def incidents(run: Run) -> list[Incident]:
@@ -68,8 +68,8 @@ def incidents(run: Run) -> list[Incident]:
         told = _told(run, first, next_attempt)
         again = sum(1 for record in run.lost if first <= _attempt(record) <= failures[-1][0])
         step, seconds = _recovered(steps, cause, next_attempt)
-        if told is not None and words.number(told, "seconds") is not None:
-            step, seconds = told.get("step"), words.number(told, "seconds")
+        if told is not None and event_text.number(told, "seconds") is not None:
+            step, seconds = told.get("step"), event_text.number(told, "seconds")
         gave_up = [event for event in run.events if event.get("kind") == Kind.GAVE_UP and _attempt(event) >= first]
         ended = gave_up[-1] if gave_up and seconds is None else None
         found.append(Incident(cause, after_step, told, step, seconds, again, ended))
@@ -81,7 +81,8 @@ def others(run: Run) -> list[tuple[Record, int | None]]:
     return [
         (event, step)
         for event, step in after_steps(run)
-        if words.mark(str(event.get("kind"))).tone in ("bad", "warn") and event.get("kind") not in (*PARTS, *ASKED_FOR)
+        if event_text.mark(str(event.get("kind"))).tone in ("bad", "warn")
+        and event.get("kind") not in (*PARTS, *ASKED_FOR)
     ]
 
 
@@ -100,11 +101,11 @@ def _told(run: Run, first: int, next_attempt: int | None) -> Record | None:
 
 def _recovered(steps: list[Record], cause: Record, next_attempt: int | None) -> tuple[int | None, float | None]:
     """The first step of an attempt, and how long after a failure it was done."""
-    failed = words.number(cause, "time")
+    failed = event_text.number(cause, "time")
     done = [
         (moment, record["step"])
         for record in steps
-        if _attempt(record) == next_attempt and (moment := words.number(record, "time")) is not None
+        if _attempt(record) == next_attempt and (moment := event_text.number(record, "time")) is not None
     ]
     if failed is None or not done:
         return None, None

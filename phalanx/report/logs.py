@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import RunError
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.report import words
-from phalanx.run_paths import RunPaths
+from phalanx.core.errors import RunError
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.run_paths import RunPaths
+from phalanx.report import event_text
 
 TAIL_BYTES = 64 * 1024  # of a log that is shown from near its end
 LAST_LINES = 40  # of the log of a rank that went wrong
@@ -128,7 +128,7 @@ def first_error(paths: RunPaths, fetch: Callable[[Path], None]) -> Iterator[str]
         raise RunError(f"no rank of {paths.shown} has died, so there is no first error; see `phalanx logs` without it")
     if numbers:
         event = next(event for event in died if event.get("attempt") == numbers[-1])
-        yield f"attempt {numbers[-1]}: {words.sentence(event)}"
+        yield f"attempt {numbers[-1]}: {event_text.sentence(event)}"
         if event.get("signal"):
             yield from _known_of(paths, event)
         rank = event.get("rank")
@@ -150,11 +150,11 @@ def _known_of(paths: RunPaths, died: dict[str, Any]) -> Iterator[str]:
     events = list(read_lines(paths.events))
     for event in events[: events.index(died)]:
         if event.get("kind") == Kind.INJECTED and (event.get("attempt"), event.get("rank")) == (attempt, rank):
-            yield f"  {words.sentence(event)}"
+            yield f"  {event_text.sentence(event)}"
     for event in events[events.index(died) :]:
         after = event.get("kind") == Kind.HEALTH and event.get("after") == f"the death of rank {rank}"
         if after or event.get("kind") in (Kind.INCIDENT, Kind.GAVE_UP):
-            yield f"  {words.sentence(event)}"
+            yield f"  {event_text.sentence(event)}"
     if died.get("signal") == "SIGKILL":
         yield (
             "  SIGKILL comes from outside and leaves a process no time for a word: the kernel sends it where memory"

@@ -14,7 +14,7 @@ from phalanx.tasks.padding import padded, width_of
 from phalanx.tasks.task import Batch, Task
 
 if TYPE_CHECKING:
-    from phalanx.models.draws import Draws
+    from phalanx.models.counter_rng import Draws
 
 IGNORED = -100  # a label that no loss is computed for
 _ENTITY = re.compile(r"O|[BIES]-.+")

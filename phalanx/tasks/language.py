@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from phalanx.tasks.task import Batch, SampleLike, Task
 
 if TYPE_CHECKING:
-    from phalanx.models.draws import Draws
+    from phalanx.models.counter_rng import Draws
 
 IGNORED = -100  # a label that no loss is computed for
 

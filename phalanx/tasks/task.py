@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from phalanx.models.draws import Draws
+    from phalanx.models.counter_rng import Draws
 
 ALIGNED = 64  # bytes, of each tensor of a batch on its way
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import shared_memory
+from phalanx.recovery import shared_memory
 from tests import mutation
 from tests.accelerator.curves import References
 

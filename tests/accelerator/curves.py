@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.events import Kind, write_event
-from phalanx.placement import Placement
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind, write_event
+from phalanx.core.placement import Placement
+from phalanx.core.run_paths import RunPaths
 from tests.accelerator.device import run_on_device
 from tests.dist.incidents import train_with_signal
 from tests.helpers import run_ranks

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.accelerator import build
 from tests.dist.command import call
 from tests.helpers import ROOT, run_ranks

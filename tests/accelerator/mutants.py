@@ -29,12 +29,14 @@ WAITS = {
     "wait",
 }
 WAITING = (
-    "accelerator.py", "optim/*.py", "parallel/*.py", "comm/collectives.py", "comm/messages.py", "comm/transfers.py",
-    "comm/ways.py", "comm/backend.py", "checkpoint/memory.py", "checkpoint/snapshot.py", "train/*.py", "tasks/*.py",
-    "models/*.py", "scripts/*.py", "sharded_model.py", "sharding.py", "doctor/*.py",
+    "system/accelerator.py", "system/event_times.py", "optim/*.py", "engine/*.py", "parallel/*.py",
+    "comm/collectives.py", "comm/p2p.py", "comm/uneven_collectives.py", "comm/routes.py", "comm/backend.py",
+    "comm/comm_thread.py", "checkpoint/memory/store.py", "checkpoint/disk/snapshot.py",
+    "workload/*.py", "autotune/*.py", "trainer/*.py", "generate/decode.py", "health/burn_in.py", "tasks/*.py",
+    "models/*.py", "api/**/*.py", "doctor/*.py",
 )  # fmt: skip
 # What waits for other hosts' numbers, and for files: no device is in it.
-HOSTS = {"train/sharing.py", "train/checksums.py", "train/rollback.py", "sharded_model.py"}
+HOSTS = {"workload/work_split.py", "trainer/checksums.py", "trainer/rollback.py", "api/sharded_model.py"}
 # Conditions that ask whether a device, or another thread, is somewhere: without them it is.
 ASKS = {"reached": ast.Attribute, "query": ast.Call}
 
@@ -45,46 +47,49 @@ ENGINE, LAYOUT = (
     f"{ONE}::test_every_engine_computes_what_the_cpu_does",
     f"{MANY}::test_layouts_compute_what_one_cpu_rank_does",
 )
-UNIT, BACKGROUND = "tests/unit/test_", "tests/dist/test_memory.py::test_copied_in_the_background"
+UNIT, BACKGROUND = "tests/unit/test_", "tests/dist/test_in_memory_checkpoints.py::test_copied_in_the_background"
 EARLY = "tests/dist/test_sharded.py::test_what_was_updated_early_is_put_back_when_it_is_clipped_or_skipped"
 LATE = "tests/dist/test_late_rank.py"
 SHARDED = [f"{ENGINE}[{engine}-lazy]" for engine in ("zero 3", "zero 1, two slots", "zero 1", "zero 2")]
 # The tests that belong to a file, by how its name begins, the most telling first.
 TESTS = {
-    "accelerator.py": [UNITS, FREE, CLOCKS, ENGINE],
+    "system/accelerator.py": [UNITS, FREE, CLOCKS, ENGINE],
     "comm/backend.py": [f"{HERE}backend_phalanx.py", LATE],
-    "comm/transfers.py": [KINDS],
-    "comm/ways.py": [LATE],
+    "comm/uneven_collectives.py": [KINDS],
+    "comm/routes.py": [LATE],
     "comm/": [LATE, UNITS, LAYOUT, MANY, KINDS],
-    "checkpoint/memory.py": [FREE, f"{ONE}::test_killed_and_resumed_from_memory", BACKGROUND],
-    "checkpoint/snapshot.py": [FREE, f"{ONE}::test_killed_and_resumed_from_a_checkpoint"],
+    "checkpoint/memory/store.py": [FREE, f"{ONE}::test_killed_and_resumed_from_memory", BACKGROUND],
+    "checkpoint/disk/snapshot.py": [FREE, f"{ONE}::test_killed_and_resumed_from_a_checkpoint"],
     "doctor/": [f"{HERE}doctor.py"],
     "models/layers.py": [ENGINE],
-    "optim/carrier.py": [f"{UNIT}lane.py", *SHARDED, ENGINE, MANY, KINDS],
-    "optim/held.py": [f"{UNIT}pool.py", UNITS, *SHARDED],
-    "optim/fsdp2.py": [LATE, f"{ENGINE}[fsdp2-lazy]", f"{ENGINE}[fsdp2-main_last]", KINDS, MANY],
-    "optim/agreement.py": [LATE],
+    "engine/collective_queue.py": [f"{UNIT}comm_thread.py", *SHARDED, ENGINE, MANY, KINDS],
+    "engine/bucket.py": [f"{UNIT}pool.py", UNITS, *SHARDED],
+    "engine/fsdp2.py": [LATE, f"{ENGINE}[fsdp2-lazy]", f"{ENGINE}[fsdp2-main_last]", KINDS, MANY],
+    "engine/step_consensus.py": [LATE],
     "optim/gradients.py": [LATE],
-    "parallel/exchange.py": [LATE, f"{LAYOUT}[tensor x data-0]"],
+    "parallel/tensor_collectives.py": [LATE, f"{LAYOUT}[tensor x data-0]"],
     "parallel/offload.py": [FREE, f"{ONE}::test_inputs_that_wait_on_the_host"],
-    "parallel/transform.py": [LATE],
+    "parallel/hf_transform.py": [LATE],
     "tasks/task.py": [FREE, ENGINE],
-    "train/device_marks.py": [f"{HERE}hangs.py"],
-    "train/": [CLOCKS],
-    "optim/pacing.py": [f"{HERE}schedule.py"],
-    "optim/timetable.py": [f"{UNIT}pacing.py", LATE],
-    "optim/stamps.py": [CLOCKS, f"{HERE}schedule.py"],
-    "optim/sharded.py": [UNITS, LATE, *SHARDED, EARLY, f"{LAYOUT}[zero 3-2]", ONE, KINDS, MANY],
+    "workload/device_progress.py": [f"{HERE}hang_detection.py"],
+    "trainer/": [CLOCKS],
+    "workload/": [CLOCKS],
+    "autotune/": [CLOCKS],
+    "engine/timing.py": [f"{HERE}schedule.py"],
+    "engine/schedule.py": [f"{UNIT}timing.py", LATE],
+    "system/event_times.py": [CLOCKS, f"{HERE}schedule.py"],
+    "engine/sharded.py": [UNITS, LATE, *SHARDED, EARLY, f"{LAYOUT}[zero 3-2]", ONE, KINDS, MANY],
     "": [UNITS, LATE, *SHARDED, ENGINE, ONE, KINDS, MANY],
 }
 
 # "file function: code" -> why no test can notice it. A line that stands there without need is an error.
 EQUIVALENT: dict[str, str] = {
-    "doctor/exchange.py _rate: all_reduce(tensor, group, Traffic()).wait()": "a time that is shown, and no value",
-    "doctor/exchange.py _rate: accelerator.wait(mesh.device)": "a time that is shown, and no value",
-    "doctor/on_devices.py _round_trips: sent.to(device, non_blocking=True)": "the copy that is proved: one that "
+    "doctor/collective_checks.py _rate: all_reduce(tensor, group, Traffic()).wait()": "a time that is shown, "
+    "and no value",
+    "doctor/collective_checks.py _rate: accelerator.wait(mesh.device)": "a time that is shown, and no value",
+    "doctor/device_checks.py _round_trips: sent.to(device, non_blocking=True)": "the copy that is proved: one that "
     "holds the host carries the same",
-    "doctor/on_devices.py _round_trips: back.copy_(there, non_blocking=True)": "the copy that is proved: one that "
+    "doctor/device_checks.py _round_trips: back.copy_(there, non_blocking=True)": "the copy that is proved: one that "
     "holds the host carries the same",
     "models/layers.py rope_table: frequencies.to(positions.device, non_blocking=True)": "memory that is "
     "not page-locked is read before the call returns, either way; CUDA holds the host besides, and this device does "

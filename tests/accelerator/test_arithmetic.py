@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.accelerator.curves import RECIPE
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs

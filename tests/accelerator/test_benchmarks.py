@@ -12,12 +12,12 @@ from torch import nn
 
 from benchmarks import lora, offload, packing, peers, single_device
 from benchmarks.peers import Case
-from phalanx import accelerator
-from phalanx.config import DataSection
+from phalanx.config.schema import DataSection
+from phalanx.core.placement import Placement
 from phalanx.data.prepare import prepare
-from phalanx.data.tokens import TokenFile
-from phalanx.models.spec import ModelSpec
-from phalanx.placement import Placement
+from phalanx.data.token_files import TokenFile
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.system import accelerator
 from tests.accelerator.curves import EVERYTHING
 from tests.accelerator.device import needs_device, run_on_device
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.axes import Axes
 from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import alone, beside, neighbours
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
+from phalanx.layout.mesh_axes import Axes
 from tests.accelerator.device import needs_device, run_on_device
 
 pytestmark = needs_device

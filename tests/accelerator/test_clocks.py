@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import recipe
+from phalanx.autotune import activations, link_speed, measure, probe_model
 from phalanx.comm.mesh import join
-from phalanx.config import spec_of
-from phalanx.optim.stamps import Stamps, seconds_between, stamp
-from phalanx.placement import Placement
-from phalanx.train import burn_in, choose_activations, link, measure, profile, trial
-from phalanx.train.subject import subject_of
+from phalanx.config import load
+from phalanx.config.schema import spec_of
+from phalanx.core.placement import Placement
+from phalanx.health import burn_in
+from phalanx.system.event_times import Stamps, seconds_between, stamp
+from phalanx.trainer import profile
+from phalanx.workload.workload import subject_of
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs
 
@@ -60,16 +62,19 @@ def multiplied(placement: Placement) -> list[int]:
 def passes(placement: Placement, of: str) -> list[int]:
     """Those of a small model, all of whose work is queued when they begin."""
     tree = runs.RECIPE | {"train": {"dtype": "fp32", "micro_batch": 4}}
-    config, _ = recipe.resolve(recipe.check(tree, "a recipe"), device="cpu", world=1)
-    with join(placement, 20) as mesh, trial.trial(config, subject_of(config, spec_of(config)), mesh, None) as small:
+    config, _ = load.resolve(load.check(tree, "a recipe"), device="cpu", world=1)
+    with (
+        join(placement, 20) as mesh,
+        probe_model.trial(config, subject_of(config, spec_of(config)), mesh, None) as small,
+    ):
         if of == "steps":
-            return when_read(trial, lambda: small.seconds(2))
-        return when_read(choose_activations, lambda: choose_activations.forward_of(small))
+            return when_read(probe_model, lambda: small.seconds(2))
+        return when_read(activations, lambda: activations.forward_of(small))
 
 
 def reduced(placement: Placement) -> list[Any]:
     """And whether what was begun is over."""
-    begun, inner = [], link.all_reduce
+    begun, inner = [], link_speed.all_reduce
 
     def noted(*args: Any) -> Any:
         begun.append(inner(*args))
@@ -78,9 +83,9 @@ def reduced(placement: Placement) -> list[Any]:
     def look() -> list[Any]:
         return [waiting(), [each._work is None or each._work.is_completed() for each in begun]]
 
-    link.all_reduce = noted
+    link_speed.all_reduce = noted
     with join(placement, 20) as mesh:
-        return when_read(link, lambda: link._reduced_s(mesh, 4_000_000), look)
+        return when_read(link_speed, lambda: link_speed._reduced_s(mesh, 4_000_000), look)
 
 
 def exchanged(placement: Placement) -> list[int]:
@@ -132,7 +137,7 @@ def test_a_step_begins_with_nothing_to_do_and_is_over() -> None:
 
 def test_a_forward_pass_is_over() -> None:
     (found,) = run_on_device(passes, of="forward")
-    assert len(found) == 2 * (choose_activations.PASSES + 1)
+    assert len(found) == 2 * (activations.PASSES + 1)
     assert found[1:] == [0] * (len(found) - 1)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.accelerator.device import needs_device, run_on_device
 from tests.helpers import process_group
 

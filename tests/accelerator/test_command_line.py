@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.events import Kind
+from phalanx.core.events import Kind
 from tests.accelerator.device import needs_device, phalanx
 from tests.dist import command
 from tests.dist.command import write_place

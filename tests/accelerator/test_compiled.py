@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.accelerator.curves import EVERYTHING
 from tests.accelerator.device import needs_device, run_on_device
 
@@ -21,7 +21,7 @@ def recompiled(placement: Placement, family: str, packed: bool) -> list[Any]:
     import torch
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    from phalanx.parallel.apply import compile_units
+    from phalanx.parallel.parallelize import compile_units
     from tests.unit import test_compile as host
 
     counter = CompileCounterWithBackend("eager")  # the simulated device has no compiler, and the guards are the same

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import is_out_of_memory
-from phalanx.placement import Placement
+from phalanx.core.errors import is_out_of_memory
+from phalanx.core.placement import Placement
 from tests.accelerator.device import ORDERS, needs_device, run_on_device, sim_environment
 from tests.helpers import ROOT, run_ranks
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from phalanx import accelerator
-from phalanx.doctor import exchange, on_devices
-from phalanx.placement import ExitCode, Placement
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.doctor import collective_checks, device_checks
+from phalanx.system import accelerator
 from tests.accelerator.device import needs_device, phalanx, run_on_device
 
 pytestmark = needs_device
@@ -32,7 +32,7 @@ def test_two_devices_do_all_that_is_asked(tmp_path: Path) -> None:
     assert code == ExitCode.DONE, said
     assert {name: lines[name]["state"] for name in names} == dict.fromkeys(names, "ok"), said
     assert "2 devices" in lines["copies"]["sentence"]
-    assert lines[exchange.NAMES[exchange.THROUGH_HOST]]["state"] == "ok"
+    assert lines[collective_checks.NAMES[collective_checks.THROUGH_HOST]]["state"] == "ok"
     assert "simccl" in lines["collectives"]["sentence"]
     assert lines["resume"]["value"] < 1e-5
     assert "from the checkpoint at step 4, then from memory" in lines["resume"]["sentence"]
@@ -83,7 +83,7 @@ def wrong_copies(placement: Placement) -> list[Any]:
 
     accelerator.mark = lambda device: Early(mark(device)) if calls.append(1) or len(calls) % 2 == 0 else mark(device)
     calls: list[int] = []
-    return [line.to_json() for line in on_devices.copies([placement.device])]
+    return [line.to_json() for line in device_checks.copies([placement.device])]
 
 
 def test_copies_that_come_late_are_found() -> None:

@@ -9,20 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx import accelerator
-from phalanx.axes import Axes
+from phalanx.api.fsdp.clip_norm import _norm
+from phalanx.api.fsdp.rank_layout import Ranks
+from phalanx.api.fsdp.session import Session
+from phalanx.api.shard import begin_alike
 from phalanx.comm import backend
 from phalanx.comm.collectives import carried_from
 from phalanx.comm.mesh import join
-from phalanx.events import Kind
+from phalanx.core.events import Kind
+from phalanx.core.placement import Placement
+from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import attention
-from phalanx.models.spec import ModelSpec
-from phalanx.placement import Placement
-from phalanx.scripts.norm import _norm
-from phalanx.scripts.ranks import Ranks
-from phalanx.scripts.session import Session
-from phalanx.sharding import begin_alike
-from phalanx.train.unlike_devices import unlike_kernels
+from phalanx.system import accelerator
+from phalanx.trainer.device_compatibility import unlike_kernels
 from tests.accelerator.curves import References, assert_near, on_device
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs

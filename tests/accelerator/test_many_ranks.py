@@ -8,8 +8,8 @@ import torch
 
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import join
-from phalanx.comm.messages import Messages
-from phalanx.placement import Placement
+from phalanx.comm.p2p import Messages
+from phalanx.core.placement import Placement
 from tests.accelerator.curves import EVERYTHING, References, assert_near, on_device
 from tests.accelerator.device import needs_device, run_on_device
 

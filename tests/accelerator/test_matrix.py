@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.errors import ConfigError
-from phalanx.events import Kind
-from phalanx.models.custom import shapes_of
-from phalanx.models.export import export
+from phalanx.core.errors import ConfigError
+from phalanx.core.events import Kind
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.hf_export import export
 from phalanx.models.llama import Llama, init_slice
-from phalanx.models.spec import ModelSpec
+from phalanx.models.user_model import shapes_of
 from tests.accelerator import matrix
 from tests.accelerator.curves import EVERYTHING, killed, on_cpu, on_device
 from tests.accelerator.device import needs_device

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from phalanx.events import Kind
-from phalanx.placement import Placement
+from phalanx.core.events import Kind
+from phalanx.core.placement import Placement
 from tests.accelerator.device import needs_device, run_on_device
 from tests.cluster import lives
 from tests.cluster.lives import curve, events, life, state

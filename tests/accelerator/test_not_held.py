@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from phalanx import accelerator
-from phalanx.checkpoint.memory import Memory
-from phalanx.checkpoint.snapshot import HostBuffer
+from phalanx.checkpoint.disk.snapshot import HostBuffer
+from phalanx.checkpoint.memory.store import Memory
+from phalanx.core.placement import Placement
 from phalanx.optim.state import Piece
 from phalanx.parallel.offload import LEAST_BYTES, Mover
-from phalanx.placement import Placement
+from phalanx.system import accelerator
 from phalanx.tasks.task import Batch
 from tests.accelerator.device import needs_device, run_on_device
 

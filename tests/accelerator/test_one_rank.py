@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.events import Kind
+from phalanx.core.events import Kind
 from tests.accelerator.curves import ORDERS, References, assert_near, assert_same_bits, killed, on_device
 from tests.accelerator.device import needs_device
 from tests.numerics import runs

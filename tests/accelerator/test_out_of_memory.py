@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.events import Kind
-from phalanx.placement import ExitCode
+from phalanx.core.events import Kind
+from phalanx.core.placement import ExitCode
 from tests.accelerator.device import needs_device, phalanx
 from tests.dist.command import write_place
 from tests.numerics import runs

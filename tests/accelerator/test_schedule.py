@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.optim import timetable
-from phalanx.optim.overlap import Work
-from phalanx.optim.pacing import LEAST_S, DeviceLaps
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
+from phalanx.engine import schedule
+from phalanx.engine.timing import LEAST_S, DeviceLaps
+from phalanx.layout.comm_schedule import Work
 from tests.accelerator.curves import References, _arguments, _outcome, assert_near
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs
@@ -19,13 +19,13 @@ pytestmark = needs_device
 
 def trained(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:
     """`runs.train`, of which each order that follows the first guess is noted."""
-    inner, works = timetable.orders, []
+    inner, works = schedule.orders, []
 
     def noting(work: Work, *others: Any) -> Any:
         works.append(work)
         return inner(work, *others)
 
-    timetable.orders = noting  # type: ignore[assignment]
+    schedule.orders = noting  # type: ignore[assignment]
     assert runs.train(placement, run, data, changes) == 0
     guess, *measured = works
     assert guess.forward_s[-1] >= 1  # elements

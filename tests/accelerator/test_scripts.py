@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.accelerator.curves import EVERYTHING
 from tests.accelerator.device import needs_device, run_on_device
 from tests.dist import scripts, test_shard

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.accelerator.device import needs_device, run_on_device
 
 pytestmark = needs_device
@@ -54,8 +54,8 @@ def events(placement: Placement) -> list[int]:
     """How many events there are after the first round of marks and after a tenth."""
     import torch
 
-    from phalanx.optim.lane import Lane, Mark
-    from phalanx.optim.stamps import Stamps, seconds_between
+    from phalanx.comm.comm_thread import Lane, Mark
+    from phalanx.system.event_times import Stamps, seconds_between
 
     device, made = torch.device(placement.device), []
     inner = torch.Event

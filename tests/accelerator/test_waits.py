@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import accelerator
 from phalanx.comm.collectives import Traffic, all_reduce
+from phalanx.comm.comm_thread import Lane, Mark
 from phalanx.comm.mesh import join
-from phalanx.optim.carrier import Carrier
-from phalanx.optim.held import Gradient, Pool
-from phalanx.optim.lane import Lane, Mark
-from phalanx.optim.order import Sharding
-from phalanx.optim.pacing import DeviceLaps
-from phalanx.optim.passes import Marks, Passes
-from phalanx.optim.sharded import Sharded
-from phalanx.optim.stepping import Done, Step
-from phalanx.optim.units import Unit
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
+from phalanx.engine.bucket import Gradient, Pool
+from phalanx.engine.collective_queue import Carrier
+from phalanx.engine.hooks import Marks, Passes
+from phalanx.engine.sharded import Sharded
+from phalanx.engine.sharding_spec import Sharding
+from phalanx.engine.step_state import Done, Step
+from phalanx.engine.timing import DeviceLaps
+from phalanx.engine.units import Unit
+from phalanx.system import accelerator
 from tests.accelerator.device import needs_device, run_on_device
 from tests.dist.engine_cases import WIDTH, Driven, Net
 from tests.helpers import run_ranks

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.started import command_line
-from phalanx import shared_memory
-from phalanx.cluster import first_node, node_requests
-from phalanx.cluster.fork import fork
-from phalanx.json_lines import read_lines
-from phalanx.placement import Placement
-from phalanx.records import read_steps
-from phalanx.replicas import SOCKET
-from phalanx.run_paths import RunPaths
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership import rendezvous_host
+from phalanx.elastic.supervisor import node_requests
+from phalanx.recovery import shared_memory
+from phalanx.recovery.replica_client import SOCKET
+from phalanx.system.fork import fork
 from tests.helpers import run_ranks, wait_until
 
 RECIPE = """
@@ -103,7 +104,7 @@ def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPa
     def child() -> int:
         os.chdir(folder)
         if told.get("stopped_at_entry"):
-            first_node.FirstNode.enter = _stopped(first_node.FirstNode.enter)  # type: ignore[method-assign]
+            rendezvous_host.FirstNode.enter = _stopped(rendezvous_host.FirstNode.enter)  # type: ignore[method-assign]
         if told.get("files") is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (told["files"], told["files"]))
         return command_line(arguments, out)

@@ -16,21 +16,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx import fencing, meetings, nodes, pulse
-from phalanx.cluster import epochs, other_node, wire
-from phalanx.cluster.affairs import Policy
-from phalanx.cluster.door import Door
-from phalanx.cluster.greeting import own_hello
-from phalanx.cluster.job import Job
-from phalanx.cluster.leader import Leader, Plan, take_lead
-from phalanx.cluster.other_node import OtherNode
-from phalanx.cluster.peer import Peer, run
-from phalanx.cluster.stopping import Signals
-from phalanx.cluster.succession import division_of
-from phalanx.cluster.wire import Message
-from phalanx.errors import ConfigError, CutOff, PhalanxError, Unhealthy
-from phalanx.placement import Placement
-from phalanx.run_paths import RunPaths
+from phalanx.core import progress_page
+from phalanx.core.errors import ConfigError, CutOff, PhalanxError, Unhealthy
+from phalanx.core.placement import Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership import channel as channels
+from phalanx.elastic.membership import epoch_files, rendezvous_client
+from phalanx.elastic.membership.channel import Message
+from phalanx.elastic.membership.handshake import own_hello
+from phalanx.elastic.membership.listener import Door
+from phalanx.elastic.membership.rendezvous_client import OtherNode
+from phalanx.elastic.node.job import Job
+from phalanx.elastic.node.node_agent import Peer, run
+from phalanx.elastic.node.signals import Signals
+from phalanx.elastic.supervisor.coordinator import Leader, Plan, take_lead
+from phalanx.elastic.supervisor.failover import division_of
+from phalanx.elastic.supervisor.state import Policy
+from phalanx.launch import multinode, rendezvous_options
+from phalanx.recovery import fencing
 from tests.unit import agent_jobs
 from tests.unit.agent_jobs import note
 
@@ -76,7 +79,7 @@ def second_time(placement: Placement) -> int:
 
 def lingers(placement: Placement) -> int:
     """All is done and saved, but ranks take their time to leave."""
-    pulse.opened(placement.shared, placement.rank, placement.attempt).done()
+    progress_page.opened(placement.shared, placement.rank, placement.attempt).done()
     note(placement, "ready", os.getpid())
     time.sleep(60)
     return 1
@@ -146,7 +149,7 @@ class Node:
     def __init__(self, options: dict[str, Any], work: dict[str, Any], ranks: int) -> None:
         self.options, self.work, self.ranks = options, work, ranks
         self.node, self.total = options["node"], options["nodes"] + options.get("spares", 0)
-        meeting = meetings.meeting(
+        meeting = rendezvous_options.meeting(
             options["nodes"], self.node, options["meet"], options.get("timeout_s", 20), os.environ,
             options.get("spares"),
         )  # fmt: skip
@@ -165,7 +168,7 @@ class Node:
             grow=options.get("grow", True),
             group=options.get("group", 1),
         )
-        self.claim = functools.partial(epochs.claim, self.paths) if options.get("files", True) else None
+        self.claim = functools.partial(epoch_files.claim, self.paths) if options.get("files", True) else None
         self.leads: Leader | None = None
         self.unfit: str | None = None
 
@@ -197,19 +200,19 @@ class Node:
 
     def first(self, held: contextlib.ExitStack) -> Peer:
         """Be node 0 until all have entered the circle."""
-        first = held.enter_context(nodes.hosted(self.meeting, self.hello, self.meeting.spares))
+        first = held.enter_context(multinode.hosted(self.meeting, self.hello, self.meeting.spares))
         first.notice = self.work["on_event"]
-        nodes.gather(first, self.meeting, first.tend)
+        multinode.gather(first, self.meeting, first.tend)
         if self.options.pop("unhealthy", False):
             self.unfit = first.stand_aside("node 0 is not fit to be trained on: it smokes", alone=False)
         rows = [hello["devices"] for hello in first.hellos()[: self.options["nodes"]]]
         offer = self.prepare(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
-        nodes.offer(first, lambda node: offer, first.tend)
+        multinode.offer(first, lambda node: offer, first.tend)
         peer = Peer(first.secret, self.make, self.lead)
         peer.prepared(offer, self.make(offer, first.tend))
         self.paths.root.mkdir(exist_ok=True)
-        epoch = 1 if self.claim is None else epochs.claim_next(self.paths, {"attempt": 1})
-        nodes.enter_first(first, peer, self.claim, self.options.get("heartbeat_s", PATIENT_S), epoch)
+        epoch = 1 if self.claim is None else epoch_files.claim_next(self.paths, {"attempt": 1})
+        multinode.enter_first(first, peer, self.claim, self.options.get("heartbeat_s", PATIENT_S), epoch)
         return peer
 
     def other(self) -> Peer | dict[str, Any]:
@@ -219,8 +222,8 @@ class Node:
             self.work["on_event"]("said", {"t": text})
 
         while True:
-            other = other_node.seek(self.meeting.place, self.hello, self.meeting.timeout_s, tell)
-            nodes.wait(other, functools.partial(is_answered, other))
+            other = rendezvous_client.seek(self.meeting.place, self.hello, self.meeting.timeout_s, tell)
+            multinode.wait(other, functools.partial(is_answered, other))
             peer = Peer(other.secret, self.make, self.lead)
             if other.offer is not None:
                 try:
@@ -230,7 +233,7 @@ class Node:
                     other.close()
                     raise
                 other.say({"answer": {}})
-                nodes.wait(other, functools.partial(is_settled, other))
+                multinode.wait(other, functools.partial(is_settled, other))
             if other.roster is not None:
                 door = Door(other.at.listener, other.secret, lambda host, why: None)
                 heartbeat_s = self.options.get("heartbeat_s", PATIENT_S)
@@ -265,8 +268,8 @@ def main() -> None:
     """Be the node that the arguments describe."""
     options = json.loads(sys.argv[4])
     worker = globals().get(sys.argv[1]) or getattr(agent_jobs, sys.argv[1])
-    wire.IDLE_S, wire.BETWEEN_S, wire.COUNT, wire.SILENT_S = options.get("silence", (5, 3, 3, 14))
-    wire.ASK_S, wire.DEAF_S = options.get("answer", (30.0, 300.0))
+    channels.IDLE_S, channels.BETWEEN_S, channels.COUNT, channels.SILENT_S = options.get("silence", (5, 3, 3, 14))
+    channels.ASK_S, channels.DEAF_S = options.get("answer", (30.0, 300.0))
 
     def tell(kind: str, details: dict[str, Any]) -> None:
         print(json.dumps({"kind": kind, "time": time.monotonic(), **details}), flush=True)

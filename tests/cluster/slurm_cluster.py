@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.cluster.fork import die_with
+from phalanx.system.fork import die_with
 from tests.helpers import ROOT, wait_until
 
 TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter", "unshare")

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx import meetings, nodes, recipe
-from phalanx.cluster import wire
-from phalanx.cluster.door import bind
-from phalanx.cluster.rendezvous import place_of
-from phalanx.cluster.roster import Roster, roster_of, roster_to_message
-from phalanx.devices import Device
-from phalanx.placement import Placement
-from phalanx.run_paths import RunPaths
-from phalanx.shared_secret import file_of
+from phalanx.config import load
+from phalanx.core.placement import Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership import channel as channels
+from phalanx.elastic.membership.listener import bind
+from phalanx.elastic.membership.member_list import Roster, roster_of, roster_to_message
+from phalanx.elastic.membership.rendezvous import place_of
+from phalanx.elastic.membership.shared_secret import file_of
+from phalanx.health.devices import Device
+from phalanx.launch import multinode, rendezvous_options
 from tests.another_user import as_root, begin, open_path
 from tests.dist import command
 from tests.helpers import free_port, run_ranks, wait_until
@@ -103,7 +104,7 @@ def takes_the_lead(place: str, port: int, secrets: Sequence[str], hello: dict[st
     told = []
     for secret in secrets:
         try:
-            channel = wire.proved(("127.0.0.1", port), secret, 20, 20)
+            channel = channels.proved(("127.0.0.1", port), secret, 20, 20)
         except OSError as error:
             told.append(str(error))
             continue
@@ -115,7 +116,7 @@ def takes_the_lead(place: str, port: int, secrets: Sequence[str], hello: dict[st
     return told + unproved(port)
 
 
-def _lead(channel: wire.Channel, secret: str, hello: dict[str, Any], code: str) -> list[str]:
+def _lead(channel: channels.Channel, secret: str, hello: dict[str, Any], code: str) -> list[str]:
     at = bind("127.0.0.1")
     channel.say(hello | {"at": at.told()})
     offer = _heard(channel, "offer")
@@ -123,7 +124,7 @@ def _lead(channel: wire.Channel, secret: str, hello: dict[str, Any], code: str) 
     roster = roster_of(_heard(channel, "roster"))
     first = roster.member(0)
     assert first is not None
-    link = wire.proved((first.address, first.port), secret, 20, 20)
+    link = channels.proved((first.address, first.port), secret, 20, 20)
     link.say({"role": "peer", "node": 1, "token": at.token})
     config = yaml.safe_load(offer["config"])
     config["model"] |= {"code": code}
@@ -137,7 +138,7 @@ def _lead(channel: wire.Channel, secret: str, hello: dict[str, Any], code: str) 
     return ["proved", link.lost or "still a member"]
 
 
-def _heard(channel: wire.Channel, key: str) -> Any:
+def _heard(channel: channels.Channel, key: str) -> Any:
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         for message in channel.heard():
@@ -151,9 +152,9 @@ def _heard(channel: wire.Channel, key: str) -> Any:
 
 def hello_of_node_1(place: Path, port: int, home: dict[str, str]) -> dict[str, Any]:
     """As a node 1 would say it that was started by the same command."""
-    wanted = recipe.load(place / "recipe.yaml", RUN[-2:])
-    meeting = meetings.Meeting(2, 1, place_of(f"tcp://127.0.0.1:{port}", home), 60.0)
-    return nodes.hello(wanted, [Device("cpu", "cpu", True)], meeting)
+    wanted = load.load(place / "recipe.yaml", RUN[-2:])
+    meeting = rendezvous_options.Meeting(2, 1, place_of(f"tcp://127.0.0.1:{port}", home), 60.0)
+    return multinode.hello(wanted, [Device("cpu", "cpu", True)], meeting)
 
 
 def holding(folder: Path, text: str) -> list[Path]:

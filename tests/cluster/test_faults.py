@@ -13,8 +13,8 @@ import pytest
 from benchmarks import faults
 from benchmarks.faults import Series
 from benchmarks.faulty_runs import OUTSIDE, Outcome, Plan, Strike, draw_plan
-from phalanx.faults import parse
-from phalanx.placement import Placement
+from phalanx.core.faults import parse
+from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
 
 KILL_RANK, _, KILL_AGENT, _ = OUTSIDE

@@ -20,27 +20,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import kept_files, state_file
-from phalanx.cluster import hangs, leader, messages, replica_keeper, wire
-from phalanx.cluster.affairs import Policy, State
-from phalanx.cluster.beats import Beats
-from phalanx.cluster.causes import End, describe
-from phalanx.cluster.circle import Circle
-from phalanx.cluster.door import Door, bind
-from phalanx.cluster.fetches import Fetches
-from phalanx.cluster.job import Job
-from phalanx.cluster.leader import take_lead
-from phalanx.cluster.peer import Peer
-from phalanx.cluster.roster import Roster, member_of, roster_to_message
-from phalanx.cluster.succession import budget_of, division_of
-from phalanx.cluster.watchdog import Blame, Patience, Signs, Word
-from phalanx.cluster.wire import Message
-from phalanx.errors import PhalanxError
-from phalanx.kept import BARE, Choice, Held, choice_to_message, held_to_message
-from phalanx.pulse import Beat
-from phalanx.replicas import receive, send
+from phalanx.core.errors import PhalanxError
+from phalanx.core.progress_page import Beat
+from phalanx.elastic.membership import channel as channels
+from phalanx.elastic.membership import messages
+from phalanx.elastic.membership.channel import Message
+from phalanx.elastic.membership.heartbeat import Beats
+from phalanx.elastic.membership.listener import Door, bind
+from phalanx.elastic.membership.member_list import Roster, member_of, roster_to_message
+from phalanx.elastic.membership.membership import Circle
+from phalanx.elastic.node.job import Job
+from phalanx.elastic.node.node_agent import Peer
+from phalanx.elastic.node.watchdog import Blame, Patience, Signs, Word
+from phalanx.elastic.replicas import server
+from phalanx.elastic.replicas.fetch import Fetches
+from phalanx.elastic.supervisor import coordinator, hang_detection
+from phalanx.elastic.supervisor.coordinator import take_lead
+from phalanx.elastic.supervisor.failover import budget_of, division_of
+from phalanx.elastic.supervisor.state import Policy, State
+from phalanx.recovery import inventory, state_file
+from phalanx.recovery.catalog import BARE, Choice, Held, choice_to_message, held_to_message
+from phalanx.recovery.replica_client import receive, send
+from phalanx.system.exit_causes import End, describe
 from tests.hostile import changed, examples
-from tests.unit.test_herald import Aloud
+from tests.unit.test_heartbeat_sender import Aloud
 
 SECRET = "sixteen characters"
 PATIENCE_S = 60.0
@@ -88,7 +91,7 @@ def test_what_nodes_really_say_keeps_to_the_schema() -> None:
     ends = [dataclasses.asdict(End(0, 7, None, 1, describe(ValueError("x")))), dataclasses.asdict(End(1, 8, 9, None))]
     said: list[Any] = [
         {"ready": 1, "held": held_to_message(held)},
-        {"pulses": hangs.to_message(1, word)},
+        {"pulses": hang_detection.to_message(1, word)},
         {"ended": {"attempt": 1, "code": 1, "ends": ends, "lowered": False}},
         {"hung": 1, "ranks": [dataclasses.astuple(Blame(0, "Hang", "why", None))]},
         {"offer": division_of(1, [(0, 1)], [DEVICES], Policy(nodes=1))},
@@ -141,7 +144,7 @@ class Agents:
     def make(self, offer: Message, tend: Any) -> Job:
         raise PhalanxError("there is no room for that here")
 
-    def lead(self, peer: Peer) -> leader.Leader:
+    def lead(self, peer: Peer) -> coordinator.Leader:
         return take_lead(peer, {}, 1, 0, lambda *_: {}, lambda kind, details: self.said.append(details))
 
     def until(self, holds: Any) -> None:
@@ -202,7 +205,7 @@ def well(there: list[Agents]) -> Agents:
 @pytest.mark.parametrize("mad", [2, 0])
 def test_a_member_that_has_gone_mad_brings_nobody_down(mad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower and the leader; the others hear each frame and go on, with an exception nowhere."""
-    monkeypatch.setattr(leader, "Errand", Errand)
+    monkeypatch.setattr(coordinator, "Errand", Errand)
     with agents() as there:
 
         @examples(40)
@@ -221,7 +224,7 @@ def test_a_member_that_has_gone_mad_brings_nobody_down(mad: int, monkeypatch: py
 
 
 def test_who_sends_nonsense_is_named_and_the_others_go_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader, "Errand", Errand)
+    monkeypatch.setattr(coordinator, "Errand", Errand)
     there = Agents()
     there.tell(2, 0, '{"ended": {"attempt": "one"}}')
     there.until(lambda: there.peers[1].circle.roster.nodes == [0, 1])
@@ -231,7 +234,7 @@ def test_who_sends_nonsense_is_named_and_the_others_go_on_without_it(monkeypatch
 
 
 def test_a_leader_that_orders_more_ranks_than_there_are_devices_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader, "Errand", Errand)
+    monkeypatch.setattr(coordinator, "Errand", Errand)
     there = Agents()
     there.tell(0, 1, json.dumps({"start": {**START, "ranks": [1, 2, 1]}}))
     assert there.peers[1].circle.lost[0] == "it sent what makes no sense (more ranks than this node has devices)"
@@ -240,7 +243,7 @@ def test_a_leader_that_orders_more_ranks_than_there_are_devices_is_lost(monkeypa
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"ready": ' + "9" * 5000 + "}", "\x00\xff", "{}", '{"x": 1}', "null"])
 def test_lines_that_hold_no_message_lose_their_sender(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader, "Errand", Errand)
+    monkeypatch.setattr(coordinator, "Errand", Errand)
     there = Agents()
     there.tell(2, 0, text)
     there.until(lambda: there.peers[1].circle.roster.nodes == [0, 1])
@@ -278,7 +281,7 @@ def test_before_the_proof_nothing_is_believed() -> None:
 
     calls()
     with socket.create_connection(door.listener.getsockname()) as connection:
-        caller = wire.Proof(wire.Channel(connection), SECRET, calling=True)
+        caller = channels.Proof(channels.Channel(connection), SECRET, calling=True)
         found: list[Any] = []
         until = time.monotonic() + PATIENCE_S
         while not found:
@@ -296,10 +299,10 @@ def test_before_the_proof_nothing_is_believed() -> None:
 def test_who_sends_small_messages_without_end_keeps_nobody_busy(proved: bool) -> None:
     """One look takes no more than a stranger's line, or a part of what a member sends; the rest comes in its turn."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as theirs:
-        channel = wire.Channel(listener.accept()[0])
-        channel.most_bytes = wire.FRIEND_BYTES if proved else wire.STRANGER_BYTES
+        channel = channels.Channel(listener.accept()[0])
+        channel.most_bytes = channels.FRIEND_BYTES if proved else channels.STRANGER_BYTES
         message = b"{}\n"
-        most = (wire.PART_BYTES if proved else wire.STRANGER_BYTES) // len(message) + 1
+        most = (channels.PART_BYTES if proved else channels.STRANGER_BYTES) // len(message) + 1
         theirs.sendall(message * 3 * most)
         for _ in range(2):
             select.select([channel], [], [], PATIENCE_S)
@@ -315,8 +318,8 @@ HELLO = {
 
 
 def test_a_greeting_that_makes_no_sense_is_refused_by_a_sentence() -> None:
-    from phalanx.cluster.first_node import FirstNode
-    from phalanx.cluster.greeting import objection
+    from phalanx.elastic.membership.handshake import objection
+    from phalanx.elastic.membership.rendezvous_host import FirstNode
 
     own = {**HELLO, "node": 0}
 
@@ -353,7 +356,7 @@ RAW = st.binary(max_size=64) | st.just(b"\xff" * 16) | st.just(bytes(4096))
 
 
 def replay_of(form: Any) -> Any:
-    from phalanx.checkpoint.replay import Replay
+    from phalanx.checkpoint.memory.replica_update import Replay
 
     return Replay(form)
 
@@ -366,14 +369,14 @@ def test_where_replicas_are_kept_nonsense_ends_no_more_than_its_connection(
     monkeypatch.setattr(threading, "excepthook", failed.append)
     (tmp_path / "outside").write_bytes(b"secret")
     shared = tmp_path / "shared"
-    (shared / kept_files.REPLICAS).mkdir(parents=True)
+    (shared / inventory.REPLICAS).mkdir(parents=True)
 
     @examples(60)
     @given(frames=st.lists(changed(ASKED) | RAW, min_size=1, max_size=4), writes=st.booleans())
     def asks(frames: list[Any], writes: bool) -> None:
         ours, theirs = socket.socketpair()
         ours.settimeout(PATIENCE_S)
-        serving = threading.Thread(target=replica_keeper._Node(theirs, shared, b"r" * 32, writes, replay_of).serve)
+        serving = threading.Thread(target=server._Node(theirs, shared, b"r" * 32, writes, replay_of).serve)
         serving.start()
         with ours, contextlib.suppress(OSError):
             for frame in frames:
@@ -388,7 +391,7 @@ def test_where_replicas_are_kept_nonsense_ends_no_more_than_its_connection(
         serving.join(PATIENCE_S)
         assert not serving.is_alive() and not failed, (frames, failed)
         assert {path.name for path in tmp_path.iterdir()} == {"outside", "shared"}
-        assert {path.name for path in shared.iterdir()} == {kept_files.REPLICAS}
+        assert {path.name for path in shared.iterdir()} == {inventory.REPLICAS}
 
     asks()
 
@@ -421,12 +424,10 @@ def test_a_partner_that_answers_nonsense_fails_the_rank_by_a_sentence(
             (tmp_path / "here").mkdir(exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 os.link(tmp_path / "there" / state_file.name_of(1, 0), tmp_path / "here" / state_file.name_of(1, 0))
-            monkeypatch.setattr(replica_keeper, "call", lambda *_: ours)
+            monkeypatch.setattr(server, "call", lambda *_: ours)
             mine, its = socket.socketpair()
             mine.settimeout(PATIENCE_S)
-            rank = replica_keeper._Rank(
-                its, tmp_path / "here", SECRET, Fetches(tmp_path / "here", lambda address: ours)
-            )
+            rank = server._Rank(its, tmp_path / "here", SECRET, Fetches(tmp_path / "here", lambda address: ours))
             serving = threading.Thread(target=rank.serve)
             serving.start()
             with mine:

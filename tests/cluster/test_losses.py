@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.events import Kind
-from phalanx.placement import ExitCode
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.placement import ExitCode
+from phalanx.core.run_paths import RunPaths
 from tests.cluster.lives import RECIPE, curve, events, life, state, train
 from tests.dist import command
 

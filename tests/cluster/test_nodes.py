@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster import other_node, rendezvous, wire
-from phalanx.cluster.door import EVERYWHERE, MOST_STRANGERS, Door
-from phalanx.cluster.first_node import FirstNode
-from phalanx.cluster.greeting import own_hello
-from phalanx.cluster.other_node import OtherNode
-from phalanx.errors import ConfigError
-from phalanx.placement import ExitCode
+from phalanx.core.errors import ConfigError
+from phalanx.core.placement import ExitCode
+from phalanx.elastic.membership import channel as channels
+from phalanx.elastic.membership import rendezvous, rendezvous_client
+from phalanx.elastic.membership.handshake import own_hello
+from phalanx.elastic.membership.listener import EVERYWHERE, MOST_STRANGERS, Door
+from phalanx.elastic.membership.rendezvous_client import OtherNode
+from phalanx.elastic.membership.rendezvous_host import FirstNode
 from tests.cluster.warm_nodes import Node, WarmNodes
 from tests.helpers import free_port, is_alive, wait_until
 
@@ -389,7 +390,7 @@ def test_node_0_says_once_per_caller_who_was_refused_and_why() -> None:
     first.notice = lambda kind, details: said.append((kind, details))
     for host in ("127.0.0.1", "127.0.0.1", "127.0.0.2"):
         connection = socket.create_connection(listener.getsockname(), source_address=(host, 0), timeout=30)
-        caller = wire.Proof(wire.Channel(connection), "another secret", calling=True)
+        caller = channels.Proof(channels.Channel(connection), "another secret", calling=True)
         until = time.monotonic() + 30
         while caller.failed is None and caller.channel.lost is None and time.monotonic() < until:
             first.tend()
@@ -565,7 +566,7 @@ def test_who_listens_where_a_leader_was_keeps_no_node_from_coming_back() -> None
         at = rendezvous.Place("tcp://there", host=place[0], port=place[1], secret="secret")
         hello = own_hello(1, 2, [["cpu", "any", True]], {}, {})
         try:
-            found.append(other_node.seek(at, hello, 60, print, lambda: leader))
+            found.append(rendezvous_client.seek(at, hello, 60, print, lambda: leader))
         except ConfigError as error:
             found.append(error)
 
@@ -588,9 +589,9 @@ def test_ranks_that_call_all_at_once_do_not_push_each_other_out() -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     door = Door(listener, "secret", lambda host, why: pytest.fail(why))
     connections = [socket.create_connection(listener.getsockname()) for _ in range(MOST_STRANGERS * 2)]
-    callers = [wire.Proof(wire.Channel(connection), "secret", calling=True) for connection in connections]
+    callers = [channels.Proof(channels.Channel(connection), "secret", calling=True) for connection in connections]
     until = time.monotonic() + 30
-    greeted: list[wire.Channel] = []
+    greeted: list[channels.Channel] = []
     while len(greeted) < len(callers) and time.monotonic() < until:
         greeted += [channel for channel, _ in door.tend()]
         for caller in callers:
@@ -611,7 +612,7 @@ def crowded_door(crowd: str) -> Iterator[Door]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     door = Door(listener, "secret", lambda host, why: pytest.fail(why))
     with contextlib.ExitStack() as held, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("phalanx.cluster.door.TOGETHER_S", 0.0)  # turns, and no time that has to pass
+        patch.setattr("phalanx.elastic.membership.listener.TOGETHER_S", 0.0)  # turns, and no time that has to pass
         for _ in range(5):
             for _ in range(door._most // 4):
                 one = held.enter_context(socket.socket())
@@ -629,8 +630,8 @@ def test_silent_connections_keep_nobody_out(crowd: str) -> None:
     with crowded_door(crowd) as door:
         assert len(door._strangers) <= door._most // 2
         with socket.create_connection(door.listener.getsockname()) as connection:
-            caller = wire.Proof(wire.Channel(connection), "secret", calling=True)
-            greeted: list[wire.Channel] = []
+            caller = channels.Proof(channels.Channel(connection), "secret", calling=True)
+            greeted: list[channels.Channel] = []
             for _ in range(20):
                 greeted += [channel for channel, _ in door.tend()]
                 for message in caller.channel.heard():
@@ -648,7 +649,7 @@ def test_silent_connections_keep_nobody_out(crowd: str) -> None:
 def test_who_is_hung_up_on_before_the_proof_calls_again() -> None:
     """As a rank's connection may be, where strangers crowd a door."""
     listener = socket.create_server(("127.0.0.1", 0))
-    greeted: list[tuple[wire.Channel, Any]] = []
+    greeted: list[tuple[channels.Channel, Any]] = []
 
     def answers() -> None:
         listener.accept()[0].close()
@@ -660,7 +661,7 @@ def test_who_is_hung_up_on_before_the_proof_calls_again() -> None:
 
     answering = threading.Thread(target=answers)
     answering.start()
-    with wire.call(listener.getsockname(), "secret", {"role": "store"}, 60.0):
+    with channels.call(listener.getsockname(), "secret", {"role": "store"}, 60.0):
         answering.join(60)
     assert not answering.is_alive()
     listener.close()
@@ -669,11 +670,11 @@ def test_who_is_hung_up_on_before_the_proof_calls_again() -> None:
 def test_a_crowd_does_not_wake_the_owner_with_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     with crowded_door("127.0.0.2") as door:
         assert door.descriptors() and door.due_s() == math.inf
-        monkeypatch.setattr("phalanx.cluster.door.TOGETHER_S", 60.0)
+        monkeypatch.setattr("phalanx.elastic.membership.listener.TOGETHER_S", 60.0)
         door.tend()
         with socket.create_connection(door.listener.getsockname()):
             assert not door.descriptors() and 0 < door.due_s() <= 60 and door.tend() == []
-        monkeypatch.setattr("phalanx.cluster.door.TOGETHER_S", 0.0)
+        monkeypatch.setattr("phalanx.elastic.membership.listener.TOGETHER_S", 0.0)
         assert door.descriptors() and door.due_s() == math.inf
 
 
@@ -719,7 +720,7 @@ def test_who_listens_at_all_addresses_comes_to_listen_at_one() -> None:
 
 
 def test_a_silent_stranger_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "PROOF_S", 0.2)
+    monkeypatch.setattr(channels, "PROOF_S", 0.2)
     listener, first = listening_first_node()
     stranger = socket.create_connection(listener.getsockname(), timeout=30)
     heard = b""

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from phalanx import meetings
-from phalanx.cluster import rendezvous, wire
-from phalanx.cluster.rendezvous import ADDRESS_FILE, PASSING, Address, place_of
-from phalanx.cluster.wire import Channel, Proof, proved
-from phalanx.errors import ConfigError, RunError
+from phalanx.core.errors import ConfigError, RunError
+from phalanx.elastic.membership import channel as channels
+from phalanx.elastic.membership import rendezvous
+from phalanx.elastic.membership.channel import Channel, Proof, proved
+from phalanx.elastic.membership.rendezvous import ADDRESS_FILE, PASSING, Address, place_of
+from phalanx.launch import rendezvous_options
 
 SECRET = "sixteen or more characters"
 TWO = {"nodes": 2, "node": 1}
@@ -50,7 +51,7 @@ ADDRESS = Address(("10.1.2.3", "127.0.0.1"), 4000, SECRET, "7 on here")
 def test_options_that_do_not_fit_are_sentences(options: dict[str, Any], expected: str) -> None:
     environment = {"PHALANX_SECRET": options.get("secret", SECRET)}
     with pytest.raises(ConfigError) as caught:
-        meetings.meeting(
+        rendezvous_options.meeting(
             options.get("nodes"), options.get("node"), options.get("where"), options.get("timeout_s"), environment,
             options.get("spares"),
         )  # fmt: skip
@@ -59,7 +60,7 @@ def test_options_that_do_not_fit_are_sentences(options: dict[str, Any], expected
 
 
 def test_places() -> None:
-    assert meetings.meeting(None, None, None, None, {}) is None
+    assert rendezvous_options.meeting(None, None, None, None, {}) is None
     assert place_of("file:///shared/a%20b", {}).folder == Path("/shared/a b")
     there = place_of("tcp://[fd00::7]:29500", {"PHALANX_SECRET": SECRET})
     assert (there.host, there.port, there.secret) == ("fd00::7", 29500, SECRET)
@@ -186,7 +187,7 @@ def test_node_0_has_to_prove_itself_too() -> None:
 
     def impostor() -> None:
         with server.accept()[0] as connection:
-            connection.sendall(json.dumps({"phalanx": wire.PROTOCOL, "nonce": "n"}).encode() + b"\n")
+            connection.sendall(json.dumps({"phalanx": channels.PROTOCOL, "nonce": "n"}).encode() + b"\n")
             connection.sendall(connection.recv(4096))
             connection.recv(4096)
 
@@ -270,7 +271,7 @@ def test_who_listens_at_another_port_cannot_come_between_two_nodes() -> None:
 def _unwatched(end: socket.socket) -> Channel:
     """A channel over a pair of sockets, which have no TCP options."""
     channel = Channel.__new__(Channel)
-    channel.socket, channel.lost, channel.most_bytes = end, None, wire.STRANGER_BYTES
+    channel.socket, channel.lost, channel.most_bytes = end, None, channels.STRANGER_BYTES
     channel._in, channel._out = bytearray(), bytearray()
     channel._quiet_since, channel._asked = time.monotonic(), False
     return channel
@@ -280,7 +281,7 @@ def test_a_relay_ends_with_its_connections() -> None:
     """Connections that node 0's relay is given reach the store; when it is stopped, they end."""
     script = """
 import socket
-from phalanx.cluster.relay import beside_the_store, hand_over
+from phalanx.elastic.membership.store_relay import beside_the_store, hand_over
 store = socket.create_server(("127.0.0.1", 0))
 relay, giving = beside_the_store(store.getsockname()[1])
 gate = socket.create_server(("127.0.0.1", 0))

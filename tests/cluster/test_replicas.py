@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.events import Kind
+from phalanx.core.events import Kind
 from tests.cluster.lives import RECIPE, curve, events, life, state, train
 from tests.dist import command
 

@@ -14,17 +14,17 @@ import pytest
 
 from benchmarks.links import enter
 from benchmarks.started import start, strike
-from phalanx import fitness, meetings, script_nodes
-from phalanx.cluster.affairs import Phase
-from phalanx.cluster.rendezvous import Place
-from phalanx.devices import Device
-from phalanx.errors import ConfigError, Unhealthy
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.participant import Where
-from phalanx.placement import ExitCode, Placement
-from phalanx.run_paths import RunPaths
-from phalanx.script_nodes import Script, ScriptMember
+from phalanx.core.errors import ConfigError, Unhealthy
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership.rendezvous import Place
+from phalanx.elastic.supervisor.state import Phase
+from phalanx.health.devices import Device
+from phalanx.launch import health_gate, rendezvous_options, script_nodes
+from phalanx.launch.node_participant import Where
+from phalanx.launch.script_nodes import Script, ScriptMember
 from tests.cluster import networks
 from tests.helpers import ROOT, run_ranks, wait_until
 
@@ -77,7 +77,7 @@ def node(
         enter(within[placement.rank])
     script_nodes.HEARTBEAT_S = 3.0  # machines that run tests are busy
     if placement.rank == unfit:
-        fitness.fit = smokes
+        health_gate.fit = smokes
     output = Path(folder) / f"node-{placement.rank}.txt"
     own = ["run", "--nproc", "1", "--node-rank", str(placement.rank), "--rendezvous", f"file://{folder}/meet", *words]
     command = start(own, Path(folder), output)
@@ -143,7 +143,7 @@ def member(folder: Path, script: Script) -> ScriptMember:
 def test_fewer_nodes_are_taken_only_where_that_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text("")
-    meeting = meetings.Meeting(3, 1, Place("file:///meet"), 60.0)
+    meeting = rendezvous_options.Meeting(3, 1, Place("file:///meet"), 60.0)
     assert script_nodes.script_of(str(path), [], None, meeting).policy(3).on_lost_node == ("replace", "wait")
     fewer = script_nodes.script_of(str(path), [], None, meeting, least_nodes=2).policy(3)
     assert (fewer.on_lost_node, fewer.least, fewer.wait_s) == (("replace", "shrink", "wait"), 2, 60.0)
@@ -176,7 +176,7 @@ def test_what_ranks_do_about_a_signal_is_left_to_the_script(tmp_path: Path) -> N
 
 
 def test_a_folder_of_a_training_run_is_left_alone(tmp_path: Path) -> None:
-    paths, meeting = RunPaths(tmp_path), meetings.Meeting(2, 0, Place("file:///meet"), 60.0)
+    paths, meeting = RunPaths(tmp_path), rendezvous_options.Meeting(2, 0, Place("file:///meet"), 60.0)
     paths.config.write_text("model: {}\n")
     script = Script("script.py", (), None, 3, 2, 60.0)
     with pytest.raises(ConfigError, match=r"holds a run of phalanx train; name another folder with --run-dir"):

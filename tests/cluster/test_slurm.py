@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from benchmarks.started import ranks_of, strike
-from phalanx.cluster import slurm
-from phalanx.events import Kind
-from phalanx.json_lines import last_line, read_lines
-from phalanx.placement import ExitCode, Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import last_line, read_lines
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.launch.slurm import commands as slurm
 from tests.cluster import slurm_cluster
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.dist import command

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.events import Kind
-from phalanx.json_lines import last_line, read_lines
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import last_line, read_lines
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
 from tests.cluster import slurm_cluster
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.dist import command

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 from benchmarks.links import enter
-from phalanx import hardware, launch, member, recipe
-from phalanx.devices import Device
-from phalanx.errors import ConfigError
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.placement import ExitCode, Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.config import load
+from phalanx.core.errors import ConfigError
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.health.devices import Device
+from phalanx.launch import local, node_session
+from phalanx.layout import hardware
 from tests.cluster import networks
 from tests.cluster.networks import Networks
 from tests.cluster.test_nodes import Started
@@ -183,10 +185,10 @@ def resolved(placement: Placement, folder: str, bf16: list[bool]) -> list[Any]:
     os.chdir(folder)
     here = Device("cpu", "here", True)
     elsewhere = [Device("cpu", f"other {number}", each) for number, each in enumerate(bf16)]
-    wanted = recipe.load(Path("recipe.yaml"), ["train.dtype=auto"])
+    wanted = load.load(Path("recipe.yaml"), ["train.dtype=auto"])
     paths = RunPaths(Path(f"resolved-{len(bf16)}"))
     paths.root.mkdir()
-    config = launch.prepare(wanted, paths, [here], 1 + len(bf16), 1, writes=True, elsewhere=elsewhere).config
+    config = local.prepare(wanted, paths, [here], 1 + len(bf16), 1, writes=True, elsewhere=elsewhere).config
     return [config.train.dtype, config.parallel.data]
 
 
@@ -201,25 +203,25 @@ def known_by(placement: Placement, folder: str, seeds: list[int]) -> list[Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     os.chdir(folder)
-    tree = recipe.load(Path("recipe.yaml"), ["data.tokenizer=train"]).model_dump(mode="json")
-    wanted = recipe.check({**tree, "model": {"from_hf": "hf"}}, "the test's")
-    text = recipe.to_yaml(recipe.resolve(wanted, device="cpu", world=2, bf16=True, differ=False)[0])
+    tree = load.load(Path("recipe.yaml"), ["data.tokenizer=train"]).model_dump(mode="json")
+    wanted = load.check({**tree, "model": {"from_hf": "hf"}}, "the test's")
+    text = load.to_yaml(load.resolve(wanted, device="cpu", world=2, bf16=True, differ=False)[0])
     answers = []
     for seed in seeds:
         torch.manual_seed(seed)
         shape = LlamaConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
                             num_attention_heads=2)  # fmt: skip
         LlamaForCausalLM(shape).save_pretrained("hf")
-        answers.append(launch.resolve(text, ["cpu"], 2, 1, False))
+        answers.append(local.resolve(text, ["cpu"], 2, 1, False))
     return answers
 
 
 def test_nodes_that_would_begin_with_different_weights_are_refused(place: Path) -> None:
     ((mine, same, other),) = run_ranks(known_by, 1, folder=str(place), seeds=[1, 1, 2])
-    theirs = {**mine["data"], member.WEIGHTS: mine["weights"]}
-    member.check_data(same, theirs)
+    theirs = {**mine["data"], node_session.WEIGHTS: mine["weights"]}
+    node_session.check_data(same, theirs)
     with pytest.raises(ConfigError, match=r"model\.from_hf differs between this node and node 0"):
-        member.check_data(other, theirs)
+        node_session.check_data(other, theirs)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.links import enter
-from phalanx.cluster.agent import preload
-from phalanx.cluster.fork import die_with, fork
+from phalanx.elastic.node.agent import preload
+from phalanx.system.fork import die_with, fork
 from tests.helpers import ROOT
 
 OUT, ERRORS = "out", "errors"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from phalanx.placement import ExitCode, Placement
+from phalanx.core.placement import ExitCode, Placement
 from tests.helpers import run_ranks
 
 RECIPE = """
@@ -34,7 +34,8 @@ def call(
     `free_bytes`: what the device is said to have free. `room_bytes`: how much more memory this process can really map.
     `environment`: variables that are another, or None and not there.
     """
-    from phalanx import accelerator, cli
+    from phalanx.cli import main
+    from phalanx.system import accelerator
 
     os.chdir(folder)
     for name, value in (environment or {}).items():
@@ -53,7 +54,7 @@ def call(
         code: Any = "it returned"
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                cli.main()
+                main.main()
             except SystemExit as leaving:
                 code = leaving.code
         results.append([code, out.getvalue(), err.getvalue()])

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.comm.mesh import Mesh
+from phalanx.engine.interface import Precision
+from phalanx.engine.sharded import Sharded
+from phalanx.engine.sharding_spec import Sharding
 from phalanx.optim import gradients
-from phalanx.optim.engine import Precision
 from phalanx.optim.gradients import LossScale
-from phalanx.optim.order import Sharding
-from phalanx.optim.sharded import Sharded
 from phalanx.optim.state import Shard
 from phalanx.optim.update import AdamW, Rule
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.placement import Placement
-from phalanx.train import trainer
-from phalanx.train.sinks import Sink, TensorBoard
+from phalanx.core.placement import Placement
+from phalanx.trainer import train_rank
+from phalanx.workload.sinks import Sink, TensorBoard
 from tests.numerics.runs import job, on_one_thread
 
 
@@ -84,7 +84,7 @@ def train_with_signal(
     described = job(run, data, changes, placement.world)
     (Path(run) / f"pid-{placement.rank}").write_text(str(os.getpid()))
     sinks = [SignalAt(Path(run), step, number, ranks)] if placement.attempt == 1 else []
-    return int(trainer.run(described, on_one_thread(placement), sinks))
+    return int(train_rank.run(described, on_one_thread(placement), sinks))
 
 
 def train_with_full_disk(
@@ -95,4 +95,4 @@ def train_with_full_disk(
     sinks: list[Sink] = [FullDisk(Path(run), begin, end) if size_bytes is None else SmallFiles(size_bytes, begin, end)]
     if placement.rank == 0 and described.config.report.tensorboard:
         sinks.append(TensorBoard(described.paths))
-    return int(trainer.run(described, on_one_thread(placement), sinks))
+    return int(train_rank.run(described, on_one_thread(placement), sinks))

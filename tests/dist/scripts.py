@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.helpers import ROOT, run_ranks
 
 EXAMPLES = ROOT / "examples" / "sagemaker"

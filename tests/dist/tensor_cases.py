@@ -11,29 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.axes import Axes
-from phalanx.checkpoint.disk import Saver
-from phalanx.checkpoint.read import Checkpoint, Parameters, step_folder
+from phalanx.checkpoint.disk.load import Checkpoint, Parameters, step_folder
+from phalanx.checkpoint.disk.save import Saver
+from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, alone, join
-from phalanx.comm.objects import JsonGroup
-from phalanx.models.draws import Draws
+from phalanx.core.placement import Placement
+from phalanx.engine.interface import Engine
+from phalanx.engine.sharded import Sharded
+from phalanx.engine.sharding_spec import Sharding
+from phalanx.engine.single import Single
+from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.layout.tensor_shards import Slice, copies_of, whole_shapes
+from phalanx.models.counter_rng import Draws
 from phalanx.models.layers import IGNORED
 from phalanx.models.llama import Llama
-from phalanx.models.spec import ModelSpec
 from phalanx.optim import gradients
-from phalanx.optim.engine import Engine
-from phalanx.optim.order import Sharding
-from phalanx.optim.sharded import Sharded
-from phalanx.optim.single import Single
 from phalanx.optim.state import Shard
 from phalanx.parallel import activations
-from phalanx.parallel.apply import own_units
 from phalanx.parallel.materialize import drawn, materialise
 from phalanx.parallel.offload import offload
-from phalanx.parallel.sliced import filled_by_rows, reading, saved
-from phalanx.parallel.slices import Slice, copies_of, whole_shapes
+from phalanx.parallel.parallelize import own_units
 from phalanx.parallel.tensor import cut_among, split
-from phalanx.placement import Placement
+from phalanx.parallel.tensor_state import filled_by_rows, reading, saved
 from tests.dist.engine_cases import ADAMW, FLOAT64
 
 SPEC = ModelSpec(

@@ -22,10 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx import accelerator
-from phalanx.cluster.fork import fork
 from phalanx.comm.backend import Options, counters
-from phalanx.placement import Placement, StoreAddress
+from phalanx.core.placement import Placement, StoreAddress
+from phalanx.system import accelerator
+from phalanx.system.fork import fork
 from tests.helpers import ROOT, free_port, process_group, run_ranks
 
 FAR_S = 60  # the groups' timeout: what raises much earlier did not wait for it

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import ExitCode
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
 from phalanx.data.chat import TEMPLATES
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.placement import ExitCode
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
 from tests.dist.command import RECIPE, call, contents, phalanx, refused, sentence, write_place
 from tests.helpers import run_ranks
 

@@ -14,10 +14,10 @@ from transformers import (
     AutoTokenizer,
 )
 
-from phalanx.config import spec_of
-from phalanx.errors import ConfigError
-from phalanx.events import Kind
-from phalanx.recipe import check, resolve
+from phalanx.config.load import check, resolve
+from phalanx.config.schema import spec_of
+from phalanx.core.errors import ConfigError
+from phalanx.core.events import Kind
 from tests.code_tags import LIBRARY, sentences, write_conll
 from tests.dist.command import call
 from tests.helpers import run_ranks
@@ -107,7 +107,7 @@ def test_a_head_is_drawn_and_its_labels_are_kept(run: str, exported: str, head: 
 def test_what_was_scored_is_what_transformers_says(folder: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(folder / "classifier").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "classifier")
-    from phalanx.data.columns import Columns
+    from phalanx.data.record_files import Columns
 
     (sets,) = [path.parent for path in (folder / "cache").glob("records-*/held_out/pair.bin")]
     columns = Columns(sets)

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.read import find
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.placement import ExitCode, Placement
-from phalanx.run_paths import RunPaths
-from phalanx.train.callback import Callback, RunState
+from phalanx.checkpoint.disk.load import find
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.trainer.callback import Callback, RunState
 from tests.dist.command import call, write_place
-from tests.dist.test_memory import SHORT, killed, resumed, shared  # noqa: F401
+from tests.dist.test_in_memory_checkpoints import SHORT, killed, resumed, shared  # noqa: F401
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import same_bits, walk
@@ -167,11 +167,12 @@ def from_python(placement: Placement, folder: str) -> list[Any]:
     """A run that a program starts, with callbacks of its own, and runs of the command line whose callbacks fail."""
     import os
 
-    from phalanx import launch, recipe
+    from phalanx.config import load
+    from phalanx.launch import local
 
     os.chdir(folder)
-    config = recipe.load(Path("recipe.yaml"), ["train.steps=4"])
-    code = launch.train(config, RunPaths(Path("ours")), 2, {}, on_cpu=True, callbacks=[Ours()])
+    config = load.load(Path("recipe.yaml"), ["train.steps=4"])
+    code = local.train(config, RunPaths(Path("ours")), 2, {}, on_cpu=True, callbacks=[Ours()])
     fail = ["callback.code=callback.py", "callback.options={fail: 1}"]
     train = ["train", "recipe.yaml", "--ranks", "2"]
     commands = [

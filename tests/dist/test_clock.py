@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from phalanx.comm.mesh import join
-from phalanx.optim.stamps import Stamps
-from phalanx.placement import Placement
-from phalanx.train import trainer
-from phalanx.train.clock import HostClock, UnitClock
+from phalanx.core.placement import Placement
+from phalanx.system.event_times import Stamps
+from phalanx.trainer import train_rank
+from phalanx.workload.clock import HostClock, UnitClock
 from tests.helpers import run_ranks
 from tests.numerics import runs
 
@@ -44,7 +44,7 @@ def clocked(placement: Placement, run: str, data: str) -> list[Any]:
             return settle()
 
         loop.parts.sharing.settle = settled  # type: ignore[method-assign]
-        trainer.train(loop, loop.restore())
+        train_rank.train(loop, loop.restore())
         return found
 
 

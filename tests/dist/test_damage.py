@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.read import find, step_folder
-from phalanx.events import Kind
-from phalanx.run_paths import RunPaths
+from phalanx.checkpoint.disk.load import find, step_folder
+from phalanx.core.events import Kind
+from phalanx.core.run_paths import RunPaths
 from tests.dist.incidents import train_with_full_disk
 from tests.helpers import run_ranks
 from tests.numerics import runs

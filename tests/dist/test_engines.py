@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from phalanx.events import Kind
+from phalanx.core.events import Kind
+from phalanx.core.placement import Placement
 from phalanx.models.llama import HF_NAMES
-from phalanx.placement import Placement
-from phalanx.train import trainer
+from phalanx.trainer import train_rank
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, same_bits, walk
@@ -71,7 +71,7 @@ def whole_parameters(placement: Placement, run: str, data: str, changes: dict[st
     """Walk two steps, compare the whole parameters with the saved pieces, then walk on as if nothing had been."""
     described = runs.job(run, data, changes | {"train.steps": 2}, placement.world)
     with runs.loop_of(placement, described) as loop:
-        assert trainer.train(loop, loop.restore()) == 0
+        assert train_rank.train(loop, loop.restore()) == 0
         saved = runs.state(Path(run), 2)
         with loop.parts.engine.full_parameters() as whole:
             assert {f"param/{name}" for name in whole} == {name for name in saved if name.startswith("param/")}
@@ -79,7 +79,7 @@ def whole_parameters(placement: Placement, run: str, data: str, changes: dict[st
                 assert not isinstance(tensor, DTensor)
                 assert torch.equal(tensor.flatten(), saved[f"param/{name}"].to(tensor.dtype)), name
         loop.job = runs.job(run, data, changes | {"train.steps": 4}, placement.world)
-        return int(trainer.train(loop, 2))
+        return int(train_rank.train(loop, 2))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -126,7 +126,7 @@ def announce_again(placement: Placement, run: str, data: str, changes: dict[str,
                     engine.grads_ready(name)
 
         engine.micro_batch = micro_batch
-        return int(trainer.train(loop, loop.restore()))
+        return int(train_rank.train(loop, loop.restore()))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
 from tests import browser
 from tests.helpers import ALL, ROOT, wait_until
 from tests.unit.test_wheel import NOT_OURS, built

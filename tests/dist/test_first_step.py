@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.placement import Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
 from tests.dist.command import contents, phalanx, refused, write_place
 from tests.helpers import run_ranks
 
@@ -42,19 +42,17 @@ def test_a_probe_that_runs_out_of_memory_says_what_to_do(here: Path) -> None:
 
 def cuts(placement: Placement, folder: str, key: str) -> list[int]:
     """How many micro-batches each rank makes of its share, having found that 1 or 4 sequences fit."""
-    from phalanx import recipe
     from phalanx.comm.mesh import join
-    from phalanx.train.build import build
-    from phalanx.train.resolve import resolve_with_files, token_folders
-    from phalanx.train.subject import spec_from_run
+    from phalanx.config import load
+    from phalanx.trainer.resolve import resolve_with_files, token_folders
+    from phalanx.workload.build import build
+    from phalanx.workload.workload import spec_from_run
 
     os.chdir(folder)
     fits = f"train.micro_batch={1 if placement.rank else 4}"
-    config, _ = recipe.resolve(
-        recipe.load(Path("recipe.yaml"), ["train.global_batch=8", fits, key]), device="cpu", world=2
-    )
-    answer = resolve_with_files(recipe.to_yaml(config), ["cpu"], 2, 2, None)
-    config = recipe.check(recipe.parse_yaml(answer["config"], "the answer"), "the answer")
+    config, _ = load.resolve(load.load(Path("recipe.yaml"), ["train.global_batch=8", fits, key]), device="cpu", world=2)
+    answer = resolve_with_files(load.to_yaml(config), ["cpu"], 2, 2, None)
+    config = load.check(load.parse_yaml(answer["config"], "the answer"), "the answer")
     with join(placement, 30) as mesh:
         parts = build(config, spec_from_run(config), mesh, *token_folders(answer))
         return [len(micro_batch) for micro_batch in parts.train.batches(0, parts.sharing.division)]

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import hardware, shared_memory
-from phalanx.data.tokens import TokenFile
-from phalanx.events import Kind
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.data.token_files import TokenFile
+from phalanx.layout import hardware
+from phalanx.recovery import shared_memory
 from tests.dist.command import call
 from tests.fixtures import make
 from tests.helpers import run_ranks

@@ -6,20 +6,21 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import accelerator, recipe
 from phalanx.comm.mesh import Mesh, join
-from phalanx.models.custom import on_meta
-from phalanx.models.draws import Draws
-from phalanx.optim.engine import Engine
-from phalanx.optim.fsdp2 import Fsdp2
-from phalanx.optim.single import Single
+from phalanx.config import load
+from phalanx.core.placement import Placement
+from phalanx.engine.fsdp2 import Fsdp2
+from phalanx.engine.interface import Engine
+from phalanx.engine.single import Single
+from phalanx.models.counter_rng import Draws
+from phalanx.models.user_model import on_meta
 from phalanx.optim.state import Shard
-from phalanx.parallel.apply import apply
 from phalanx.parallel.materialize import drawn, frozen_only, materialise
-from phalanx.placement import Placement
+from phalanx.parallel.parallelize import apply
+from phalanx.system import accelerator
 from phalanx.tasks.task import Batch
-from phalanx.train.step import run_micro_batches
-from phalanx.train.subject import spec_from_run
+from phalanx.workload.step import run_micro_batches
+from phalanx.workload.workload import spec_from_run
 from tests.helpers import run_ranks
 from tests.numerics import runs
 
@@ -35,8 +36,8 @@ class Trained:
     """A small model with frozen parameters under an engine, and what was filled."""
 
     def __init__(self, mesh: Mesh, engine: str, dtype: str, saved: dict[str, torch.Tensor] | None = None) -> None:
-        tree = recipe.apply_overrides(runs.RECIPE, [f"train.dtype={dtype}", f"parallel.data={engine}"])
-        config, _ = recipe.resolve(recipe.check(tree, "the test's recipe"), device="cpu", world=mesh.world)
+        tree = load.apply_overrides(runs.RECIPE, [f"train.dtype={dtype}", f"parallel.data={engine}"])
+        config, _ = load.resolve(load.check(tree, "the test's recipe"), device="cpu", world=mesh.world)
         spec = spec_from_run(config)
         self.mesh, self.model = mesh, on_meta(spec)
         for name, parameter in self.model.named_parameters():

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.axes import Axes
-from phalanx.generation import Sampling
-from phalanx.placement import ExitCode, Placement
-from phalanx.run_paths import RunPaths
-from phalanx.train.writing import Choice
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.generate.decode import Choice
+from phalanx.generate.text import Sampling
+from phalanx.layout.mesh_axes import Axes
 from tests.dist.command import phalanx, refused, write_place
 from tests.helpers import run_ranks
 
@@ -32,14 +32,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(placement: Placement, folder: str, tensor: int, pipeline: int, as_lines: bool) -> str:
     """What a rank prints."""
-    from phalanx import generation_over_ranks
+    from phalanx.generate import distributed
 
-    asked = generation_over_ranks.Asked(
+    asked = distributed.Asked(
         RunPaths(Path(folder)), Axes(tensor, pipeline), list(PROMPTS), Sampling(max_tokens=8, temperature=0.0), as_lines
     )
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert generation_over_ranks._write(asked, placement) == 0
+        assert distributed._write(asked, placement) == 0
     return out.getvalue()
 
 

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx import hardware
-from phalanx.balance import division_of
-from phalanx.events import Kind
-from phalanx.hardware import line
-from phalanx.json_lines import read_lines
-from phalanx.placement import ExitCode, Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.layout import hardware
+from phalanx.layout.balance import division_of
+from phalanx.layout.hardware import line
 from tests.dist.command import contents, phalanx, refused, write_place
 from tests.helpers import run_ranks
 
@@ -126,7 +126,7 @@ class Launching:
 
 
 def test_what_any_micro_batch_takes_is_told_from_what_a_sample_takes() -> None:
-    from phalanx.train.measure import PATIENCE_S, _walk
+    from phalanx.autotune.measure import PATIENCE_S, _walk
 
     found = _walk(cast("Any", Launching()), [1, 3, 9, 27], 1e9, PATIENCE_S)
     assert list(found.seconds) == [1, 3], "the next one might take longer than anybody waits"
@@ -146,7 +146,7 @@ class Disturbed(Launching):
 
 
 def test_one_disturbed_pass_does_not_end_the_measuring() -> None:
-    from phalanx.train.measure import PATIENCE_S, _walk
+    from phalanx.autotune.measure import PATIENCE_S, _walk
 
     found = _walk(cast("Any", Disturbed()), [1, 3, 8], 1e9, PATIENCE_S)
     assert found.seconds == {1: 0.001, 3: 0.003, 8: 0.008}
@@ -221,8 +221,8 @@ def test_a_file_of_another_job_is_refused(here: Path, known: dict[str, Any]) -> 
 
 def of_another_model(placement: Placement, folder: str, model: str) -> str:
     """What a rank says of a file that was measured on a device of another model."""
-    from phalanx.errors import ConfigError
-    from phalanx.train.measure import given
+    from phalanx.autotune.measure import given
+    from phalanx.core.errors import ConfigError
 
     try:
         given(f"{folder}/hardware.json", ["cpu", model], hardware.read(Path(folder) / "hardware.json").work)
@@ -244,12 +244,12 @@ def test_a_model_that_several_ranks_hold_is_not_measured(here: Path) -> None:
 
 
 def link_beside_an_accelerator(placement: Placement, hosts: list[int]) -> float | None:
+    from phalanx.autotune import link_speed
     from phalanx.comm.mesh import join
-    from phalanx.train import link
 
     with join(placement, 20) as mesh:
-        link._computes_itself = lambda mesh: mesh.rank in hosts
-        found, _ = link.link_of(mesh)
+        link_speed._computes_itself = lambda mesh: mesh.rank in hosts
+        found, _ = link_speed.link_of(mesh)
         assert found is not None
         return found.busy_latency_s
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.errors import ConfigError
-from phalanx.placement import Placement
+from phalanx.core.errors import ConfigError
+from phalanx.core.placement import Placement
 from tests.helpers import ROOT, is_alive, process_group, run_ranks, wait_until
 
 

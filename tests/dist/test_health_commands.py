@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from phalanx import mirror
-from phalanx.cluster import node_requests, node_states, slurm_nodes
-from phalanx.cluster.findings import Severity
-from phalanx.cluster.node_requests import Wanted
-from phalanx.errors import ConfigError, RunError
-from phalanx.events import Kind, write_event
-from phalanx.json_lines import read_lines
-from phalanx.placement import ExitCode, Placement
-from phalanx.run_paths import RunPaths
+from phalanx.core.errors import ConfigError, RunError
+from phalanx.core.events import Kind, write_event
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.supervisor import node_requests, node_states
+from phalanx.elastic.supervisor.node_requests import Wanted
+from phalanx.health.findings import Severity
+from phalanx.launch.slurm import nodes
+from phalanx.storage import mirror
 from tests.dist.command import phalanx, refused, sentence, write_place
 from tests.helpers import run_ranks
 
@@ -249,7 +250,7 @@ def test_a_reason_fits_on_a_line() -> None:
         said.append(list(command))
         return ""
 
-    slurm_nodes.set_state("n1", Wanted.DRAIN, "a\n\tb\0" + "c" * 500, run)
+    nodes.set_state("n1", Wanted.DRAIN, "a\n\tb\0" + "c" * 500, run)
     assert said[0][-1] == "reason=a b" + "c" * 197
 
 
@@ -306,10 +307,10 @@ def test_after_a_death_the_node_is_looked_at_and_nobody_waits(tmp_path: Path) ->
 
 
 def _watched(placement: Placement, folder: str) -> dict[str, Any]:
-    from phalanx import fitness
+    from phalanx.launch import health_gate
 
     paths = RunPaths(Path(folder))
-    watch = fitness.Watch(paths, [], fitness.into_events(paths))
+    watch = health_gate.Watch(paths, [], health_gate.into_events(paths))
     watch.look(3, "the death of rank 1")
     begun = paths.events.exists()
     watch.tend()

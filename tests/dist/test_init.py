@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from phalanx.errors import ConfigError
-from phalanx.placement import Placement
+from phalanx.core.errors import ConfigError
+from phalanx.core.placement import Placement
 from tests.dist.test_sagemaker_keys import Net, data, net, wrapped
 from tests.helpers import process_group, run_ranks
 

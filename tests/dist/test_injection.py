@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.placement import ExitCode
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import ExitCode
+from phalanx.core.run_paths import RunPaths
 from tests.dist.command import phalanx, refused, write_place
 from tests.numerics import runs
 from tests.numerics.runs import same_bits

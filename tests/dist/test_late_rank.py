@@ -13,20 +13,20 @@ from phalanx.comm.backend import Options
 from phalanx.comm.codec import CODECS, Codec
 from phalanx.comm.collectives import Traffic, all_gather
 from phalanx.comm.mesh import Axis, Mesh, join
-from phalanx.comm.messages import Messages
-from phalanx.comm.ways import _adding
-from phalanx.errors import ConfigError
+from phalanx.comm.p2p import Messages
+from phalanx.comm.routes import _adding
+from phalanx.core.errors import ConfigError
+from phalanx.core.placement import Placement
+from phalanx.engine.fsdp2 import _as_asked
+from phalanx.engine.schedule import Timetable
+from phalanx.engine.sharded import Sharded
+from phalanx.engine.sharding_spec import Sharding
+from phalanx.engine.step_consensus import Agreement
+from phalanx.layout.comm_schedule import Work
+from phalanx.layout.tensor_shards import Slice
 from phalanx.optim import gradients
-from phalanx.optim.agreement import Agreement
-from phalanx.optim.fsdp2 import _as_asked
-from phalanx.optim.order import Sharding
-from phalanx.optim.overlap import Work
-from phalanx.optim.sharded import Sharded
-from phalanx.optim.timetable import Timetable
-from phalanx.parallel.exchange import _collect, _run
-from phalanx.parallel.slices import Slice
-from phalanx.parallel.transform import _Arrivals, whole_of
-from phalanx.placement import Placement
+from phalanx.parallel.hf_transform import _Arrivals, whole_of
+from phalanx.parallel.tensor_collectives import _collect, _run
 from tests.helpers import process_group, run_ranks
 
 LATE_S = 0.1

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import keeper
-from phalanx.events import Kind
-from phalanx.json_lines import last_line, read_lines
-from phalanx.placement import ExitCode
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import last_line, read_lines
+from phalanx.core.placement import ExitCode
+from phalanx.core.run_paths import RunPaths
+from phalanx.launch import job_supervisor
 from tests.dist import command
 from tests.helpers import ROOT, is_alive, wait_until
 
@@ -43,7 +43,7 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
     words = ["launch", "recipe.yaml", "train.steps=100000", "checkpoint.every=3", "--local", "--run-dir", "run"]
     started = phalanx(place, *words)
     assert (started.returncode, "run is going on as process " in started.stdout) == (0, True), started.stderr
-    held = keeper.holder(paths.keeper)
+    held = job_supervisor.holder(paths.keeper)
     assert held is not None and f"process {held[0]};" in started.stdout
     try:
         wait_until(lambda: _step(paths) > 4, timeout_s=180)
@@ -51,7 +51,7 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
         assert refused == (
             f"the run run is going on already, as process {held[0]} on {held[1]}; `phalanx cancel run` ends that one"
         )
-        trains = keeper.holder(paths.lock)
+        trains = job_supervisor.holder(paths.lock)
         assert trains is not None and trains[0] != held[0]
         os.kill(trains[0], signal.SIGKILL)  # the agent, and with it its ranks
         wait_until(lambda: _count(paths, Kind.RESUMED) == 1, timeout_s=180)
@@ -69,8 +69,8 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
         if is_alive(held[0]):
             os.kill(held[0], signal.SIGKILL)
     assert _count(paths, Kind.STOPPED) == 1
-    over = keeper.earlier(paths)[-1]
-    assert (over.code, over.follows) == (ExitCode.STOPPED, keeper.END)
+    over = job_supervisor.earlier(paths)[-1]
+    assert (over.code, over.follows) == (ExitCode.STOPPED, job_supervisor.END)
     assert "is not going on, so there is nothing to cancel" in command.refused(place, "cancel", "run")
 
 
@@ -106,7 +106,9 @@ def test_a_mistake_is_not_tried_again(place: Path) -> None:
     began = time.monotonic()
     done = phalanx(place, *words)
     assert done.returncode == ExitCode.CONFIG, done.stderr
-    assert [over.follows for over in keeper.earlier(RunPaths(place / "run"))] == [keeper.END], time.monotonic() - began
+    assert [over.follows for over in job_supervisor.earlier(RunPaths(place / "run"))] == [job_supervisor.END], (
+        time.monotonic() - began
+    )
 
 
 @pytest.mark.parametrize(

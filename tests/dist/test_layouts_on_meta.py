@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from phalanx import recipe
-from phalanx.axes import Axes
 from phalanx.comm.mesh import join
-from phalanx.config import Config
-from phalanx.models.custom import on_meta
-from phalanx.models.spec import parameter_count
-from phalanx.optim.choose import make_rule
-from phalanx.optim.layout import lay_out
-from phalanx.optim.units import describe
-from phalanx.parallel.apply import own_units, precision_of
-from phalanx.parallel.parted import cut_down, part
-from phalanx.placement import Placement
-from phalanx.train.subject import spec_from_run
+from phalanx.config import load
+from phalanx.config.schema import Config
+from phalanx.core.placement import Placement
+from phalanx.engine.units import describe
+from phalanx.layout.buckets import lay_out
+from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.model_shape import parameter_count
+from phalanx.models.user_model import on_meta
+from phalanx.optim.make_rule import make_rule
+from phalanx.parallel.model_part import cut_down, part
+from phalanx.parallel.parallelize import own_units, precision_of
+from phalanx.workload.workload import spec_from_run
 from tests.helpers import run_ranks
 
 LARGE = {
@@ -37,7 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def checked(model: dict[str, Any], parallel: dict[str, Any], **sections: Any) -> Config:
     given = {"model": model, "data": {"seq_len": 32}, "parallel": parallel, **sections}
-    config, _ = recipe.resolve(recipe.check(given, "a recipe"), device="cpu", world=8)
+    config, _ = load.resolve(load.check(given, "a recipe"), device="cpu", world=8)
     return config
 
 

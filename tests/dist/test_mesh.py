@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from phalanx.axes import Axes
 from phalanx.comm.mesh import Mesh, beside, join
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
+from phalanx.layout.mesh_axes import Axes
 from tests.helpers import run_ranks
 
 AXES = Axes(tensor=2, pipeline=2)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import hardware, pulse
-from phalanx.axes import Axes
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.placement import ExitCode, Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core import progress_page
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.layout import hardware
+from phalanx.layout.mesh_axes import Axes
 from tests.dist.command import phalanx, write_place
 from tests.helpers import run_ranks
 
@@ -105,10 +106,10 @@ def test_what_fits_is_measured_though_less_is_asked_for(here: Path) -> None:
 
 def known(placement: Placement, run: str, data: str) -> list[int]:
     """Sequences of a micro-batch that each of two copies of a model on two ranks each may have."""
+    from phalanx.autotune.measure import know
     from phalanx.comm.mesh import join
-    from phalanx.train.measure import know
-    from phalanx.train.sinks import Records
-    from phalanx.train.subject import subject_of
+    from phalanx.workload.sinks import Records
+    from phalanx.workload.workload import subject_of
     from tests.numerics.runs import job
 
     described = job(run, data, {"parallel.tensor": 2, "train.micro_batch": 4}, placement.world)
@@ -132,18 +133,20 @@ def test_what_one_rank_ran_out_of_memory_with_limits_its_copy_of_the_model(token
 def tries(placement: Placement, run: str, data: str) -> list[list[int]]:
     """What is tried on this rank when it is measured, each time with what its pulse says of that; and what that says in
     the end."""
+    from phalanx.autotune.measure import know
+    from phalanx.autotune.probe_model import Trial
     from phalanx.comm.mesh import join
-    from phalanx.train.measure import know
-    from phalanx.train.sinks import Records
-    from phalanx.train.subject import subject_of
-    from phalanx.train.trial import Trial
+    from phalanx.workload.sinks import Records
+    from phalanx.workload.workload import subject_of
     from tests.numerics.runs import job, on_one_thread
 
     found: list[list[int]] = []
     inner = Trial.peak_bytes
 
     def said() -> int:
-        beat = pulse.read(pulse.file_of(run, placement.rank).read_bytes(), placement.rank, placement.attempt, 0)
+        beat = progress_page.read(
+            progress_page.file_of(run, placement.rank).read_bytes(), placement.rank, placement.attempt, 0
+        )
         assert beat is not None
         return beat.largest
 
@@ -156,7 +159,7 @@ def tries(placement: Placement, run: str, data: str) -> list[list[int]]:
     hardware.unlike = lambda known: None  # or all might be tried again, on a busy machine
     described = job(run, data, {"balance.work": "auto", "train.micro_batch": 3}, placement.world)
     with join(on_one_thread(placement), 30) as mesh:
-        mesh.traffic.pulse = pulse.opened(run, placement.rank, placement.attempt)
+        mesh.traffic.pulse = progress_page.opened(run, placement.rank, placement.attempt)
         records = Records(described.paths, 1, [], active=mesh.rank == 0)
         subject = subject_of(described.config, described.spec)
         know(described.config, subject, placement, mesh, described.paths, records)
@@ -177,7 +180,7 @@ OWN = """
 import torch
 from torch import nn
 from phalanx.models.model import Model
-from phalanx.tasks.own import OwnTask
+from phalanx.tasks.custom import OwnTask
 from phalanx.tasks.task import Batch
 
 class Net(Model):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.helpers import ROOT, run_ranks
 
 EXAMPLE = ROOT / "examples" / "own_loop.py"

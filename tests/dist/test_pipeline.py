@@ -13,34 +13,37 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from phalanx.axes import Axes
-from phalanx.checkpoint.disk import Saver
-from phalanx.checkpoint.read import newest_agreed
+from phalanx.checkpoint.disk.load import newest_agreed
+from phalanx.checkpoint.disk.save import Saver
+from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, join
-from phalanx.comm.objects import JsonGroup
+from phalanx.core.placement import Placement
+from phalanx.engine.interface import Engine, Precision
+from phalanx.engine.sharded import Sharded
+from phalanx.engine.sharding_spec import Sharding
+from phalanx.engine.single import Single
+from phalanx.layout import tensor_shards
+from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.layout.tensor_shards import Slice
 from phalanx.models.llama import Llama
-from phalanx.models.spec import ModelSpec
-from phalanx.optim.engine import Engine, Precision
-from phalanx.optim.order import Sharding
-from phalanx.optim.sharded import Sharded
-from phalanx.optim.single import Single
 from phalanx.optim.update import AdamW
-from phalanx.parallel import activations, slices
-from phalanx.parallel.apply import own_units
+from phalanx.parallel import activations
 from phalanx.parallel.materialize import drawn, materialise
-from phalanx.parallel.parted import copies_at_ends, make_pipeline, plan_of, saved_elsewhere
-from phalanx.parallel.sliced import filled_by_rows
-from phalanx.parallel.slices import Slice
+from phalanx.parallel.model_part import copies_at_ends, make_pipeline, plan_of, saved_elsewhere
+from phalanx.parallel.parallelize import own_units
 from phalanx.parallel.tensor import cut_among, split
-from phalanx.placement import Placement
+from phalanx.parallel.tensor_state import filled_by_rows
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Batch
-from phalanx.train.staged import evaluate_pipeline, run_pipeline
-from phalanx.train.step import evaluate, run_micro_batches
+from phalanx.workload.pipeline_step import evaluate_pipeline, run_pipeline
+from phalanx.workload.step import evaluate, run_micro_batches
 from tests.helpers import run_ranks
 
 SEED, LENGTH, SEQUENCES, BETA = 3, 12, 8, 0.9
-STEPS = 6  # each way to divide a step, and some once more; twenty steps are walked by tests/numerics/test_layouts.py
+STEPS = (
+    6  # each way to divide a step, and some once more; twenty steps are walked by tests/numerics/test_auto_layout.py
+)
 SPEC = ModelSpec(
     vocab_size=37, hidden=16, layers=8, heads=4, kv_heads=2, head_dim=4, intermediate=20, max_seq_len=32, dropout=0.1
 )
@@ -163,7 +166,7 @@ class Walker:
         """How many ranks of one model hold each parameter alike."""
         assert self.pipeline is not None
         names, tensor = dict(self.model.named_parameters()), self.mesh.axes.tensor
-        slices_alike = slices.copies_of(names, held, tensor) if tensor > 1 else {}
+        slices_alike = tensor_shards.copies_of(names, held, tensor) if tensor > 1 else {}
         ends_alike = copies_at_ends(self.model, self.pipeline)
         return {name: slices_alike.get(name, 1) * ends_alike.get(name, 1) for name in names}
 

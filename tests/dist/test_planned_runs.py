@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 
-from phalanx import hardware, launch, recipe
-from phalanx.devices import Device
-from phalanx.errors import ConfigError
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.placement import Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.config import load
+from phalanx.core.errors import ConfigError
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.health.devices import Device
+from phalanx.launch import local
+from phalanx.layout import hardware
 from tests.dist import command
 from tests.dist.command import call
 from tests.helpers import run_ranks
@@ -121,9 +123,9 @@ def test_a_dry_run_takes_the_layout_too(place: Path) -> None:
 
 
 def test_ranks_that_something_else_started_cannot_choose(tmp_path: Path) -> None:
-    config = recipe.check(
+    config = load.check(
         {"model": {"hidden": 16, "layers": 1, "heads": 2}, "parallel": {"layout": "auto"}}, "the test's recipe"
     )
     one = Placement(rank=1, world=2, local_rank=1, local_world=2, node=0, device="cpu", store=None)
     with pytest.raises(ConfigError, match="knows its own only; start them by `phalanx train` itself"):
-        launch._join(config, RunPaths(tmp_path), one, Device("cpu", "cpu", True), (), ())
+        local._join(config, RunPaths(tmp_path), one, Device("cpu", "cpu", True), (), ())

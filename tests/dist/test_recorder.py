@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from phalanx import recorder as recording
-from phalanx.events import Kind
-from phalanx.json_lines import append_line, read_lines
-from phalanx.placement import Placement
-from phalanx.recorder import Recorder
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import append_line, read_lines
+from phalanx.core.placement import Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.launch import recorder as recording
+from phalanx.launch.recorder import Recorder
 from tests.helpers import run_ranks, wait_until
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import recipe
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
-from phalanx.train import folder
+from phalanx.config import load
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.trainer import run_folder
 from tests.dist.command import contents, phalanx, refused, write_place
 
 
@@ -41,7 +41,7 @@ def test_attempts_go_on_counting_when_the_events_are_lost(here: Path) -> None:
     assert phalanx(here, *RUN)[0] == 0
     paths = RunPaths(here / "run")
     paths.events.unlink()
-    assert folder.next_attempt(paths) == 2
+    assert run_folder.next_attempt(paths) == 2
     assert phalanx(here, *RUN, "train.steps=4")[0] == 0
     assert [(step["step"], step["attempt"]) for step in read_steps(paths.metrics)] == [(1, 1), (2, 1), (3, 2), (4, 2)]
 
@@ -86,8 +86,8 @@ def test_other_devices_get_another_micro_batch(here: Path) -> None:
 
 
 def test_an_accelerator_without_bf16_computes_in_fp16() -> None:
-    config = recipe.check({"model": {"preset": "llama-3.2-1b"}}, "here")
-    old, reasons = recipe.resolve(config, device="gpu", world=1, bf16=False)
-    new, _ = recipe.resolve(config, device="gpu", world=1)
+    config = load.check({"model": {"preset": "llama-3.2-1b"}}, "here")
+    old, reasons = load.resolve(config, device="gpu", world=1, bf16=False)
+    new, _ = load.resolve(config, device="gpu", world=1)
     assert (old.train.dtype, new.train.dtype) == ("fp16", "bf16")
     assert ("train.dtype", "fp16", "a device of kind gpu here has no bf16") in reasons

@@ -16,24 +16,24 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import kept_files, state_file
-from phalanx.checkpoint import replay
-from phalanx.checkpoint.kept_state import KeptState
-from phalanx.checkpoint.memory import Memory
-from phalanx.checkpoint.replay import Gradients, replay_of
-from phalanx.cluster import replica_keeper
-from phalanx.cluster.door import Door
-from phalanx.cluster.fetches import Fetches
-from phalanx.cluster.replica_keeper import ROLE, ReplicaKeeper
-from phalanx.cluster.wire import call
+from phalanx.checkpoint.memory import replica_update
+from phalanx.checkpoint.memory.previous_state import KeptState
+from phalanx.checkpoint.memory.replica_update import Gradients, replay_of
+from phalanx.checkpoint.memory.store import Memory
 from phalanx.comm import mesh as meshes
 from phalanx.comm.mesh import Mesh, join
-from phalanx.errors import PhalanxError
-from phalanx.kept import Held, choose
-from phalanx.placement import Address, Kept, KeptFile, Placement
-from phalanx.replicas import Replicas, receive, send
+from phalanx.core.errors import PhalanxError
+from phalanx.core.placement import Address, Kept, KeptFile, Placement
+from phalanx.elastic.membership.channel import call
+from phalanx.elastic.membership.listener import Door
+from phalanx.elastic.replicas import server
+from phalanx.elastic.replicas.fetch import Fetches
+from phalanx.elastic.replicas.server import ROLE, ReplicaKeeper
+from phalanx.recovery import inventory, state_file
+from phalanx.recovery.catalog import Held, choose
+from phalanx.recovery.replica_client import Replicas, receive, send
 from tests.dist.engine_cases import ADAMW
-from tests.dist.test_memory import made, step
+from tests.dist.test_in_memory_checkpoints import made, step
 from tests.helpers import run_ranks, wait_until
 
 RUN, SECRET = b"r" * 32, "a secret"
@@ -81,8 +81,8 @@ class Node:
 
     def holds(self) -> list[list[Any]]:
         """Rank, steps and whether it is a replica, of all that it has."""
-        (self.folder / kept_files.RANKS).unlink(missing_ok=True)  # ranks live, and nothing is being written
-        return [[each.rank, list(each.steps), each.replica] for each in kept_files.held_in(self.folder, RUN)]
+        (self.folder / inventory.RANKS).unlink(missing_ok=True)  # ranks live, and nothing is being written
+        return [[each.rank, list(each.steps), each.replica] for each in inventory.held_in(self.folder, RUN)]
 
 
 def memory_of(mesh: Mesh, node: Node, events: list[Any], kept: Kept | None = None, **options: Any) -> Memory:
@@ -102,7 +102,7 @@ def settle(made: Any, mesh: Mesh) -> None:
 
 def counting(log: Path) -> None:
     """Have keepers that are forked from now on write down how a replica came to its steps, and what they copy."""
-    for of, name in ((replica_keeper._Node, "_write"), (replica_keeper._Node, "_make_again"), (Fetches, "_fill")):
+    for of, name in ((server._Node, "_write"), (server._Node, "_make_again"), (Fetches, "_fill")):
         whole = getattr(of, name)
 
         def counted(self: Any, *args: Any, name: str = name, inner: Any = whole) -> None:
@@ -132,8 +132,8 @@ def walks(placement: Placement, folder: str, kind: str, by: str) -> dict[str, An
     log = Path(folder) / f"log-{placement.rank}"
     counting(log)
     if by == "by other kernels":
-        replay.kernels = lambda: f"of node {placement.rank}"
-        Memory.open.__globals__["kernels"] = replay.kernels
+        replica_update.kernels = lambda: f"of node {placement.rank}"
+        Memory.open.__globals__["kernels"] = replica_update.kernels
     node = Node(Path(folder), placement.rank).open()
     with join(placement, 30) as mesh:
         memory = memory_of(mesh, node, events, rule=RULES[by])
@@ -145,28 +145,28 @@ def walks(placement: Placement, folder: str, kind: str, by: str) -> dict[str, An
         found = {"late": memory.late, "holds": node.holds(), "events": events, "came by": log.read_text().split()}
         mine = {(p.name, p.kind, p.start): p.tensor.clone() for p in engine.inner.pieces()}
         mesh.sum([0.0])
-        theirs = Path(folder) / f"node-{1 - placement.rank}" / kept_files.REPLICAS
-        [own], [replica] = kept_files.files_in(node.folder), kept_files.files_in(theirs)
+        theirs = Path(folder) / f"node-{1 - placement.rank}" / inventory.REPLICAS
+        [own], [replica] = inventory.files_in(node.folder), inventory.files_in(theirs)
         one, other = state_file.StateFile(own), state_file.StateFile(replica)
         slots = one.facts.steps[5], other.facts.steps[5]
         size = one.facts.slot_bytes
         found["same"] = one.read(one.at(slots[0]), size) == other.read(other.at(slots[1]), size)
         found["same header"] = one.raw_header(slots[0]) == other.raw_header(slots[1])
         mesh.sum([0.0])
-        (Path(folder) / "node-1" / kept_files.RANKS).unlink(missing_ok=True)
+        (Path(folder) / "node-1" / inventory.RANKS).unlink(missing_ok=True)
         mesh.sum([0.0])
         choices: list[Any] = []
 
         def looked() -> bool:
-            choices.append(choose({1: kept_files.held_in(Path(folder) / "node-1", RUN)}))
+            choices.append(choose({1: inventory.held_in(Path(folder) / "node-1", RUN)}))
             return choices[-1] is not None
 
         wait_until(looked)  # while the other rank looks there is nothing to be seen
         choice = choices[-1]
         files = tuple(
-            KeptFile(rank, kept_files.file_of(held), held.layout, node.address(1))
+            KeptFile(rank, inventory.file_of(held), held.layout, node.address(1))
             if placement.rank == 0 or held.replica
-            else KeptFile(rank, str(node.folder / kept_files.file_of(held)), held.layout)
+            else KeptFile(rank, str(node.folder / inventory.file_of(held)), held.layout)
             for rank, (_, held) in sorted(choice.files.items())
         )
         kept = Kept(choice.step, files)
@@ -179,7 +179,7 @@ def walks(placement: Placement, folder: str, kind: str, by: str) -> dict[str, An
         found["by coordinates"] = far
         # A spare: it takes up the file of rank 0 as it is, from where it is, and has no replica of rank 1.
         if placement.rank == 0:
-            for path in (own, *kept_files.files_in(node.folder / kept_files.REPLICAS)):
+            for path in (own, *inventory.files_in(node.folder / inventory.REPLICAS)):
                 path.unlink()
         mesh.sum([0.0])
         if by == "by gradients" and placement.rank == 0:  # as an agent does, before there are ranks
@@ -245,7 +245,7 @@ def goes_back(placement: Placement, folder: str) -> list[Any]:
         for number in (1, 2, 3):
             step(engine, number, mesh)
         settle(engine, mesh)
-        ways = [each.way for each in kept_files.held_in(node.folder, RUN)]
+        ways = [each.way for each in inventory.held_in(node.folder, RUN)]
         found = [forgotten, node.holds(), ways]
         mesh.sum([0.0])
         engine.inner.close()
@@ -265,9 +265,9 @@ def test_what_is_forgotten_is_forgotten_on_the_other_node_too(tmp_path: Path) ->
 def held(node: Node, number: int | None = None) -> list[Held]:
     """What a node has (None: this one), while ranks live."""
     place = node.folder if number is None else node.folder.with_name(f"node-{number}")
-    own = [kept_files.held(facts) for facts in kept_files.there(place, RUN)]
-    of_others = kept_files.there(place / kept_files.REPLICAS, RUN)
-    return own + [kept_files.held(facts, replica=True) for facts in of_others]
+    own = [inventory.held(facts) for facts in inventory.there(place, RUN)]
+    of_others = inventory.there(place / inventory.REPLICAS, RUN)
+    return own + [inventory.held(facts, replica=True) for facts in of_others]
 
 
 def kept_of(node: Node, nodes: list[int]) -> Kept:
@@ -276,7 +276,7 @@ def kept_of(node: Node, nodes: list[int]) -> Kept:
     assert choice is not None
     files = []
     for rank, (number, each) in sorted(choice.files.items()):
-        name, here = kept_files.file_of(each), number == node.number
+        name, here = inventory.file_of(each), number == node.number
         path = str(node.folder / name) if here else name
         files.append(KeptFile(rank, path, each.layout, None if here else node.address(number)))
     return Kept(choice.step, tuple(files))
@@ -324,7 +324,7 @@ def some_steps(placement: Placement, folder: str) -> dict[str, Any]:
         back = kept([0])
         mesh.sum([0.0])
         if placement.rank == 1:  # a spare has nothing of all that
-            for path in [*kept_files.files_in(node.folder), *kept_files.files_in(node.folder / kept_files.REPLICAS)]:
+            for path in [*inventory.files_in(node.folder), *inventory.files_in(node.folder / inventory.REPLICAS)]:
                 path.unlink()
         mesh.sum([0.0])
         third = begun(mesh, 3, back)
@@ -415,7 +415,7 @@ def divided_anew(placement: Placement, folder: str) -> list[Any]:
 
     def room(path: Any) -> Any:
         """As /dev/shm would be, of which these files are all; so many as `room` says fit, once that is there."""
-        files = [*kept_files.files_in(place), *kept_files.files_in(place / kept_files.REPLICAS)]
+        files = [*inventory.files_in(place), *inventory.files_in(place / inventory.REPLICAS)]
         told, taken = place / "room", [file.stat().st_size for file in files]
         free = int(float(told.read_text()) * max(taken)) - sum(taken) if told.exists() else 1 << 30
         return SimpleNamespace(f_bavail=max(0, free), f_frsize=1)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.placement import ExitCode, Placement
-from phalanx.run_paths import RunPaths
-from phalanx.train import trainer
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.trainer import train_rank
 from tests.dist.incidents import train_with_signal
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -121,7 +121,7 @@ def copy_through(placement: Placement, run: str, data: str, copy: str) -> int:
         loop.save(step)
         loop.saver.wait()
         loop.saver.folder = described.paths.checkpoints
-        return int(trainer.train(loop, step))
+        return int(train_rank.train(loop, step))
 
 
 @pytest.mark.parametrize("before", [1, 2, 3, 5])

@@ -11,8 +11,8 @@ from phalanx.comm import ring as ring_module
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.ring import Ring
-from phalanx.comm.transfers import Native, Padded, Staged, Transfers, transfers
-from phalanx.placement import Placement
+from phalanx.comm.uneven_collectives import Native, Padded, Staged, Transfers, transfers
+from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)

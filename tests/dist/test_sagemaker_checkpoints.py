@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from phalanx.errors import CheckpointError
-from phalanx.placement import Placement
+from phalanx.core.errors import CheckpointError
+from phalanx.core.placement import Placement
 from tests.dist.test_sagemaker_keys import data, net, wrapped
 from tests.helpers import process_group, run_ranks
 from tests.stores import S3Server
@@ -226,7 +226,7 @@ def test_checkpoints_go_to_s3_and_come_back(bucket: str, s3_server: S3Server) ->
         assert losses[1:3] == losses[3:]
         assert losses[1] != losses[0]
         assert found == [7.0] * 3
-    from phalanx import storage
+    from phalanx.storage import files as storage
 
     assert storage.exists(f"{bucket}/tp0_ep0/.metadata")
 

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from phalanx.errors import ConfigError
-from phalanx.placement import Placement
+from phalanx.core.errors import ConfigError
+from phalanx.core.placement import Placement
 from tests.dist.scripts import run_script, written
 from tests.helpers import process_group, run_ranks
 
@@ -180,7 +180,7 @@ def test_the_horizon_says_how_much_leaves_and_gradients_are_the_same_bits() -> N
 def flushed(placement: Placement, settings: dict[str, Any]) -> list[str]:
     """Warnings of three steps, in the second of which the allocator flushes twice."""
     import phalanx.compat.sagemaker  # noqa: F401
-    from phalanx import accelerator
+    from phalanx.system import accelerator
 
     counts = iter([5, 5, 7, 7])
     accelerator.cache_flushes = lambda device: next(counts)

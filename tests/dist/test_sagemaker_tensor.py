@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
-from phalanx.errors import ConfigError
-from phalanx.placement import Placement
+from phalanx.core.errors import ConfigError
+from phalanx.core.placement import Placement
 from tests.dist.scripts import example, losses
 from tests.helpers import process_group, run_ranks
 

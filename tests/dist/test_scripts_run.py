@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.dist.scripts import written
 from tests.helpers import run_ranks
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
-from phalanx.errors import PhalanxError
-from phalanx.placement import Placement
-from phalanx.sharded_model import ShardedModel
+from phalanx.api.sharded_model import ShardedModel
+from phalanx.core.errors import PhalanxError
+from phalanx.core.placement import Placement
 from tests.helpers import ROOT, free_port, process_group, run_ranks
 
 STEPS, SAMPLES = 4, 13

@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from phalanx.comm.comm_thread import Mark
 from phalanx.comm.mesh import Mesh, join
-from phalanx.optim import sharded
-from phalanx.optim.lane import Mark
-from phalanx.optim.order import Orders, Sharding
-from phalanx.optim.timeline import Op
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
+from phalanx.engine import sharded
+from phalanx.engine.sharding_spec import Orders, Sharding
+from phalanx.layout.comm_simulation import Op
 from tests.dist.engine_cases import WIDTH, Batch, Driven, Mix, Net, batches, mix
 from tests.helpers import run_ranks
 

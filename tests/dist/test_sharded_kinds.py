@@ -9,18 +9,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, alone, join
-from phalanx.comm.objects import JsonGroup
-from phalanx.optim import gradients, sharded
+from phalanx.core.placement import Placement
+from phalanx.engine import sharded
+from phalanx.engine.interface import Precision
+from phalanx.engine.sharding_spec import Sharding
+from phalanx.engine.single import Single
+from phalanx.optim import gradients
 from phalanx.optim.adamw8bit import AdamW8bit
-from phalanx.optim.engine import Precision
-from phalanx.optim.from_torch import from_torch
 from phalanx.optim.gradients import LossScale
-from phalanx.optim.order import Sharding
-from phalanx.optim.single import Single
+from phalanx.optim.torch_optimizers import from_torch
 from phalanx.optim.update import Rule
 from phalanx.parallel import activations
-from phalanx.placement import Placement
 from tests.dist.engine_cases import ADAMW, FLOAT64, NOMINAL, WIDTH, Batch, Driven, Net, batches, fill_from, rate
 from tests.helpers import run_ranks
 

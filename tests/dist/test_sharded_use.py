@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from phalanx.comm.mesh import join
-from phalanx.errors import ConfigError
-from phalanx.optim.held import IN_FLIGHT
-from phalanx.optim.order import PREFETCH, Sharding
-from phalanx.optim.sharded import Sharded
-from phalanx.placement import Placement
+from phalanx.core.errors import ConfigError
+from phalanx.core.placement import Placement
+from phalanx.engine.bucket import IN_FLIGHT
+from phalanx.engine.sharded import Sharded
+from phalanx.engine.sharding_spec import PREFETCH, Sharding
 from tests.dist.engine_cases import WIDTH, Driven, Mix, Net, batches, mix
 from tests.helpers import run_ranks
 

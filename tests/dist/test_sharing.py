@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from phalanx.balance import Division, Speed, division_of
+from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import join
-from phalanx.comm.objects import JsonGroup
-from phalanx.events import Kind
-from phalanx.json_lines import append_line
-from phalanx.optim.engine import Queued
-from phalanx.placement import Placement
-from phalanx.run_paths import RunPaths
-from phalanx.train.metrics import Recorder
-from phalanx.train.metrics import Speed as Flops
-from phalanx.train.sharing import Recorded, Sharing, recorded
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import append_line
+from phalanx.core.placement import Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.engine.interface import Queued
+from phalanx.layout.balance import Division, Speed, division_of
+from phalanx.trainer.metrics import Recorder
+from phalanx.trainer.metrics import Speed as Flops
+from phalanx.workload.work_split import Recorded, Sharing, recorded
 from tests.helpers import run_ranks
 
 FIRST = {"kind": Kind.SHARED, "step": 1, "shares": [3, 1], "parts": 1}

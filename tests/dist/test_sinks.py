@@ -4,11 +4,11 @@ import dataclasses
 import resource
 from pathlib import Path
 
-from phalanx.json_lines import read_lines
-from phalanx.placement import Placement
-from phalanx.records import StepRecord
-from phalanx.run_paths import RunPaths
-from phalanx.train.sinks import Records, TensorBoard
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import Placement
+from phalanx.core.records import StepRecord
+from phalanx.core.run_paths import RunPaths
+from phalanx.workload.sinks import Records, TensorBoard
 from tests.helpers import run_ranks
 
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from phalanx import accelerator
+from phalanx.autotune.state_shares import FOR_STATE, keeping_of, settled_weights, state_weights
 from phalanx.comm.mesh import join
-from phalanx.errors import ConfigError
-from phalanx.events import Kind
-from phalanx.optim.held import Held
-from phalanx.optim.sharded import Sharded
-from phalanx.placement import Placement
-from phalanx.run_paths import RunPaths
-from phalanx.train import trainer
-from phalanx.train.sinks import Records
-from phalanx.train.state_shares import FOR_STATE, keeping_of, settled_weights, state_weights
-from phalanx.train.subject import subject_of
+from phalanx.core.errors import ConfigError
+from phalanx.core.events import Kind
+from phalanx.core.placement import Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.engine.bucket import Held
+from phalanx.engine.sharded import Sharded
+from phalanx.system import accelerator
+from phalanx.trainer import train_rank
+from phalanx.workload.sinks import Records
+from phalanx.workload.workload import subject_of
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import farthest, outcome, walk
@@ -50,7 +50,7 @@ def train(placement: Placement, run: str, data: str, free: list[int]) -> list[in
 
     Sharded.initialise = noting  # type: ignore[method-assign]
     described = runs.job(run, data, {}, placement.world)
-    assert trainer.run(described, runs.on_one_thread(placement)) == 0
+    assert train_rank.run(described, runs.on_one_thread(placement)) == 0
     return held
 
 
@@ -173,7 +173,7 @@ def test_what_was_found_is_taken_again_as_long_as_it_fits(tokens: Path, tmp_path
 def unlike(placement: Placement, run: str, data: str, zeros: list[int]) -> int:
     """A run of ranks that have each resolved parallel.zero for their own memory."""
     described = runs.job(run, data, {"parallel.zero": zeros[placement.rank]}, placement.world)
-    return int(trainer.run(described, runs.on_one_thread(placement)))
+    return int(train_rank.run(described, runs.on_one_thread(placement)))
 
 
 def test_ranks_that_were_resolved_apart_do_what_shards_most(tokens: Path, tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.models.export import export
+from phalanx.core.placement import Placement
+from phalanx.models.hf_export import export
+from phalanx.models.hf_weights import Weights
 from phalanx.models.llama import Llama
-from phalanx.models.weights import Weights
-from phalanx.parallel import apply
+from phalanx.parallel import parallelize
 from phalanx.parallel.materialize import imported, materialise
-from phalanx.parallel.sliced import filled_by_runs
 from phalanx.parallel.tensor import cut_among, split
-from phalanx.placement import Placement
+from phalanx.parallel.tensor_state import filled_by_runs
 from tests.dist.tensor_cases import (
     GLOBAL_BATCH,
     SEQ_LEN,
@@ -139,7 +139,7 @@ def compiled(placement: Placement) -> float:
     with among(placement, placement.world) as mesh:
         mine, other = values(spec, torch.float32), values(spec, torch.float32)
         held = split(mine, cut_among(mesh, spec.kv_heads, True))
-        apply.compile_units(mine, mine.blocks())
+        parallelize.compile_units(mine, mine.blocks())
         for model in (mine, other):
             loss_of(model, 1, ALL).backward()
         return gradients_apart(mine, other, held)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from phalanx import faults
-from phalanx.checkpoint.disk import Saver
-from phalanx.errors import PhalanxError
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.placement import Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
-from phalanx.train import trainer
-from phalanx.train.skips import Skips
+from phalanx.checkpoint.disk.save import Saver
+from phalanx.core import faults
+from phalanx.core.errors import PhalanxError
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.trainer import train_rank
+from phalanx.trainer.skipped_batches import Skips
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import same_bits
@@ -31,7 +31,7 @@ def train(placement: Placement, run: str, data: str, changes: dict[str, Any], pl
     described = runs.job(run, data, CALM | changes, placement.world)
     described = dataclasses.replace(described, faults=tuple(faults.parse(planned)))
     try:
-        return str(int(trainer.run(described, runs.on_one_thread(placement))))
+        return str(int(train_rank.run(described, runs.on_one_thread(placement))))
     except PhalanxError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -42,7 +42,7 @@ def train_past(placement: Placement, run: str, data: str, changes: dict[str, Any
     with runs.loop_of(placement, described) as loop:
         start = loop.restore()
         loop.skips = Skips(tuple((first, stop) for first, stop in skips))
-        return int(trainer.train(loop, start))
+        return int(train_rank.train(loop, start))
 
 
 def walk(run: Path, tokens: Path, *planned: str, ranks: int = 2, **changes: Any) -> list[str]:
@@ -113,7 +113,7 @@ def train_and_die(placement: Placement, run: str, data: str, changes: dict[str, 
 
     described = runs.job(run, data, CALM | changes, placement.world)
     described = dataclasses.replace(described, faults=tuple(faults.parse(planned)))
-    return str(int(trainer.run(described, runs.on_one_thread(placement), [Failing()])))
+    return str(int(train_rank.run(described, runs.on_one_thread(placement), [Failing()])))
 
 
 def test_a_spike_is_skipped_by_all_ranks_without_a_trace(tokens: Path, tmp_path: Path) -> None:

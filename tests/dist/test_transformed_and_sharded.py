@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import phalanx
+from phalanx.api.sharded_model import ShardedModel
 from phalanx.comm.mesh import Mesh
-from phalanx.errors import ConfigError
+from phalanx.core.errors import ConfigError
+from phalanx.core.placement import Placement
 from phalanx.optim.state import Shard
-from phalanx.parallel.starting import rebuild_buffers, start_of
-from phalanx.parallel.transform import full_state_dict, transform
-from phalanx.placement import Placement
-from phalanx.sharded_model import ShardedModel
+from phalanx.parallel.hf_transform import full_state_dict, transform
+from phalanx.parallel.init_weights import rebuild_buffers, start_of
 from tests.dist.tensor_cases import among
-from tests.dist.test_transform import KINDS, SHAPE, made
+from tests.dist.test_hf_transform import KINDS, SHAPE, made
 from tests.helpers import run_ranks
 
 STEPS, ROWS = 5, 4

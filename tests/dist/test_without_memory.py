@@ -5,10 +5,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from phalanx import shared_memory
-from phalanx.events import Kind
-from phalanx.placement import Placement
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind
+from phalanx.core.placement import Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.recovery import shared_memory
 from tests.dist.command import call, write_place
 from tests.helpers import run_ranks
 from tests.numerics import runs

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import accelerator
-from phalanx.accelerator import HostCopy
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
 from phalanx.models import layers
 from phalanx.models.attention import attention, has_kernel
-from phalanx.optim.stamps import Stamps
-from phalanx.placement import Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
-from phalanx.train import trainer
-from phalanx.train.clock import UnitClock
+from phalanx.system import accelerator
+from phalanx.system.accelerator import HostCopy
+from phalanx.system.event_times import Stamps
+from phalanx.trainer import train_rank
+from phalanx.workload.clock import UnitClock
 from tests.gpu.device import SIMULATED, needs_accelerator, needs_compiler, needs_kernels
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -28,7 +28,7 @@ STEPS = 10
 
 def train_on_device(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:
     placed = dataclasses.replace(placement, device=accelerator.found()[0])
-    return int(trainer.run(runs.job(run, data, changes, placement.world), placed))
+    return int(train_rank.run(runs.job(run, data, changes, placement.world), placed))
 
 
 def host_copy(placement: Placement) -> list[float]:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx import accelerator
+from phalanx.core.placement import Placement
+from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.llama import Llama
-from phalanx.models.spec import ModelSpec
 from phalanx.parallel import activations
 from phalanx.parallel.offload import Mover, offload
-from phalanx.placement import Placement
+from phalanx.system import accelerator
 from tests.gpu.device import SIMULATED, needs_accelerator
 from tests.helpers import run_ranks
 

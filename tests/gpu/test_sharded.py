@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from phalanx import accelerator
-from phalanx.placement import Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
-from phalanx.train import trainer
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.system import accelerator
+from phalanx.trainer import train_rank
 from tests.gpu.device import needs_accelerator, needs_compiler
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -29,7 +29,7 @@ def train(placement: Placement, run: str, data: str, changes: dict[str, Any], on
     """Every rank on the same device, but for those `on_host`."""
     device = "cpu" if placement.rank in on_host else accelerator.found()[0]
     placed = dataclasses.replace(placement, device=device, threads=1)
-    return int(trainer.run(runs.job(run, data, changes, placement.world), placed))
+    return int(train_rank.run(runs.job(run, data, changes, placement.world), placed))
 
 
 def walk(run: Path, data: Path, ranks: int, changes: dict[str, Any], on_host: list[int] | None = None) -> list[float]:

@@ -13,24 +13,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from phalanx.balance import Division
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
 from phalanx.data.loader import Loader
 from phalanx.data.masking import MaskForm, masked_rows
-from phalanx.data.order import order
 from phalanx.data.packing import Form, Sample, rows_of
+from phalanx.data.shuffle import order
 from phalanx.data.sources import is_held_out, text_digest
-from phalanx.data.tokens import TokenFile, TokenWriter
+from phalanx.data.token_files import TokenFile, TokenWriter
 from phalanx.data.wordpiece import Specials
-from phalanx.models.custom import shapes_of
-from phalanx.models.draws import Draws
-from phalanx.models.export import export
+from phalanx.layout.balance import Division
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.counter_rng import Draws
+from phalanx.models.hf_export import export
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.model import draw
-from phalanx.models.spec import ModelSpec
-from phalanx.placement import Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
-from phalanx.train.subject import subject_of
+from phalanx.models.user_model import shapes_of
+from phalanx.workload.workload import subject_of
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import VOCAB

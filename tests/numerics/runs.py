@@ -16,26 +16,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx import recipe
-from phalanx.axes import Axes
-from phalanx.checkpoint.disk import Saver
-from phalanx.checkpoint.read import Checkpoint, find, step_folder
+from phalanx.checkpoint.disk.load import Checkpoint, find, step_folder
+from phalanx.checkpoint.disk.save import Saver
+from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, join
-from phalanx.comm.objects import JsonGroup
-from phalanx.data.tokens import TokenWriter
-from phalanx.json_lines import read_lines
-from phalanx.models.draws import Draws
-from phalanx.placement import Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.config import load
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.data.token_files import TokenWriter
+from phalanx.layout.mesh_axes import Axes
+from phalanx.models.counter_rng import Draws
 from phalanx.tasks.language import IGNORED
 from phalanx.tasks.task import Batch, SampleLike, Task
-from phalanx.train import trainer
-from phalanx.train.build import build
-from phalanx.train.loop import Loop, Run
-from phalanx.train.sinks import Records
-from phalanx.train.stopping import StopRequest
-from phalanx.train.subject import spec_from_run
+from phalanx.trainer import train_rank
+from phalanx.trainer.loop import Loop, Run
+from phalanx.trainer.stop_request import StopRequest
+from phalanx.workload.build import build
+from phalanx.workload.sinks import Records
+from phalanx.workload.workload import spec_from_run
 from tests.helpers import run_ranks
 
 VOCAB = 61  # divides by none of 2, 3 and 5, so that every engine's cut of the embedding is uneven
@@ -81,7 +81,7 @@ def job(run: str | Path, data: str | Path, changes: dict[str, Any], world: int) 
             tree.setdefault(section, {})[leaf] = value
         else:
             tree[section] = value
-    config, _ = recipe.resolve(recipe.check(tree, "the tests' recipe"), device="cpu", world=world)
+    config, _ = load.resolve(load.check(tree, "the tests' recipe"), device="cpu", world=world)
     Path(run).mkdir(parents=True, exist_ok=True)
     spec = spec_from_run(config)
     folders = sorted(path for path in Path(data).iterdir() if path.name.startswith("train"))
@@ -123,10 +123,10 @@ def train(
     given = {} if shares is None else {"balance.work": list(shares)}
     described = job(run, data, (changes or {}) | given, placement.world)
     if not masked:
-        return int(trainer.run(described, on_one_thread(placement)))
+        return int(train_rank.run(described, on_one_thread(placement)))
     with loop_of(placement, described) as loop:
         loop.parts.task = Masked(loop.parts.task)
-        return int(trainer.train(loop, loop.restore()))
+        return int(train_rank.train(loop, loop.restore()))
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.errors import ConfigError, RunError
-from phalanx.events import Kind
-from phalanx.models.custom import on_meta, shapes_of
-from phalanx.models.export import export
-from phalanx.models.hf import hf_name
+from phalanx.core.errors import ConfigError, RunError
+from phalanx.core.events import Kind
+from phalanx.core.placement import Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.layout.model_shape import LORA_TARGETS, ModelSpec
 from phalanx.models.hf_config import read_config, spec_from_config
+from phalanx.models.hf_export import export
+from phalanx.models.hf_mapping import hf_name
+from phalanx.models.hf_weights import Weights
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.peft import Adapter
-from phalanx.models.spec import LORA_TARGETS, ModelSpec
-from phalanx.models.weights import Weights
-from phalanx.placement import Placement
-from phalanx.run_paths import RunPaths
-from phalanx.train import adapters, folder
-from phalanx.train.export import export_run
+from phalanx.models.user_model import on_meta, shapes_of
+from phalanx.trainer import run_folder
+from phalanx.trainer.export import export_run
+from phalanx.workload import adapters
 from tests.dist.incidents import train_with_signal
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -140,8 +141,8 @@ def test_eight_bit_state_on_any_ranks(base: Path, tokens: Path, tmp_path: Path) 
 def finished(run: Path, base: Path, tokens: Path) -> RunPaths:
     """A run folder as the launcher leaves it, of the checkpoint in `run`."""
     described = runs.job(run, tokens, changes(base), 1)
-    folder.check_data(described.paths, {}, False, adapters.base_of(described.config, described.spec, Llama))
-    folder.write_start(described.paths, described.config, base)
+    run_folder.check_data(described.paths, {}, False, adapters.base_of(described.config, described.spec, Llama))
+    run_folder.write_start(described.paths, described.config, base)
     return described.paths
 
 
@@ -207,7 +208,7 @@ def test_other_weights_in_the_place_of_the_base_are_refused(
     shutil.copytree(alone[0], run)
     paths = finished(run, tmp_path / "base", tokens)
     described = runs.job(run, tokens, changes(tmp_path / "base"), 1)
-    folder.check_data(paths, {}, True, adapters.base_of(described.config, described.spec, Llama))
+    run_folder.check_data(paths, {}, True, adapters.base_of(described.config, described.spec, Llama))
     export_run(paths, tmp_path / "before", None)
     going_on = changes(tmp_path / "base", adapter=str(tmp_path / "before"), targets=EVERYTHING)
     another = runs.job(tmp_path / "another", tokens, going_on, 1)
@@ -216,7 +217,7 @@ def test_other_weights_in_the_place_of_the_base_are_refused(
     shutil.rmtree(tmp_path / "base")
     export(tmp_path / "base", SPEC, lambda name: torch.ones(shapes_of(Llama, SPEC)[name]), torch.float64)
     with pytest.raises(RunError, match=r"the weights in model.from_hf have changed since the run in .* began"):
-        folder.check_data(paths, {}, True, adapters.base_of(described.config, described.spec, Llama))
+        run_folder.check_data(paths, {}, True, adapters.base_of(described.config, described.spec, Llama))
     with pytest.raises(RunError, match=r"does not hold the weights that the adapters of .* were trained beside"):
         export_run(paths, tmp_path / "merged", None, merge=True)
     export_run(paths, tmp_path / "adapter", None)  # needs no base
@@ -245,6 +246,6 @@ def test_an_adapter_gives_what_the_recipe_leaves_open_and_contradicts_the_rest(
 def test_merging_needs_adapters(alone: tuple[Path, Outcome], base: Path, tokens: Path, tmp_path: Path) -> None:
     described = runs.job(tmp_path / "run", tokens, {"model": {"from_hf": str(base)}}, 1)
     shutil.copytree(alone[0] / "checkpoints", tmp_path / "run" / "checkpoints")
-    folder.write_start(described.paths, described.config, base)
+    run_folder.write_start(described.paths, described.config, base)
     with pytest.raises(ConfigError, match="--merge is for a run that trains adapters"):
         export_run(described.paths, tmp_path / "merged", None, merge=True)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx import balance
 from phalanx.comm.mesh import join
-from phalanx.models.draws import Draws
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
+from phalanx.layout import balance
+from phalanx.models.counter_rng import Draws
 from phalanx.tasks.language import IGNORED
 from phalanx.tasks.task import Batch, Task
-from phalanx.train import trainer
+from phalanx.trainer import train_rank
 from tests.helpers import run_ranks
 from tests.numerics.runs import distance, events, job, loop_among, on_one_thread, state
 
@@ -69,7 +69,7 @@ def one_step(placement: Placement, folder: str, data: str, cases: list[dict[str,
             if placement.world > 1:
                 limits = [case["micro_batch"]] * placement.world
                 loop.parts.sharing.division = balance.in_parts(case["shares"], limits)
-            assert trainer.train(loop, loop.restore()) == 0
+            assert train_rank.train(loop, loop.restore()) == 0
     return 0
 
 

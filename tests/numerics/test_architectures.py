@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.numerics.runs import walk
-from tests.numerics.test_ranks import assert_same
+from tests.numerics.test_rank_layout import assert_same
 
 # A norm after the feed-forward layer, whose weight starts at zero and so the layer as if it had none.
 OWN = """

@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.columns import ColumnsWriter
-from phalanx.data.tokens import TokenWriter
+from phalanx.core.events import Kind
+from phalanx.data.record_files import ColumnsWriter
+from phalanx.data.token_files import TokenWriter
 from phalanx.data.wordpiece import Specials
-from phalanx.events import Kind
-from phalanx.models.draws import Draws
+from phalanx.models.counter_rng import Draws
 from phalanx.models.model import draw
-from phalanx.train.subject import subject_of
+from phalanx.workload.workload import subject_of
 from tests.dist.incidents import train_with_signal
 from tests.helpers import run_ranks
 from tests.numerics import runs

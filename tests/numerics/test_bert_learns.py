@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.config import Config
-from phalanx.data.columns import Columns
-from phalanx.data.labelled import ordered
+from phalanx.config.schema import Config
+from phalanx.core.events import Kind
+from phalanx.data.label_rows import ordered
 from phalanx.data.prepare import Prepared
 from phalanx.data.prepare_records import prepare_for
-from phalanx.data.tokens import TokenFile
-from phalanx.events import Kind
+from phalanx.data.record_files import Columns
+from phalanx.data.token_files import TokenFile
 from tests.code_tags import write_conll
 from tests.numerics import runs
 from tests.numerics.runs import walk

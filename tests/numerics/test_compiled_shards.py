@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
 from tests.numerics import runs
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from phalanx.comm.mesh import join
-from phalanx.optim.engine import Precision
-from phalanx.optim.from_torch import from_torch
-from phalanx.optim.order import Sharding
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
+from phalanx.engine.interface import Precision
+from phalanx.engine.sharding_spec import Sharding
+from phalanx.optim.torch_optimizers import from_torch
 from tests.dist.engine_cases import ADAMW, DECAY, FLOAT64, WIDTH, Batch, Driven, Net, Twin, batches
 from tests.helpers import ALL, run_ranks
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.errors import Diverged
-from phalanx.events import Kind
-from phalanx.placement import Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
-from phalanx.train import trainer
+from phalanx.core.errors import Diverged
+from phalanx.core.events import Kind
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.trainer import train_rank
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, same_bits, walk
@@ -72,7 +72,7 @@ def lose_a_parameter(placement: Placement, run: str, data: str) -> str:
         with torch.no_grad():
             loop.parts.model.head.norm.weight[0] = piece.tensor[0] = float("nan")
         try:
-            trainer.train(loop, 0)
+            train_rank.train(loop, 0)
         except Diverged as error:
             return str(error)
     return "it went on"

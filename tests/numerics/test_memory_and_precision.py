@@ -9,11 +9,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.models.draws import Draws
+from phalanx.core.placement import Placement
+from phalanx.models.counter_rng import Draws
 from phalanx.optim import gradients
-from phalanx.placement import Placement
 from phalanx.tasks.task import Batch
-from phalanx.train.loop import Loop
+from phalanx.trainer.loop import Loop
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import distance, farthest, same_bits, walk

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import accelerator, recipe
 from phalanx.comm import collectives
-from phalanx.errors import ConfigError
-from phalanx.optim import fsdp2
-from phalanx.optim.sharded import Sharded
-from phalanx.placement import Placement
-from phalanx.train import trainer
+from phalanx.config import load
+from phalanx.core.errors import ConfigError
+from phalanx.core.placement import Placement
+from phalanx.engine import fsdp2
+from phalanx.engine.sharded import Sharded
+from phalanx.system import accelerator
+from phalanx.trainer import train_rank
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import distance, farthest, same_bits, walk
@@ -44,7 +45,7 @@ def train(placement: Placement, run: str, data: str, types: list[str], changes: 
             moves.all_gather = lambda tensor, cuts: noted(tensor, tensor, cuts)  # type: ignore[method-assign]
             summed = noting(lambda tensor, into, cuts: reduce_scatter(tensor, cuts, into))
             moves.reduce_scatter = lambda tensor, cuts, into: summed(tensor, into, cuts)  # type: ignore[method-assign]
-        assert trainer.train(loop, loop.restore()) == 0
+        assert train_rank.train(loop, loop.restore()) == 0
         saved = runs.state(Path(run))
         with loop.parts.engine.full_parameters() as whole:
             for name, tensor in whole.items():
@@ -116,8 +117,8 @@ def test_ranks_that_resolved_the_type_each_for_itself_are_refused(tokens: Path, 
 
 
 def test_auto_is_mixed_where_devices_differ() -> None:
-    config = recipe.check({"model": {"hidden": 16, "layers": 1, "heads": 2}}, "the recipe")
+    config = load.check({"model": {"hidden": 16, "layers": 1, "heads": 2}}, "the recipe")
     for bf16, differ, expected in ((True, False, "bf16"), (False, False, "fp16"), (False, True, "mixed")):
-        resolved, reasons = recipe.resolve(config, device="gpu", world=2, bf16=bf16, differ=differ)
+        resolved, reasons = load.resolve(config, device="gpu", world=2, bf16=bf16, differ=differ)
         assert resolved.train.dtype == expected
         assert "train.dtype" in [key for key, _, _ in reasons]

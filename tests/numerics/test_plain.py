@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.balance import Division
 from phalanx.data.loader import Loader
 from phalanx.data.packing import Form, rows_of
-from phalanx.data.tokens import TokenFile
-from phalanx.models.draws import Draws
+from phalanx.data.token_files import TokenFile
+from phalanx.layout.balance import Division
+from phalanx.layout.model_shape import parameter_shapes
+from phalanx.models.counter_rng import Draws
 from phalanx.models.llama import Llama, init_slice
-from phalanx.models.spec import parameter_shapes
-from phalanx.optim.schedule import learning_rate
+from phalanx.optim.lr_schedule import learning_rate
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Task
-from phalanx.train.loop import Run
+from phalanx.trainer.loop import Run
 from tests.numerics import runs
 
 

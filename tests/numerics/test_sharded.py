@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from phalanx.core.placement import Placement
+from phalanx.engine.sharded import Sharded
 from phalanx.optim import gradients
-from phalanx.optim.sharded import Sharded
-from phalanx.placement import Placement
 from tests.helpers import ALL, run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, walk
-from tests.numerics.test_ranks import assert_same
+from tests.numerics.test_rank_layout import assert_same
 
 LENGTH = 50 if ALL else 12  # in both some norms are clipped and some are not
 STEPS = {"train__steps": LENGTH, "optim__decay_steps": LENGTH}

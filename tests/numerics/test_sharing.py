@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from phalanx import balance
-from phalanx.balance import Division
-from phalanx.checkpoint.read import find, step_folder
-from phalanx.events import Kind
-from phalanx.models.draws import Draws
-from phalanx.placement import Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.checkpoint.disk.load import find, step_folder
+from phalanx.core.events import Kind
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.layout import balance
+from phalanx.layout.balance import Division
+from phalanx.models.counter_rng import Draws
 from phalanx.tasks.task import Batch, Task
-from phalanx.train import trainer
+from phalanx.trainer import train_rank
 from tests.helpers import run_ranks
 from tests.numerics.runs import Outcome, events, job, loop_of, on_one_thread, outcome, same_bits, state, walk
-from tests.numerics.test_ranks import assert_same
+from tests.numerics.test_rank_layout import assert_same
 
 PAUSE_S = 0.01  # for a sequence, at speed 1
 
@@ -61,7 +61,7 @@ def counting(placement: Placement, run: str, data: str, changes: dict[str, Any])
     """A run; returns how many forward passes this rank has trained with."""
     with loop_of(on_one_thread(placement), job(run, data, changes, placement.world)) as loop:
         loop.parts.task = task = Counted(loop.parts.task)
-        assert trainer.train(loop, loop.restore()) == 0
+        assert train_rank.train(loop, loop.restore()) == 0
         return task.passes
 
 
@@ -134,7 +134,7 @@ def changing(placement: Placement, run: str, data: str, shares: list[list[int]])
             return asked
 
         sharing.settle = settled  # type: ignore[method-assign]
-        return int(trainer.train(loop, loop.restore()))
+        return int(train_rank.train(loop, loop.restore()))
 
 
 def test_shares_that_change_at_every_step(alone: Outcome, tokens: Path, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def paced(placement: Placement, run: str, data: str, pauses: list[list[float]], 
     placement = on_one_thread(placement)
     with loop_of(placement, job(run, data, AUTO | changes, placement.world)) as loop:
         loop.parts.task = loop.clock = Paced(loop.parts.task, pauses[placement.rank])
-        return [int(trainer.train(loop, loop.restore())), loop.parts.sharing.balance_s]
+        return [int(train_rank.train(loop, loop.restore())), loop.parts.sharing.balance_s]
 
 
 def walk_paced(ranks: int, run: Path, data: Path, pauses: list[list[float]], **changes: Any) -> Outcome:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.core.events import Kind
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
 from phalanx.data.packing import Form, Packed
-from phalanx.data.tokens import TokenFile, TokenWriter
-from phalanx.events import Kind
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.data.token_files import TokenFile, TokenWriter
 from tests.numerics.runs import VOCAB, Outcome, events, same_bits, walk
-from tests.numerics.test_ranks import assert_same
+from tests.numerics.test_rank_layout import assert_same
 
 STEPS = 10
 TUNED: dict[str, Any] = {"data__format": "prompt", "train__steps": STEPS, "optim__decay_steps": STEPS,

@@ -18,12 +18,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from phalanx import hardware, pulse
-from phalanx.cluster import attempt, early
-from phalanx.cluster.agent import Job, run
-from phalanx.errors import CheckpointError, ConfigError
-from phalanx.placement import ExitCode, Kept, KeptFile, Placement
-from phalanx.run_paths import RunPaths
+from phalanx.core import progress_page
+from phalanx.core.errors import CheckpointError, ConfigError
+from phalanx.core.placement import ExitCode, Kept, KeptFile, Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.node import attempt, standby
+from phalanx.elastic.node.agent import Job, run
+from phalanx.layout import hardware
 
 FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
 
@@ -104,7 +105,7 @@ def out_of_memory(placement: Placement) -> int:
 def starves(placement: Placement, steps: int = 0) -> int:
     """Is killed as by a kernel that counts it, a moment after the agent has begun to look. It was asked for larger
     micro-batches than it runs, which have 4 sequences unless it may have less."""
-    mine = pulse.opened(placement.shared, placement.rank, placement.attempt)
+    mine = progress_page.opened(placement.shared, placement.rank, placement.attempt)
     for step in range(1, steps + 2):
         mine.at("data", step)
     mine.runs(min(4, hardware.limits(RunPaths(FOLDER / "run")).get(placement.rank, 64)))
@@ -120,7 +121,7 @@ def starves_behind_a_step(placement: Placement) -> int:
 
 def eats(placement: Placement) -> int:
     """The last rank takes 100 MB for each of its 4 sequences, or of as many as it may have."""
-    mine = pulse.opened(placement.shared, placement.rank, placement.attempt)
+    mine = progress_page.opened(placement.shared, placement.rank, placement.attempt)
     mine.at("data", 1)
     if placement.rank < placement.world - 1:
         time.sleep(60 if placement.attempt == 1 else 0)
@@ -242,7 +243,7 @@ def second_time(placement: Placement) -> int:
     told, has_store = dataclasses.asdict(placement), placement.store.listen_fd is not None
     told["store"] = [placement.store.host, has_store and os.get_inheritable(placement.store.listen_fd or 0)]
     names = [Path(frame.filename).name for frame in traceback.extract_stack()]
-    note(placement, "told", told | {"early": "early.py" in names})
+    note(placement, "told", told | {"early": "standby.py" in names})
     looks_around(placement)
     return meet(placement)
 
@@ -251,7 +252,7 @@ def main() -> None:
     """Run the job that the arguments name."""
     options = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
     if options.pop("early", False):
-        early.LATER_S = 0.0
+        standby.LATER_S = 0.0
         (FOLDER / "early").touch()
 
     def tell(kind: str, details: dict[str, Any]) -> None:

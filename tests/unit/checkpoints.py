@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.disk import Piece, Saver
-from phalanx.checkpoint.read import (
-    Checkpoint,
-    Parameters,
-)
-from phalanx.run_paths import Url
+from phalanx.checkpoint.disk.load import Checkpoint, Parameters
+from phalanx.checkpoint.disk.save import Piece, Saver
+from phalanx.core.run_paths import Url
 
 Events = list[tuple[str, dict[str, Any]]]
 SHAPES: Parameters = {"layers.0.weight": ((7, 11), "float32"), "norm": ((5,), "float32"), "scalar": ((1,), "float32")}

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from phalanx import recipe
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.placement import Placement
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.config import load
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
 
 Seen = dict[str, Any]
 BASE: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ OWN_TASK = """
 import torch
 from torch import nn
 from phalanx.models.model import Model
-from phalanx.tasks.own import OwnTask
+from phalanx.tasks.custom import OwnTask
 from phalanx.tasks.task import Batch
 
 
@@ -92,8 +92,8 @@ class Model(llama.Llama):
 # ---------------------------------------------------------------------------------------------- inside a rank's process
 
 
-def configured(changes: dict[str, Any], folder: Path) -> recipe.Config:
-    tree = recipe.apply_overrides(BASE, [])
+def configured(changes: dict[str, Any], folder: Path) -> load.Config:
+    tree = load.apply_overrides(BASE, [])
     for section, values in tree.items():
         tree[section] = dict(values)
     for key, value in changes.items():
@@ -103,28 +103,29 @@ def configured(changes: dict[str, Any], folder: Path) -> recipe.Config:
             node = node.setdefault(parent, {})
         node[leaf] = value
     text = json.dumps(tree).replace("SOURCE", str(folder / "text.jsonl")).replace("CACHE", str(folder / "cache"))
-    made = recipe.check(json.loads(text.replace("FOLDER", str(folder))), "the test's recipe")
-    return recipe.resolve(made, device="cpu", world=1)[0]
+    made = load.check(json.loads(text.replace("FOLDER", str(folder))), "the test's recipe")
+    return load.resolve(made, device="cpu", world=1)[0]
 
 
 def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path) -> Seen:
     """One run as `phalanx train` makes it, in this process, and everything that can be seen of it afterwards."""
-    from phalanx import accelerator, launch
-    from phalanx.checkpoint.read import Checkpoint, find, step_folder
-    from phalanx.train import folder as run_folder
-    from phalanx.train.loop import Run
-    from phalanx.train.resolve import resolve_with_files, token_folders
-    from phalanx.train.subject import spec_if_any
+    from phalanx.checkpoint.disk.load import Checkpoint, find, step_folder
+    from phalanx.launch import local
+    from phalanx.system import accelerator
+    from phalanx.trainer import run_folder
+    from phalanx.trainer.loop import Run
+    from phalanx.trainer.resolve import resolve_with_files, token_folders
+    from phalanx.workload.workload import spec_if_any
 
     run.mkdir()
     paths = RunPaths(run)
-    answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
-    config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
+    answer = resolve_with_files(load.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
+    config = load.check(load.parse_yaml(answer["config"], "answer"), "answer")
     run_folder.write_start(paths, config, answer["tokenizer"])
     job = Run(config, spec_if_any(config, paths), paths, *token_folders(answer))
     # As on a machine so full that a rank gets one thread: threads that spin are slow where cores are busy.
     with mock.patch.object(accelerator, "set_arithmetic") as set_arithmetic:  # it is the whole process's
-        code = launch.worker(job, dataclasses.replace(placement, threads=1))
+        code = local.worker(job, dataclasses.replace(placement, threads=1))
     steps, events = read_steps(paths.metrics), list(read_lines(paths.events))
     newest = Checkpoint(step_folder(paths.checkpoints, find(paths.checkpoints)[0]))
     return {
@@ -152,13 +153,13 @@ def look(placement: Placement, changes: dict[str, Any], folder: Path) -> Seen:
     """Build the parts of a run and take one step with them by hand."""
     from phalanx.comm.mesh import join
     from phalanx.parallel.materialize import materialise
-    from phalanx.train.build import build
-    from phalanx.train.resolve import resolve_with_files, token_folders
-    from phalanx.train.step import run_micro_batches
-    from phalanx.train.subject import spec_from_run
+    from phalanx.trainer.resolve import resolve_with_files, token_folders
+    from phalanx.workload.build import build
+    from phalanx.workload.step import run_micro_batches
+    from phalanx.workload.workload import spec_from_run
 
-    answer = resolve_with_files(recipe.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
-    config = recipe.check(recipe.parse_yaml(answer["config"], "answer"), "answer")
+    answer = resolve_with_files(load.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
+    config = load.check(load.parse_yaml(answer["config"], "answer"), "answer")
     with join(placement, config.comm.timeout_s) as mesh:
         parts = build(config, spec_from_run(config), mesh, *token_folders(answer))
         materialise(parts.model, parts.engine, parts.starting_weights)
@@ -180,7 +181,7 @@ def observe(placement: Placement, folder: str, cases: list[tuple[str, str, dict[
     """Each (name, walk or look, changes), one after the other; a case that fails leaves its error in its place."""
     import torch
 
-    from phalanx.train.export import export_run
+    from phalanx.trainer.export import export_run
 
     torch.set_num_threads(1)
     os.environ["WANDB_MODE"] = "offline"

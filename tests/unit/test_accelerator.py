@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from phalanx import accelerator
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
+from phalanx.system import accelerator
 from tests.helpers import run_ranks
 
 

@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.throttle import throttle
-from phalanx.cluster import attempt as attempts
-from phalanx.cluster.attempt import Attempt
-from phalanx.cluster.causes import End, describe, first_cause, is_aftermath, is_deterministic, place_of
-from phalanx.cluster.early import Early
-from phalanx.cluster.job import Job
-from phalanx.cluster.stopping import Signals
-from phalanx.errors import CollectiveError, ConfigError, PhalanxError
-from phalanx.run_paths import RunPaths
+from phalanx.core.errors import CollectiveError, ConfigError, PhalanxError
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.node import attempt as attempts
+from phalanx.elastic.node.attempt import Attempt
+from phalanx.elastic.node.job import Job
+from phalanx.elastic.node.signals import Signals
+from phalanx.elastic.node.standby import Early
+from phalanx.system.exit_causes import End, describe, first_cause, is_aftermath, is_deterministic, place_of
 from tests.helpers import ROOT, is_alive, wait_until
 from tests.unit import agent_jobs
 
@@ -368,11 +368,11 @@ def test_who_was_forked_early_is_gone_where_no_other_attempt_follows(tmp_path: P
 def in_own_process(text: str, **options: Any) -> subprocess.CompletedProcess[str]:
     prelude = (
         "import os, pathlib, signal, subprocess, sys, threading, time\n"
-        "from phalanx.cluster.agent import Job, preload, run\n"
-        "from phalanx.cluster.fork import fork, fork_call\n"
-        "from phalanx.errors import *\n"
-        "from phalanx.records import RunPaths\n"
-        "from phalanx.train.stopping import HELD, asked_to_stop\n"
+        "from phalanx.elastic.node.agent import Job, preload, run\n"
+        "from phalanx.system.fork import fork, fork_call\n"
+        "from phalanx.core.errors import *\n"
+        "from phalanx.core.records import RunPaths\n"
+        "from phalanx.trainer.stop_request import HELD, asked_to_stop\n"
     )
     return subprocess.run(
         [sys.executable, "-c", prelude + text], cwd=ROOT, capture_output=True, text=True, timeout=120, **options
@@ -398,10 +398,10 @@ except KeyError as error:
 
 EARLY = """
 import dataclasses
-from phalanx.cluster import early
-from phalanx.placement import Placement
-early.LATER_S = 0.0
-waiting = early.Early()
+from phalanx.elastic.node import standby
+from phalanx.core.placement import Placement
+standby.LATER_S = 0.0
+waiting = standby.Early()
 def fill(job):
     waiting.begin(job)
     for _ in range(job.world + 1):

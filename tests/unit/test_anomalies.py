@@ -11,15 +11,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.errors import Diverged
-from phalanx.records import StepRecord
-from phalanx.resilience_config import ResilienceSection
-from phalanx.run_paths import RunPaths
-from phalanx.train.anomalies import LEAST, NOT_FINITE_STEPS, WINDOW, Anomalies, Wrong, bound, recorded
-from phalanx.train.checksums import checksum, verdict
-from phalanx.train.master_weights import as_integers
-from phalanx.train.skips import Skips
-from phalanx.train.stragglers import STAYS_S, STEPS, Stragglers
+from phalanx.config.resilience import ResilienceSection
+from phalanx.core.errors import Diverged
+from phalanx.core.records import StepRecord
+from phalanx.core.run_paths import RunPaths
+from phalanx.trainer.anomalies import LEAST, NOT_FINITE_STEPS, WINDOW, Anomalies, Wrong, bound, recorded
+from phalanx.trainer.checksums import checksum, verdict
+from phalanx.trainer.skipped_batches import Skips
+from phalanx.trainer.stragglers import STAYS_S, STEPS, Stragglers
+from phalanx.workload.master_weights import as_integers
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import attention as module
 from phalanx.models.attention import attention, has_kernel
 from phalanx.models.llama import Llama, init_slice
-from phalanx.models.spec import ModelSpec
 from phalanx.parallel import activations
 
 ROWS, LENGTH = 3, 300
@@ -215,9 +215,9 @@ def test_a_model_is_made_without_the_compiler() -> None:
     """Whose import takes more than a second; and what it is told of a kernel is the same all the same."""
     code = """
 import sys
-import phalanx.train.trainer, phalanx.train.dry_run
-from phalanx.models.custom import on_meta
-from phalanx.models.spec import PRESETS
+import phalanx.trainer.train_rank, phalanx.autotune.dry_run
+from phalanx.models.user_model import on_meta
+from phalanx.layout.model_shape import PRESETS
 on_meta(PRESETS["llama-3.2-1b"])
 assert "torch._dynamo" not in sys.modules
 """

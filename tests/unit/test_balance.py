@@ -9,8 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from phalanx import balance
-from phalanx.balance import (
+from phalanx.core.errors import ConfigError
+from phalanx.layout import balance
+from phalanx.layout.balance import (
     Division,
     Line,
     Speed,
@@ -26,7 +27,6 @@ from phalanx.balance import (
     state_shares,
     without_empty,
 )
-from phalanx.errors import ConfigError
 
 
 def compositions(total: int, takers: int) -> Iterator[tuple[int, ...]]:

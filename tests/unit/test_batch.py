@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from phalanx import recipe
+from phalanx.config import load
 from phalanx.data.prepare_records import prepare_for
-from phalanx.data.tokens import TokenFile
+from phalanx.data.token_files import TokenFile
 from tests.dist.command import phalanx, write_place
 
 MASK = 2**64 - 1
@@ -59,7 +59,7 @@ def batch(here: Path, *arguments: str) -> list[dict[str, Any]]:
 
 def files_of(here: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[TokenFile]:
     monkeypatch.chdir(here)
-    wanted = recipe.load(here / "recipe.yaml", [*overrides, "data.tokenizer=train"])
+    wanted = load.load(here / "recipe.yaml", [*overrides, "data.tokenizer=train"])
     return [TokenFile(folder) for folder, _ in prepare_for(wanted).train]
 
 

@@ -10,8 +10,8 @@ import yaml
 
 from benchmarks import compression, harness
 from benchmarks.compression import BF16, INT8, OPERATIONS, PLAIN, WAYS, Training
-from phalanx import recipe
-from phalanx.placement import Placement
+from phalanx.config import load
+from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
 
 SMALL = Training(blocks=2, side=64, turns=1, steps=1)
@@ -48,5 +48,5 @@ def test_compares_and_writes_the_agreed_json(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_recipe_of_the_small_llama_is_one() -> None:
-    config = recipe.check(yaml.safe_load(compression.RECIPE), "the benchmark's recipe")
+    config = load.check(yaml.safe_load(compression.RECIPE), "the benchmark's recipe")
     assert config.data.source == ["stdlib"]

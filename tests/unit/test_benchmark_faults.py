@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from benchmarks import faults as benchmark
 from benchmarks import faulty_runs, heartbeats
 from benchmarks.faulty_runs import CHANGING, OUTSIDE, STEPS, Outcome, Plan, Strike
-from phalanx import faults
-from phalanx.faults import KINDS
+from phalanx.core import faults
+from phalanx.core.faults import KINDS
 from tests.helpers import ROOT
 
 INSIDE = KINDS.keys() - {"node-down"}  # for which an agent is killed from outside

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import harness, hierarchical
 from benchmarks.hierarchical import LAYOUTS, OPERATIONS, OURS, QUICK, parts_through_a_link
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import harness, mixed_devices
 from benchmarks.mixed_devices import Size
 from benchmarks.throttle import throttle
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
 
 TINY = Size(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import offload
-from phalanx.models.spec import ModelSpec
+from phalanx.layout.model_shape import ModelSpec
 
 
 def test_all_ways_compute_the_same() -> None:

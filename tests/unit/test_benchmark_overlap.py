@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import harness, overlap
 from benchmarks.overlap import Size
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
 
 TINY = Size(

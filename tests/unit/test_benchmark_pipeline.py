@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import harness, pipeline
 from benchmarks.pipeline import OURS, TORCH, Size
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
 
 TINY = Size(ranks=2, layers=4, micro_batches=(4,), forward_s=0.001, steps=1, layers_unequal=6, micro_batches_unequal=4)

@@ -14,12 +14,12 @@ import pytest
 from benchmarks import borrowed_lab, harness, lab, planner_here
 from benchmarks.planner_here import PICKED, Size, drawn, held_by, least, plan_of, used
 from benchmarks.throttle import MEMORY_ROOT, ROOTS, remove_stale, throttle
-from phalanx.placement import Placement
-from phalanx.plan.choice import Choice
-from phalanx.plan.cluster import Cluster, Group
-from phalanx.plan.kinds import KINDS
-from phalanx.plan.memory import Held
-from phalanx.plan.search import Plan
+from phalanx.core.placement import Placement
+from phalanx.planner.cluster import Cluster, Group
+from phalanx.planner.device_catalog import KINDS
+from phalanx.planner.layout_choice import Choice
+from phalanx.planner.memory import Held
+from phalanx.planner.search import Plan
 from tests.helpers import ROOT, run_ranks
 
 MODEL = {"hidden": 32, "layers": 3, "heads": 2, "intermediate": 64, "vocabulary": 300, "seq_len": 16,

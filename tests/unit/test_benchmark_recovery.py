@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import recovery
 from benchmarks.started import Run, Tail
-from phalanx import kept_files, shared_memory, state_file
-from phalanx.run_paths import RunPaths
-from phalanx.state_file import Who
+from phalanx.core.run_paths import RunPaths
+from phalanx.recovery import inventory, shared_memory, state_file
+from phalanx.recovery.state_file import Who
 from tests.helpers import ROOT
 
 
@@ -78,7 +78,7 @@ def test_what_all_ranks_hold_is_read_from_the_memories_of_nodes(tmp_path: Path) 
         with shared_memory.held(paths, node, tmp_path / "shm") as memory:
             folder = memory.folder
         own = state_file.create(folder, Who(1, node, 2, known, node, 2), index, 16)
-        other = state_file.create(folder / kept_files.REPLICAS, Who(1, 1 - node, 2, known, 1 - node, 2), index, 16)
+        other = state_file.create(folder / inventory.REPLICAS, Who(1, 1 - node, 2, known, 1 - node, 2), index, 16)
         for slot, step in enumerate((7, 8 + node)):
             own.commit(slot, step, b"{}")
         other.commit(0, 7, b"{}")
@@ -86,7 +86,7 @@ def test_what_all_ranks_hold_is_read_from_the_memories_of_nodes(tmp_path: Path) 
     assert (run.committed(), run.replicated()) == (0, 7)
     own.commit(0, 7, b"{}")
     assert run.committed() == 7
-    first = state_file.StateFile(kept_files.files_in(run.folders()[0])[0], writable=True)
+    first = state_file.StateFile(inventory.files_in(run.folders()[0])[0], writable=True)
     first.commit(1, 9, b"{}")
     assert run.committed() == 9
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import replicas, slot_to_slot
 from benchmarks.replicas import GRADIENTS, ITEM_BYTES, PART, STATE
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
 
 

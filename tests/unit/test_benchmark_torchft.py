@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import recovery, torchft_peer
 from benchmarks.torchft_peer import TorchFt, lines_of
-from phalanx.run_paths import RunPaths
+from phalanx.core.run_paths import RunPaths
 from tests.helpers import ROOT
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import bounds, harness, links, uneven_shards
 from benchmarks.uneven_shards import GLOO, SPLITS, Training
-from phalanx.placement import Placement
+from phalanx.core.placement import Placement
 from tests.helpers import ROOT, run_ranks, wait_until
 
 TINY = Training(mbit=20.0, blocks=2, side=64, turns=1, steps=2, peak_side=128)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks import harness, single_device
 from benchmarks.peers import Case
-from phalanx.models.spec import PRESETS, ModelSpec, parameter_count
+from phalanx.layout.model_shape import PRESETS, ModelSpec, parameter_count
 
 SPEC = ModelSpec(
     vocab_size=128, hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8, intermediate=64, max_seq_len=32,

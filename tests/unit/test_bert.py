@@ -19,18 +19,18 @@ from transformers import (
     BertModel,
 )
 
-from phalanx.errors import ConfigError
+from phalanx.core.errors import ConfigError
+from phalanx.layout.model_shape import PRESETS, ModelSpec, flops_per_token, parameter_shapes
 from phalanx.models import hf_bert
 from phalanx.models.bert import Bert, dropped_attention
-from phalanx.models.custom import check_class
-from phalanx.models.draws import Draws
-from phalanx.models.export import export
-from phalanx.models.hf import config_from_spec, hf_name
+from phalanx.models.counter_rng import Draws
 from phalanx.models.hf_config import read_config, spec_from_config
+from phalanx.models.hf_export import export
+from phalanx.models.hf_mapping import config_from_spec, hf_name
+from phalanx.models.hf_weights import Weights
 from phalanx.models.layers import cross_entropy_sum, cross_entropy_sum_plain
-from phalanx.models.spec import PRESETS, ModelSpec, flops_per_token, parameter_shapes
-from phalanx.models.weights import Weights
-from phalanx.train.bert import drawn_parts
+from phalanx.models.user_model import check_class
+from phalanx.workload.bert import drawn_parts
 
 LABELS = ("O", "B-X", "I-X")
 TINY = replace(

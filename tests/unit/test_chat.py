@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from phalanx.core.errors import ConfigError, DataError, PhalanxError
 from phalanx.data.chat import TEMPLATES, ChatEncoder
 from phalanx.data.sources import Record
-from phalanx.errors import ConfigError, DataError, PhalanxError
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"

@@ -13,15 +13,18 @@ import pytest
 import typer
 import yaml
 
-from phalanx import __version__, cli, help_texts, jobs, recipe
-from phalanx.config import Config, leaves
-from phalanx.errors import RunError
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.models.spec import PRESETS
-from phalanx.placement import ExitCode
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx import __version__
+from phalanx.cli import help, main
+from phalanx.config import load
+from phalanx.config.schema import Config, leaves
+from phalanx.core.errors import RunError
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import ExitCode
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.launch import jobs
+from phalanx.layout.model_shape import PRESETS
 from tests.dist.command import phalanx as forked
 from tests.helpers import ROOT, wait_until
 
@@ -50,14 +53,14 @@ train: {steps: 3, global_batch: 3, micro_batch: 2, eval_sequences: 4, dtype: fp6
 # Runs each command line and says how it ended, what it printed, and which heavy packages it brought in.
 SCRIPT = """
 import contextlib, io, json, sys
-from phalanx import cli
+from phalanx.cli.main import main
 found = []
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["phalanx", *arguments]
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
-            cli.main()
+            main()
             code = "it returned"
         except SystemExit as leaving:
             code = leaving.code
@@ -179,14 +182,14 @@ def test_show_prints_a_recipe_that_means_the_same(here: Path) -> None:
     done = phalanx("config", "show", "recipe.yaml", "optim.lr=1e-3", "data.source=[a, 'b c', naïve]", folder=here)
     assert (done.returncode, done.stderr) == (0, "")
     config = Config.model_validate(yaml.safe_load(done.stdout))
-    assert config == recipe.load(here / "recipe.yaml", ["optim.lr=1e-3", "data.source=[a, 'b c', naïve]"])
+    assert config == load.load(here / "recipe.yaml", ["optim.lr=1e-3", "data.source=[a, 'b c', naïve]"])
     assert set(yaml.safe_load(done.stdout)) == set(Config.model_fields)
 
 
 def test_help_is_by_task_and_fits_into_80_columns() -> None:
     """Options take one of a few placeholders, and flags none; nothing is folded within a word or cut."""
-    command = typer.main.get_command(cli.app)
-    help_texts.spell_alike(command)
+    command = typer.main.get_command(main.app)
+    help.spell_alike(command)
 
     def all_of(one: Any) -> Iterator[Any]:
         yield one
@@ -200,7 +203,7 @@ def test_help_is_by_task_and_fits_into_80_columns() -> None:
     narrow = {"COLUMNS": "80", "TERM": "dumb"}
     done = phalanx("--help", environment=narrow)
     panels = re.findall(r"─ ([A-Z][a-z ]+) ─", done.stdout)
-    assert panels[0] == "Options" and panels[1] == help_texts.TRAIN and len(panels) == 6 and "Commands" not in panels
+    assert panels[0] == "Options" and panels[1] == help.TRAIN and len(panels) == 6 and "Commands" not in panels
     done = phalanx("train", "-h", environment=narrow)
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "<" not in done.stdout and "…" not in done.stdout
@@ -313,12 +316,12 @@ def test_a_shrunk_run_starts_whatever_libraries_do(here: Path) -> None:
 
 INTERRUPTED = """
 import signal, sys
-from phalanx import cli
+from phalanx.cli.main import main
 from phalanx.data import workers
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background has not
 workers.run = lambda *arguments: signal.raise_signal(signal.SIGINT)  # as the terminal does in the midst of the work
 sys.argv[1:] = ["data", "prepare", "text.jsonl", "--cache", "cache", "--vocab", "280"]
-cli.main()
+main()
 """
 
 
@@ -343,10 +346,10 @@ def test_what_may_not_be_read_is_a_sentence_and_no_fault_of_phalanx(
     def refused(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(events))
 
-    monkeypatch.setattr("phalanx.job_commands._status", refused)
+    monkeypatch.setattr("phalanx.cli.jobs._status", refused)
     monkeypatch.setattr(sys, "argv", ["phalanx", "status", str(tmp_path)])
     with pytest.raises(SystemExit) as left:
-        cli.main()
+        main.main()
     assert left.value.code == ExitCode.FAILED
     said = capsys.readouterr().err
     assert said.startswith(f"error: {events} cannot be read or written (Permission denied); ")
@@ -370,7 +373,7 @@ def test_debug_anywhere_shows_where_an_error_comes_from(place: int, here: Path) 
     done = phalanx(*arguments, folder=here)
     assert done.returncode == 2
     assert "Traceback (most recent call last)" in done.stderr
-    assert "recipe.py" in done.stderr
+    assert "load.py" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: there is no recipe gone.yaml")
 
 
@@ -385,15 +388,15 @@ def test_debug_anywhere_shows_where_an_error_comes_from(place: int, here: Path) 
     ],
 )
 def test_what_is_behind_a_script_is_its_own(before: list[str], behind: list[str], shows: bool) -> None:
-    ours, of_script = cli._parted([*before, "script.py", *behind])
+    ours, of_script = main._parted([*before, "script.py", *behind])
     assert (ours, of_script) == ([*before, "script.py"], behind)
     assert ("--debug" in ours) is shows
 
 
 def test_every_option_of_run_that_has_a_value_is_known() -> None:
-    command = typer.main.get_command(cli.app).commands["run"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(main.app).commands["run"]  # type: ignore[attr-defined]
     options = [name for each in command.params if not getattr(each, "is_flag", True) for name in each.opts]
-    assert sorted(options) == sorted(cli.RUN_OPTIONS)
+    assert sorted(options) == sorted(main.RUN_OPTIONS)
 
 
 def test_a_script_gets_a_flag_that_is_called_as_one_of_ours(here: Path) -> None:

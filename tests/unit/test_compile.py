@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from phalanx.config import Config
+from phalanx.config.schema import Config
+from phalanx.layout.model_shape import LoraSpec, ModelSpec
 from phalanx.models.bert import Bert
-from phalanx.models.draws import Draws
+from phalanx.models.counter_rng import Draws
 from phalanx.models.llama import Llama
-from phalanx.models.spec import LoraSpec, ModelSpec
-from phalanx.parallel.apply import compile_units, why_not_compiled
-from phalanx.train.resolve import compiling
+from phalanx.parallel.parallelize import compile_units, why_not_compiled
+from phalanx.trainer.resolve import compiling
 
 SPEC = ModelSpec(
     vocab_size=31, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate=24, max_seq_len=8, dropout=0.1

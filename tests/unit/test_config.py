@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.combinations import problems
-from phalanx.config import Config, default_intermediate, get, leaves, spec_of
-from phalanx.errors import ConfigError
-from phalanx.models.spec import PRESETS, ModelSpec
+from phalanx.config.schema import Config, default_intermediate, get, leaves, spec_of
+from phalanx.config.validation import problems
+from phalanx.core.errors import ConfigError
+from phalanx.layout.model_shape import PRESETS, ModelSpec
 
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2}
 

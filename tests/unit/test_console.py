@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console as RichConsole
 
-from phalanx.events import Kind
-from phalanx.json_lines import append_line
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import append_line
+from phalanx.core.run_paths import RunPaths
 from phalanx.report.console import Console, Follower, summary
-from phalanx.run_paths import RunPaths
 
 DIED = {"kind": "worker_died", "time": 5.0, "attempt": 1, "rank": 1, "pid": 4242, "signal": 9}
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, GPTNeoXCo
 
 from phalanx.compat.sagemaker.delayed import DelayedParamIniter
 from phalanx.compat.sagemaker.small import empty_module_params
-from phalanx.errors import ConfigError
+from phalanx.core.errors import ConfigError
 
 SMALL = {"vocab_size": 32, "use_cache": False}
 CONFIGS = {

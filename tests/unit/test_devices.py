@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console as Rich
 
-from phalanx import balance, hardware
-from phalanx.events import Kind
-from phalanx.hardware import Device, Hardware
-from phalanx.json_lines import append_line
-from phalanx.report import devices, html, measured, words
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import append_line
+from phalanx.core.run_paths import RunPaths
+from phalanx.layout import balance, hardware
+from phalanx.layout.hardware import Device, Hardware
+from phalanx.report import devices, event_text, hardware_table, html
 from phalanx.report.console import Console, summary
 from phalanx.report.devices import Step
 from phalanx.report.history import read_run
-from phalanx.run_paths import RunPaths
 
 
 def record(step: int, shares: list[int] | None, busy_s: list[float] | None, step_s: float = 1.0) -> dict[str, Any]:
@@ -185,12 +185,12 @@ def test_the_table_of_what_was_measured_fits_a_narrow_terminal() -> None:
         None,
     )
     stream = io.StringIO()
-    Rich(file=stream, width=80).print(measured.table(known, balance.Division((9, 7), 1)))
+    Rich(file=stream, width=80).print(hardware_table.table(known, balance.Division((9, 7), 1)))
     found = stream.getvalue().replace("…", "(cut)").split()
     for word in ("device", "memory", "largest", "micro-", "batch", "sequences", "second", "best", "host", "share"):
         assert word in found, word
     stream.seek(0)
-    Rich(file=stream, width=80).print(measured.table(known, balance.Division((9, 2), 9, (9, 2))))
+    Rich(file=stream, width=80).print(hardware_table.table(known, balance.Division((9, 2), 9, (9, 2))))
     assert "of a step in 2 to 9 micro-batches" in " ".join(stream.getvalue().split())
     for word in ("cuda:0", "NVIDIA", "H100", "HBM3", "80", "1:6.4k", "9:11.5k", "27:13.8k", "46.6", "54", "T4", "25"):
         assert word in found, word
@@ -256,31 +256,31 @@ def test_of_many_ranks_the_extremes_are_drawn(tmp_path: Path) -> None:
 def test_sentences_of_what_was_measured() -> None:
     rows = [{"rank": rank, "model": "T4", "most": 4, "sequences_per_s": 10.0 * (rank + 1)} for rank in range(2)]
     event = {"kind": Kind.MEASURED, "devices": rows, "seconds": 1.25}
-    assert words.sentence(event) == "devices measured in 1.2 s: sequences/s of rank 0 (T4) 10, rank 1 (T4) 20"
+    assert event_text.sentence(event) == "devices measured in 1.2 s: sequences/s of rank 0 (T4) 10, rank 1 (T4) 20"
     rows += [
         {"rank": rank, "model": "T4", "most": 4, "sequences_per_s": None if rank == 3 else 15.0} for rank in range(2, 7)
     ]
-    assert words.sentence(event | {"devices": rows}).endswith(
+    assert event_text.sentence(event | {"devices": rows}).endswith(
         "sequences/s of rank 0 (T4) 10, rank 1 (T4) 20, the slowest and the fastest of 6"
     )
-    assert words.sentence({"kind": Kind.MEASURED}) == "devices measured"
-    assert words.sentence({"kind": Kind.MEASURING, "reason": "nothing was known"}) == (
+    assert event_text.sentence({"kind": Kind.MEASURED}) == "devices measured"
+    assert event_text.sentence({"kind": Kind.MEASURING, "reason": "nothing was known"}) == (
         "measuring the devices: nothing was known"
     )
     shared = {"kind": Kind.SHARED, "step": 1, "shares": [24, 8], "parts": 2, "why": "as the devices were measured"}
-    assert words.sentence(shared) == (
+    assert event_text.sentence(shared) == (
         "shares from step 1 on: 24+8 in 2 micro-batches each, as the devices were measured"
     )
-    assert words.sentence(shared | {"parts": [12, 8]}) == (
+    assert event_text.sentence(shared | {"parts": [12, 8]}) == (
         "shares from step 1 on: 24+8 in 12+8 micro-batches, as the devices were measured"
     )
     many = {"shares": list(range(1, 11)), "parts": list(range(1, 11))}
-    assert words.sentence(shared | many).startswith("shares from step 1 on: 1 to 10 in 1 to 10 micro-batches, as")
+    assert event_text.sentence(shared | many).startswith("shares from step 1 on: 1 to 10 in 1 to 10 micro-batches, as")
     times = {"kind": Kind.RESHARED, "step": 9, "parts": 1, "why": "rank 1 is slower", "before_s": 2.0, "after_s": 1.25}
-    assert words.sentence(times | {"shares": list(range(1, 11))}) == (
+    assert event_text.sentence(times | {"shares": list(range(1, 11))}) == (
         "new shares from step 9 on: 1 to 10, rank 1 is slower; a step should take 1.2 s instead of 2.0 s"
     )
-    assert words.sentence({"kind": Kind.SHARED, "step": 3}) == "shares from step 3 on"
-    assert words.sentence({"kind": Kind.MEMORY_LIMITED, "most": {"1": 4}}) == (
+    assert event_text.sentence({"kind": Kind.SHARED, "step": 3}) == "shares from step 3 on"
+    assert event_text.sentence({"kind": Kind.MEMORY_LIMITED, "most": {"1": 4}}) == (
         "micro-batches are smaller where memory ran out before: rank 1 at most 4"
     )

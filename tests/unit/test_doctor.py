@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from phalanx import launch, shared_memory
-from phalanx.cluster.findings import Finding, Severity
-from phalanx.cluster.fork import fork_call
-from phalanx.devices import Device
-from phalanx.doctor import carrying, machine, reporting
-from phalanx.doctor.lines import NAMES, Check, CheckState, Line, check_names, from_json, of_finding, verdict
-from phalanx.errors import ConfigError, OutOfMemory
-from phalanx.faults import Fault
-from phalanx.placement import ExitCode, Placement
+from phalanx.core.errors import ConfigError, OutOfMemory
+from phalanx.core.faults import Fault
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.doctor import isolation, machine_checks, shareable_report
+from phalanx.doctor.results import NAMES, Check, CheckState, Line, check_names, from_json, of_finding, verdict
+from phalanx.health.devices import Device
+from phalanx.health.findings import Finding, Severity
+from phalanx.launch import local
+from phalanx.recovery import shared_memory
 from phalanx.report.doctor import Lines
+from phalanx.system.fork import fork_call
 from tests.dist.command import call, phalanx, refused
 from tests.helpers import run_ranks
 
@@ -94,7 +95,7 @@ def carry(placement: Placement, folder: str) -> list[Any]:
     ]
     checks = [Check(f"c{number}", look, 60.0, "mend it") for number, look in enumerate([*looks, _leave, _well])]
     checks.append(Check("slow", _sleep, 0.3, "mend it"))
-    return [[line.to_json() for line in carrying.carried_out(check, Path(folder))] for check in checks]
+    return [[line.to_json() for line in isolation.carried_out(check, Path(folder))] for check in checks]
 
 
 def test_whatever_happens_to_a_check_becomes_a_line(tmp_path: Path) -> None:
@@ -125,13 +126,13 @@ def test_the_verdict_is_that_of_the_worst() -> None:
 
 
 def test_devices_in_words() -> None:
-    (none,) = machine.devices({"cpu": CPU}, [], False, None)
+    (none,) = machine_checks.devices({"cpu": CPU}, [], False, None)
     assert (none.state, none.sentence) == ("ok", "there is no accelerator; ranks run on the CPU: 8 cores, 16.0 GiB")
-    (asked,) = machine.devices({"cpu": CPU}, [], True, None)
+    (asked,) = machine_checks.devices({"cpu": CPU}, [], True, None)
     assert asked.state == "wrong" and "built for CPUs only; install" in asked.sentence
-    (known,) = machine.devices({"cpu": CPU}, [], False, 8)
+    (known,) = machine_checks.devices({"cpu": CPU}, [], False, 8)
     assert known.state == "slow" and "although NVIDIA's driver knows 8" in known.sentence
-    there, hidden = machine.devices({"cpu": CPU, "dev:0": GPU}, ["dev:0"], True, 2)
+    there, hidden = machine_checks.devices({"cpu": CPU, "dev:0": GPU}, ["dev:0"], True, 2)
     assert (there.state, hidden.state) == ("ok", "slow")
     assert there.sentence == "1 x Model 9 (dev:0), 80.0 GiB of memory each; computes in bf16"
     assert "2 GPUs and PyTorch 1 of them" in hidden.sentence
@@ -143,27 +144,29 @@ def test_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "net" / name / "operstate").write_text(state)
         (tmp_path / "net" / name / "speed").write_text(speed)
     (tmp_path / "cards" / "mlx5_0").mkdir(parents=True)
-    loopback, found = machine.network(tmp_path / "net", tmp_path / "cards")
+    loopback, found = machine_checks.network(tmp_path / "net", tmp_path / "cards")
     assert (loopback.state, found.state, found.sentence) == ("ok", "ok", "eth0 (100 Gbit/s), v0; RDMA by mlx5_0")
-    assert machine.network(tmp_path, tmp_path / "none")[1].state == "ok"  # a folder that is no interface has no state
+    assert (
+        machine_checks.network(tmp_path, tmp_path / "none")[1].state == "ok"
+    )  # a folder that is no interface has no state
     (tmp_path / "empty").mkdir()
-    assert machine.network(tmp_path / "empty", tmp_path / "none")[1].state == "missing"
+    assert machine_checks.network(tmp_path / "empty", tmp_path / "none")[1].state == "missing"
 
     def filtered(*arguments: Any) -> None:
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr(socket, "create_connection", filtered)
-    assert "bring the interface lo up" in machine.network()[0].sentence
-    assert machine.network()[0].state == "wrong"
+    assert "bring the interface lo up" in machine_checks.network()[0].sentence
+    assert machine_checks.network()[0].state == "wrong"
 
 
 def test_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [line.state for line in machine.scheduler()] == ["missing"]
+    assert [line.state for line in machine_checks.scheduler()] == ["missing"]
     for answer, state in (("echo 'gpu*|up|4|infinite'", "ok"), ("echo away >&2; exit 1", "missing")):
         (tmp_path / "sinfo").write_text(f"#!/bin/sh\n{answer}\n")
         (tmp_path / "sinfo").chmod(0o755)
-        (line,) = machine.scheduler()
+        (line,) = machine_checks.scheduler()
         assert line.state == state
         assert "gpu (4 nodes)" in line.sentence or "do not answer (Slurm's sinfo has failed: away)" in line.sentence
 
@@ -177,7 +180,7 @@ def test_the_report_tells_no_names_and_no_secrets(monkeypatch: pytest.MonkeyPatc
     environment = {"HF_TOKEN": "hf_1", "DATA": "/mnt/private", "SHORT": "wrong", "HOME": "/home/somebody"}
     said = "gpu7 and gpu7.lab.example at 10.1.2.3, fe80:0:0:1::7, /home/somebody/x, hf_1, /mnt/private/a, wrong, gpu71"
     line = Line("health", CheckState.WRONG, said, log=f"{said}; 127.0.0.1; 12:30:15")
-    (check,) = reporting.tree([line], 1.0, environment)["checks"]
+    (check,) = shareable_report.tree([line], 1.0, environment)["checks"]
     covered = "<HOST> and <HOST> at <ADDRESS>, <ADDRESS>, <HOME>/x, <$HF_TOKEN>, <$DATA>/a, wrong, gpu71"
     assert (check["sentence"], check["log"]) == (covered, f"{covered}; 127.0.0.1; 12:30:15")
 
@@ -216,11 +219,11 @@ def test_accelerators_that_are_insisted_on(tmp_path: Path) -> None:
 
 def broken(placement: Placement, folder: str, kind: str, names: list[str]) -> Any:
     """The command where something of the machine, or of Phalanx, is broken."""
-    from phalanx import accelerator
     from phalanx.comm import collectives
-    from phalanx.doctor import examination, exchange, on_devices
+    from phalanx.doctor import collective_checks, device_checks, run_checks
+    from phalanx.system import accelerator
 
-    train = launch.train
+    train = local.train
 
     def flipped(*arguments: Any, planned: Any, **options: Any) -> int:
         bit = Fault("bit-flip", step=2, rank=1, bit=25)
@@ -244,19 +247,19 @@ def broken(placement: Placement, folder: str, kind: str, names: list[str]) -> An
     elif kind == "shared memory":
         shared_memory._taken = full
     elif kind == "torch":
-        examination._library = os.abort  # type: ignore[assignment]
+        run_checks._library = os.abort  # type: ignore[assignment]
     elif kind == "numbers":
-        launch.train = flipped  # type: ignore[assignment]
+        local.train = flipped  # type: ignore[assignment]
     elif kind == "faults":
-        launch.train = untouched  # type: ignore[assignment]
+        local.train = untouched  # type: ignore[assignment]
     elif kind == "run":
-        launch.train = lambda *arguments, **options: 1  # type: ignore[assignment]
+        local.train = lambda *arguments, **options: 1  # type: ignore[assignment]
     elif kind == "devices":
-        exchange.all_reduce = one_more
-        kernel = on_devices.attention
-        on_devices.attention = lambda *parts, **options: 1.1 * kernel(*parts, **options)  # type: ignore[assignment]
-        on_devices.is_out_of_memory = lambda error: False
-        on_devices.compile_units = lambda model, blocks: next(model.parameters()).data.mul_(2)  # type: ignore
+        collective_checks.all_reduce = one_more
+        kernel = device_checks.attention
+        device_checks.attention = lambda *parts, **options: 1.1 * kernel(*parts, **options)  # type: ignore[assignment]
+        device_checks.is_out_of_memory = lambda error: False
+        device_checks.compile_units = lambda model, blocks: next(model.parameters()).data.mul_(2)  # type: ignore
     only = [word for name in names for word in ("--only", name)]
     return call(placement, folder, [["doctor", *only]])[0]
 

@@ -8,25 +8,25 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import recipe
-from phalanx.dry_run import dry_run as command_dry_run
-from phalanx.kept_bytes import NEWEST
-from phalanx.models.hf import config_from_spec
+from phalanx.autotune.dry_run import LiveBytes, dry_run, height_of, walked_bytes
+from phalanx.autotune.footprint import at_height
+from phalanx.autotune.micro_batch import besides_bytes, least_zero, state_bytes
+from phalanx.autotune.run_size import HALF
+from phalanx.config import load
+from phalanx.core.placement import Placement
+from phalanx.launch.dry_run_estimate import dry_run as command_dry_run
+from phalanx.layout.model_shape import PRESETS, parameter_count
+from phalanx.layout.pipeline_stages import divide
+from phalanx.models.hf_mapping import config_from_spec
 from phalanx.models.llama import Llama
-from phalanx.models.spec import PRESETS, parameter_count
-from phalanx.parallel.apply import change_blocks
-from phalanx.parallel.schedules import orders
-from phalanx.parallel.stages import divide
-from phalanx.placement import Placement
-from phalanx.report import sizes, words
-from phalanx.sizes import HALF
+from phalanx.parallel.parallelize import change_blocks
+from phalanx.parallel.pipeline_schedules import orders
+from phalanx.recovery.budget import NEWEST
+from phalanx.report import event_text, run_size
 from phalanx.tasks.language import LanguageModel
 from phalanx.tasks.task import Batch
-from phalanx.train.dry_run import LiveBytes, dry_run, height_of, walked_bytes
-from phalanx.train.placed import at_height
-from phalanx.train.probe import besides_bytes, least_zero, state_bytes
-from phalanx.train.resolve import _fitting
-from phalanx.train.subject import subject_of
+from phalanx.trainer.resolve import _fitting
+from phalanx.workload.workload import subject_of
 from tests.dist import command
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -39,7 +39,7 @@ KNOWN: dict[str, tuple[int, int, int]] = {}
 def walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tests ask of one model, cut in other ways: its sixteen passes with fake tensors are walked once."""
 
-    def known(config: recipe.Config, subject: Any) -> tuple[int, int, int]:
+    def known(config: load.Config, subject: Any) -> tuple[int, int, int]:
         told = config.model_dump(mode="json")
         asked = [
             str(subject.spec),
@@ -50,11 +50,11 @@ def walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
             KNOWN[key] = walked_bytes(config, subject)
         return KNOWN[key]
 
-    monkeypatch.setattr("phalanx.train.dry_run.walked_bytes", known)
+    monkeypatch.setattr("phalanx.autotune.dry_run.walked_bytes", known)
 
 
-def checked(model: dict[str, Any], **sections: Any) -> recipe.Config:
-    return recipe.check({"model": model, "data": {"seq_len": 32}, **sections}, "a recipe")
+def checked(model: dict[str, Any], **sections: Any) -> load.Config:
+    return load.check({"model": model, "data": {"seq_len": 32}, **sections}, "a recipe")
 
 
 def state_of(placement: Placement, run: str, data: str, changes: dict[str, Any] | None = None) -> list[int]:
@@ -84,7 +84,7 @@ def test_state_is_what_engines_hold(ranks: int, tmp_path: Path) -> None:
     # Of the rank that holds most: the others may have the padding at a bucket's end.
     assert max(size for _, size in held) <= mine < 1.02 * max(size for _, size in held)
     assert found["host_memory"][NEWEST] == pytest.approx(2 * max(size for _, size in held), rel=0.02)
-    assert dry_run(recipe.update(config, {"resilience.memory": False}), ranks)["host_memory"] == {}
+    assert dry_run(load.update(config, {"resilience.memory": False}), ranks)["host_memory"] == {}
 
 
 def test_a_checkpoint_has_the_size_that_was_foretold(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_checkpoint_has_the_size_that_was_foretold(tmp_path: Path) -> None:
 def test_activations_are_what_a_pass_allocates(mode: str) -> None:
     """The fake pass beside a real one, whose allocations torch.profiler counts."""
     config = checked(MODEL, train={"dtype": "fp32", "compile": False}, memory={"activations": mode, "horizon": 1})
-    config, _ = recipe.resolve(config, device="cpu", world=1)
+    config, _ = load.resolve(config, device="cpu", world=1)
     spec = recipe_spec(config)
     once, ends, block = walked_bytes(config, subject_of(config, spec))
     each = ends + block * spec.layers
@@ -109,13 +109,13 @@ def test_activations_are_what_a_pass_allocates(mode: str) -> None:
     assert each == pytest.approx((measured[4] - measured[2]) / 2, rel=0.1)
 
 
-def recipe_spec(config: recipe.Config) -> Any:
-    from phalanx.config import spec_of
+def recipe_spec(config: load.Config) -> Any:
+    from phalanx.config.schema import spec_of
 
     return spec_of(config)
 
 
-def real_height(config: recipe.Config, spec: Any, batch: int) -> int:
+def real_height(config: load.Config, spec: Any, batch: int) -> int:
     model = Llama(spec)
     mover = change_blocks(model, config)
     for parameter in model.parameters():
@@ -164,7 +164,7 @@ def test_live_bytes_follow_storages_not_tensors() -> None:
 
 @pytest.mark.parametrize("preset", ["llama-3-8b", "llama-3.1-405b"])
 def test_presets_take_no_memory(preset: str) -> None:
-    config = recipe.check({"model": {"preset": preset}, "data": {"seq_len": 8192}}, "a recipe")
+    config = load.check({"model": {"preset": preset}, "data": {"seq_len": 8192}}, "a recipe")
     found = dry_run(config, 64)
     count = parameter_count(PRESETS[preset])
     assert found["model"]["parameters"] == sum(found["model"]["parts"].values()) == count
@@ -179,20 +179,20 @@ def test_the_command_prints_what_was_found_and_touches_no_data(tmp_path: Path) -
     (tmp_path / "recipe.yaml").write_text(json.dumps({"model": MODEL, "data": {"source": "gone.jsonl", "seq_len": 32}}))
     code, out, err = command.phalanx(tmp_path, "train", "recipe.yaml", "--dry-run", "--ranks", "2", "--json")
     assert code == 0, err
-    assert json.loads(out) == {**command_dry_run(recipe.load(tmp_path / "recipe.yaml"), 2), "planned": None}
+    assert json.loads(out) == {**command_dry_run(load.load(tmp_path / "recipe.yaml"), 2), "planned": None}
     assert os.listdir(tmp_path) == ["recipe.yaml"]
 
 
 def test_the_tables_hold_every_number(capsys: pytest.CaptureFixture[str]) -> None:
     found = dry_run(checked(MODEL), 2)
-    sizes.show(found)
+    run_size.show(found)
     text = capsys.readouterr().out
     assert "memory of one of 2 ranks" in text
     assert f"{found['model']['parameters']:,}" in text
     tables = [found[name] for name in ("memory", "host_memory", "sequence")]
     for value in (found["memory_total"], *(value for table in tables for value in table.values())):
-        assert words.size(value) in text
-    assert f"{words.size(found['disk']['checkpoint'])}, {found['disk']['checkpoints_kept']} kept" in text
+        assert event_text.size(value) in text
+    assert f"{event_text.size(found['disk']['checkpoint'])}, {found['disk']['checkpoints_kept']} kept" in text
     assert "a replica, on several nodes" in text
     assert "train.micro_batch is auto" in text
     assert "allow a fifth of the device" in text
@@ -223,48 +223,50 @@ def test_labels_that_only_the_data_know_are_reckoned_as_two() -> None:
     shape = {"architecture": "bert", "hidden": 64, "layers": 1, "heads": 4, "intermediate": 96}
     found = dry_run(checked(shape, **tree), 1)
     assert found["model"]["parts"]["head"] == 2 * 64 + 2
-    assert any("task.labels is auto" in note for note in sizes.notes(found["assumed"]))
+    assert any("task.labels is auto" in note for note in run_size.notes(found["assumed"]))
     named = dry_run(checked(shape, **{**tree, "task": {"kind": "tag", "labels": ["O", "B-X", "I-X"]}}), 1)
     assert named["model"]["parts"]["head"] == 3 * 64 + 3
-    assert not any("task.labels" in note for note in sizes.notes(named["assumed"]))
+    assert not any("task.labels" in note for note in run_size.notes(named["assumed"]))
 
 
 def test_it_says_which_zero_is_taken_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
     config = checked(MODEL | {"layers": 12}, train={"dtype": "fp32"})
     found = dry_run(config, 4)
     needs = found["assumed"]["zero_needs"]
-    reckoned, auto = sizes.notes(found["assumed"])[:2]
+    reckoned, auto = run_size.notes(found["assumed"])[:2]
     assert "engine sharded with parallel.zero 1," in reckoned
-    assert auto.startswith(f"parallel.zero is auto: the run takes 1 where each rank has {words.size(needs['1'])} free")
-    config, _ = recipe.resolve(config, device="cpu", world=4)
+    assert auto.startswith(
+        f"parallel.zero is auto: the run takes 1 where each rank has {event_text.size(needs['1'])} free"
+    )
+    config, _ = load.resolve(config, device="cpu", world=4)
     subject = subject_of(config, recipe_spec(config))
     of_cpus: dict[str, Any] = {"world": 4, "local_world": 4}
     # Steps are kept beside that where ranks compute in the same memory, as those of CPUs do.
     kept = [
         besides_bytes(
-            recipe.update(config, {"parallel.zero": zero}), subject, torch.device("cpu"), free=1 << 62, **of_cpus
+            load.update(config, {"parallel.zero": zero}), subject, torch.device("cpu"), free=1 << 62, **of_cpus
         )
         / HALF
         for zero in (1, 2, 3)
     ]
     assert min(kept) > 0
     for keeps in (False, "auto"):
-        config = recipe.update(config, {"resilience.memory": keeps})
+        config = load.update(config, {"resilience.memory": keeps})
         needed = [needs[str(zero)] + kept[zero - 1] * (keeps == "auto") for zero in (1, 2)]
         for free, taken in ((1.01 * needed[0], 1), (0.99 * needed[0], 2), (0.99 * needed[1], 3)):
-            monkeypatch.setattr("phalanx.accelerator.memory_free", lambda *_, free=free: free)
+            monkeypatch.setattr("phalanx.system.accelerator.memory_free", lambda *_, free=free: free)
             assert least_zero(config, subject, ["cpu"], **of_cpus) == taken
     # Where the steps and their replicas fit with none, they are no reason to send more.
-    of_nodes, most = of_cpus | {"local_world": 2}, recipe.update(config, {"parallel.zero": 3})
+    of_nodes, most = of_cpus | {"local_world": 2}, load.update(config, {"parallel.zero": 3})
     takes = besides_bytes(most, subject, torch.device("cpu"), free=1 << 62, **of_nodes)
     least = (state_bytes(most, subject, torch.device("cpu"), 4) + takes) / HALF
     for share, taken in ((1.01, 3), (0.99, 1)):
-        monkeypatch.setattr("phalanx.accelerator.memory_free", lambda *_, share=share: share * least)
+        monkeypatch.setattr("phalanx.system.accelerator.memory_free", lambda *_, share=share: share * least)
         assert least_zero(config, subject, ["cpu"], **of_nodes) == taken
-    fixed = sizes.notes(dry_run(checked(MODEL, parallel={"zero": 3}), 4)["assumed"])
+    fixed = run_size.notes(dry_run(checked(MODEL, parallel={"zero": 3}), 4)["assumed"])
     assert "engine sharded with parallel.zero 3," in fixed[0]
     assert not any("is auto: the run takes 1" in note for note in fixed)
-    assert "parallel.zero" not in " ".join(sizes.notes(dry_run(checked(MODEL), 1)["assumed"]))
+    assert "parallel.zero" not in " ".join(run_size.notes(dry_run(checked(MODEL), 1)["assumed"]))
 
 
 LAYOUT = {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.stages": [1, 1]}
@@ -285,7 +287,7 @@ def test_of_a_layout_the_fullest_rank_is_told(tmp_path: Path) -> None:
     assert found["memory_total"] == max(first["memory"], last["memory"]) == sum(fullest.values())
     state = max(size for _, size in held) - 8 * max(elements for elements, _ in held)
     assert state <= fullest["optimizer state"] < 1.1 * state  # with the padding of small buckets
-    printed = sizes._layout(found["layout"])
+    printed = run_size._layout(found["layout"])
     assert printed[0] == ("ranks", "pipeline 2 (1f1b) x tensor 2 with sequence x 1 copy")
     assert [name for name, _ in printed[1:]] == ["place 0: layers 0", "place 1: layers 1"]
 
@@ -312,13 +314,13 @@ def test_stages_that_hardly_fit_reduce_once_a_step(zero: str | int, monkeypatch:
     """What `parallel.zero: auto` of a pipeline becomes may be combined with it, however little memory there is."""
     config = checked(MODEL, parallel={"pipeline": 2, "zero": zero}, train={"micro_batch": 1, "dtype": "fp32"})
     assert dry_run(config, 4)["assumed"]["zero_needs"] == {}
-    config, _ = recipe.resolve(config, device="cpu", world=4)
+    config, _ = load.resolve(config, device="cpu", world=4)
     subject = subject_of(config, recipe_spec(config))
-    monkeypatch.setattr("phalanx.accelerator.memory_free", lambda *_: 1.0)
+    monkeypatch.setattr("phalanx.system.accelerator.memory_free", lambda *_: 1.0)
     chosen = {key: value for key, value, _ in _fitting(config, subject, ["cpu"], 4, 4)}
     assert chosen.get("parallel.zero", zero) == (1 if zero == "auto" else 2)
     assert chosen["parallel.reduce"] == "per_step"
-    recipe.update(config, chosen)  # which checks it
+    load.update(config, chosen)  # which checks it
 
 
 def test_activations_under_way() -> None:

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx import recipe
-from phalanx import sizes as sizes_of_run
-from phalanx.config import Config
-from phalanx.dry_run import by_formula, dry_run
-from phalanx.errors import ConfigError
-from phalanx.models.hf import config_from_spec
-from phalanx.models.spec import PRESETS
-from phalanx.report import sizes
-from phalanx.train import dry_run as walk
+from phalanx.autotune import dry_run as walk
+from phalanx.autotune import run_size as sizes_of_run
+from phalanx.config import load
+from phalanx.config.schema import Config
+from phalanx.core.errors import ConfigError
+from phalanx.launch.dry_run_estimate import by_formula, dry_run
+from phalanx.layout.model_shape import PRESETS
+from phalanx.models.hf_mapping import config_from_spec
+from phalanx.report import run_size
 from tests.helpers import ROOT
 
 NEAR, NEAR_ACTIVATIONS = 0.02, 0.06  # of each total, and of each mode's activations; the docs say so
@@ -30,7 +30,7 @@ def shipped(name: str, place: Path, *overrides: str) -> Config:
     if name in FOLDERS:
         (place / "config.json").write_text(json.dumps(config_from_spec(PRESETS[FOLDERS[name]], torch.bfloat16)))
         overrides = (f"model.from_hf={place}", *overrides)
-    return recipe.load(ROOT / "recipes" / f"{name}.yaml", list(overrides))
+    return load.load(ROOT / "recipes" / f"{name}.yaml", list(overrides))
 
 
 def same(config: Config, ranks: int) -> None:
@@ -104,7 +104,7 @@ def test_so_are_other_kinds_of_models(name: str, tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_has_the_command_that_fetches_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = recipe.load(ROOT / "recipes" / "qwen3-1.7b-chat.yaml")
+    config = load.load(ROOT / "recipes" / "qwen3-1.7b-chat.yaml")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen3-1\.7B-Base --local-dir Qwen/Qwen3-1\.7B-Base"):
         dry_run(config, 1)
@@ -112,15 +112,15 @@ def test_a_folder_that_is_not_there_has_the_command_that_fetches_it(
 
 def test_an_estimate_says_that_it_is_one(tmp_path: Path) -> None:
     told = {ranks: dry_run(shipped("demo", tmp_path), ranks)["assumed"] for ranks in (1, 2)}
-    notes = {ranks: sizes.notes(assumed) for ranks, assumed in told.items()}
+    notes = {ranks: run_size.notes(assumed) for ranks, assumed in told.items()}
     assert "Activations and loss are estimates, by the planner's formulas." in notes[1]
     assert "Activations and loss, as the shares of the state, are estimates, by the planner's formulas." in notes[2]
-    assert not any("estimates" in note for note in sizes.notes(told[1] | {"by_formula": False}))
+    assert not any("estimates" in note for note in run_size.notes(told[1] | {"by_formula": False}))
 
 
 SCRIPT = """
 import sys
-from phalanx.cli import main
+from phalanx.cli.main import main
 try:
     main()
 finally:
@@ -130,7 +130,7 @@ finally:
 
 @pytest.mark.parametrize(("name", "ranks"), [("demo", 1), ("qwen3-1.7b", 8), ("mistral-7b-chat", 1)])
 def test_the_command_imports_no_torch(name: str, ranks: int, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(shipped(name, tmp_path)))
+    (tmp_path / "recipe.yaml").write_text(load.to_yaml(shipped(name, tmp_path)))
     command = [sys.executable, "-c", SCRIPT, "train", "recipe.yaml", "--ranks", str(ranks), "--dry-run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
     assert "together" in done.stdout and done.stdout.rstrip().endswith("imported: []")

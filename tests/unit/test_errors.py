@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import errors
-from phalanx.cluster.fork import error_of
+from phalanx.core import errors
+from phalanx.core.placement import ExitCode
 from phalanx.data.tokenizer import default_tokenizer
 from phalanx.models.hf_config import read_config
-from phalanx.placement import ExitCode
+from phalanx.system.fork import error_of
 
 CODES = {
     errors.PhalanxError: ExitCode.FAILED,

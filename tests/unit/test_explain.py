@@ -2,9 +2,9 @@
 
 import pytest
 
-from phalanx.config import leaves
-from phalanx.errors import ConfigError
-from phalanx.explain import default, explain
+from phalanx.config.explain import default, explain
+from phalanx.config.schema import leaves
+from phalanx.core.errors import ConfigError
 
 
 def test_a_key_is_explained_with_all_that_is_known_of_it() -> None:

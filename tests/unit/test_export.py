@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import recipe
-from phalanx.models.export import export
+from phalanx.config import load
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.hf_export import export
 from phalanx.models.llama import HF_NAMES, Llama
-from phalanx.models.spec import ModelSpec
-from phalanx.train.export import _natural_dtype, _special_ids
+from phalanx.trainer.export import _natural_dtype, _special_ids
 
 ADDED = {"added_tokens": [{"content": "<début>", "id": 3}, {"content": "</s>", "id": 4}]}
 
@@ -56,5 +56,5 @@ def test_a_model_of_ones_own_goes_out_in_the_type_it_came_in(tmp_path: Path) -> 
     spec = ModelSpec(vocab_size=8, hidden=4, layers=1, heads=2, kv_heads=2, head_dim=2, intermediate=4, max_seq_len=8)
     shapes = {name: tuple(each.shape) for name, each in Renamed(spec).named_parameters()}
     export(tmp_path / "hf", spec, lambda name: torch.zeros(shapes[name]), torch.float16, model_class=Renamed)
-    config = recipe.check({"model": {"from_hf": str(tmp_path / "hf")}}, "here")
+    config = load.check({"model": {"from_hf": str(tmp_path / "hf")}}, "here")
     assert _natural_dtype(config, Renamed) == torch.float16

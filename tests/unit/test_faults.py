@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx import faults
-from phalanx.checkpoint.read import step_folder
-from phalanx.errors import ConfigError
-from phalanx.events import Kind
-from phalanx.faults import KINDS, WHERE, Fault
-from phalanx.train.injection import Injector
+from phalanx.checkpoint.disk.load import step_folder
+from phalanx.core import faults
+from phalanx.core.errors import ConfigError
+from phalanx.core.events import Kind
+from phalanx.core.faults import KINDS, WHERE, Fault
+from phalanx.workload.injection import Injector
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from phalanx import fencing
-from phalanx.cluster import epochs
-from phalanx.cluster.causes import End, describe, is_aftermath
-from phalanx.errors import CutOff, RunError
-from phalanx.placement import ExitCode
-from phalanx.run_paths import RunPaths
+from phalanx.core.errors import CutOff, RunError
+from phalanx.core.placement import ExitCode
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership import epoch_files
+from phalanx.recovery import fencing
+from phalanx.system.exit_causes import End, describe, is_aftermath
 
 TELLS = "since epoch 2 the run goes on with another one on other nodes; this node was cut off from them and ends"
 
@@ -38,7 +38,7 @@ def test_a_rank_may_write_that_was_started_in_the_newest_epoch(
 ) -> None:
     fencing.before_commit(paths, attempt, epoch)  # there are no files
     for number in (1, 2):
-        assert epochs.claim(paths, number, {"since": number, "attempt": 2 * number}) is None
+        assert epoch_files.claim(paths, number, {"since": number, "attempt": 2 * number}) is None
     if over:
         with pytest.raises(RunError if epoch is None else CutOff, match=TELLS):
             fencing.before_commit(paths, attempt, epoch)
@@ -55,7 +55,7 @@ def test_a_lone_file_that_is_being_written_says_nothing(text: str, paths: RunPat
 
 def test_a_job_that_begins_leaves_nobody_of_an_earlier_one_writing(paths: RunPaths) -> None:
     told: dict[str, Any] = {"attempt": 1, "leader": 0}
-    assert [epochs.claim_next(paths, told) for _ in range(2)] == [1, 2]
+    assert [epoch_files.claim_next(paths, told) for _ in range(2)] == [1, 2]
     assert fencing.newest(paths) == {"epoch": 2, "since": 2, **told}
     with pytest.raises(CutOff, match=TELLS):
         fencing.before_commit(paths, 1, 1)
@@ -66,7 +66,7 @@ def test_a_job_that_begins_leaves_nobody_of_an_earlier_one_writing(paths: RunPat
 def test_while_a_file_is_being_written_the_one_before_counts(begun: str, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     for epoch, attempt in ((1, 1), (9, 2)):  # numbers, not names
-        epochs.claim(paths, epoch, {"attempt": attempt})
+        epoch_files.claim(paths, epoch, {"attempt": attempt})
     paths.epoch(10).write_text(begun)
     fencing.before_commit(paths, 2, 9)
     with pytest.raises(CutOff):

@@ -16,16 +16,17 @@ from typing import Any
 
 import pytest
 
-from phalanx import jobs, recipe
-from phalanx.cluster import slurm_script
-from phalanx.config import Config, leaves, spec_of
-from phalanx.data import prepare, reading
-from phalanx.errors import PhalanxError
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.models.spec import PRESETS
-from phalanx.placement import Placement
-from phalanx.run_paths import RunPaths
+from phalanx.config import load
+from phalanx.config.schema import Config, leaves, spec_of
+from phalanx.core.errors import PhalanxError
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.data import prepare, read_chunks
+from phalanx.launch import jobs
+from phalanx.launch.slurm import script as slurm_script
+from phalanx.layout.model_shape import PRESETS
 from tests.dist import command
 from tests.dist.test_replicas import replicates
 from tests.helpers import run_ranks
@@ -121,7 +122,7 @@ def _preset(base: Seen, seen: Seen) -> None:
 
 def _callback(base: Seen, seen: Seen) -> None:
     """What tests/dist/test_callbacks.py has called in runs is made of the file, by the options."""
-    from phalanx.train.hooks import callbacks_of
+    from phalanx.trainer.callback_runner import callbacks_of
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "mine.py"
@@ -188,7 +189,7 @@ def _workers() -> None:
     for count in (1, 3):
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
             write_text(Path(folder))
-            patch.setattr(reading, "CHUNK_BYTES", 500)
+            patch.setattr(read_chunks, "CHUNK_BYTES", 500)
             patch.setattr(prepare, "SMALL_BYTES", 0)
             seen: list[int] = []
             data = configured({"data.workers": count, "data.tokenizer": "train"}, Path(folder)).data
@@ -219,9 +220,9 @@ def _timeout(base: Seen, seen: Seen) -> None:
 
 
 def wait_for_a_missing_rank(placement: Placement, timeout: float) -> dict[str, Any]:
-    from phalanx.models.spec import ModelSpec
-    from phalanx.train import trainer
-    from phalanx.train.loop import Run
+    from phalanx.layout.model_shape import ModelSpec
+    from phalanx.trainer import train_rank
+    from phalanx.trainer.loop import Run
 
     if placement.rank == 1:
         time.sleep(timeout + 0.5)
@@ -231,7 +232,7 @@ def wait_for_a_missing_rank(placement: Placement, timeout: float) -> dict[str, A
     job = Run(configured(changes, Path()), spec, RunPaths(Path("nowhere")), [(Path("x"), 1.0)], {})
     begin = time.monotonic()
     try:
-        trainer.run(job, placement)
+        train_rank.run(job, placement)
     except PhalanxError as error:
         return {"message": str(error), "seconds": time.monotonic() - begin}
     return {"message": "it came", "seconds": 0.0}
@@ -249,14 +250,14 @@ def _work(base: Seen, seen: Seen) -> None:
 
 def divided(placement: Placement) -> dict[str, list[Any]]:
     """Shares at the start, and after some steps, for each kind of value."""
-    from phalanx.balance import Speed
     from phalanx.comm.mesh import join
-    from phalanx.train.sharing import Sharing
+    from phalanx.layout.balance import Speed
+    from phalanx.workload.work_split import Sharing
 
     found: dict[str, list[Any]] = {}
     with join(placement, 30) as mesh:
         for work in ("auto", "measured-once", "even", [1, 3]):
-            asked = recipe.check(BASE | {"balance": {"work": work}}, "the test's recipe")
+            asked = load.check(BASE | {"balance": {"work": work}}, "the test's recipe")
             sharing = Sharing(asked.balance.work, 4, [Speed(1.0), Speed(3.0)], mesh)
             shares = [list(sharing.division.shares)]
             for step in range(1, 5):
@@ -332,16 +333,16 @@ def sharded(placement: Placement) -> dict[str, Seen]:
     from torch import nn
 
     from phalanx.comm.mesh import join
-    from phalanx.optim.choose import make_rule
-    from phalanx.optim.engine import Precision
-    from phalanx.train.engines import make_engine
+    from phalanx.engine.interface import Precision
+    from phalanx.optim.make_rule import make_rule
+    from phalanx.workload.engines import make_engine
 
     found = {}
     with join(placement, 30) as mesh:
         for key, value in [(key, value) for key, values in SHARDED.items() for value in values]:
             section, _, name = key.partition(".")
             tree = {**BASE, "parallel": {"data": "sharded"}}
-            asked = recipe.check(tree | {section: tree.get(section, {}) | {name: value}}, "the test's recipe")
+            asked = load.check(tree | {section: tree.get(section, {}) | {name: value}}, "the test's recipe")
             net = nn.Sequential(*(nn.Linear(32, 32, bias=False, dtype=torch.float64) for _ in range(2)))
             allocated: list[int] = []
 
@@ -441,19 +442,19 @@ def _layouts() -> list[dict[str, Seen]]:
 def held(placement: Placement) -> dict[str, Seen]:
     import torch
 
-    from phalanx.axes import Axes
     from phalanx.comm.mesh import beside, join
-    from phalanx.models.custom import on_meta
+    from phalanx.engine.interface import Precision
+    from phalanx.layout.mesh_axes import Axes
     from phalanx.models.llama import Llama
-    from phalanx.optim.engine import Precision
-    from phalanx.parallel.parted import part
-    from phalanx.train.subject import spec_from_run
+    from phalanx.models.user_model import on_meta
+    from phalanx.parallel.model_part import part
+    from phalanx.workload.workload import spec_from_run
 
     found = {}
     with join(placement, 30) as outer:
         for name, keys in LAYOUTS.items():
             model_keys = BASE["model"] | {"layers": 4, "vocab_size": 300}
-            asked = recipe.check({**BASE, "model": model_keys, "parallel": keys}, "the test's recipe")
+            asked = load.check({**BASE, "model": model_keys, "parallel": keys}, "the test's recipe")
             with beside(outer.device, 30, Axes(asked.parallel.tensor, asked.parallel.pipeline)) as mesh:
                 model = on_meta(spec_from_run(asked), Llama)
                 parted = part(model, asked, mesh, Precision(torch.float32, torch.float32))
@@ -475,11 +476,11 @@ def _hardware(base: Seen, seen: Seen) -> None:
 
 
 def speeds_of_file(placement: Placement) -> list[float]:
+    from phalanx.autotune.measure import know, work_of
     from phalanx.comm.mesh import join
-    from phalanx.hardware import Device, Hardware, write
-    from phalanx.train.measure import know, work_of
-    from phalanx.train.sinks import Records
-    from phalanx.train.subject import spec_from_run, subject_of
+    from phalanx.layout.hardware import Device, Hardware, write
+    from phalanx.workload.sinks import Records
+    from phalanx.workload.workload import spec_from_run, subject_of
 
     with tempfile.TemporaryDirectory() as folder, join(placement, 30) as mesh:
         file = Path(folder, "given.json")
@@ -541,8 +542,8 @@ def with_few_files(placement: Placement) -> list[Any]:
     """A start on a node that is not fit: looked at, and not."""
     import resource
 
-    from phalanx import launch
-    from phalanx.errors import Unhealthy
+    from phalanx.core.errors import Unhealthy
+    from phalanx.launch import local
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096))
     found: list[Any] = []
@@ -551,7 +552,7 @@ def with_few_files(placement: Placement) -> list[Any]:
         for health in ("quick", "off"):
             try:
                 config = configured({"resilience.health": health}, Path(folder))
-                found.append(launch.train(config, RunPaths(Path(folder) / "run"), 1, {}))
+                found.append(local.train(config, RunPaths(Path(folder) / "run"), 1, {}))
             except Unhealthy as error:
                 found.append(str(error))
     return found
@@ -559,8 +560,9 @@ def with_few_files(placement: Placement) -> list[Any]:
 
 def away(placement: Placement) -> list[str]:
     """Runs at a URL of a store that does not answer."""
-    from phalanx import cli, launch
-    from phalanx.errors import StorageError
+    from phalanx.cli import main
+    from phalanx.core.errors import StorageError
+    from phalanx.launch import local
     from tests.stores import register
 
     register().dead = True
@@ -570,7 +572,7 @@ def away(placement: Placement) -> list[str]:
         for seconds in (0.2, 0.4):
             config = configured({"resilience.storage_timeout_s": seconds}, Path(folder))
             try:
-                launch.train(config, cli._run_paths(f"faulty://{folder}/run", config), 1, {})
+                local.train(config, main._run_paths(f"faulty://{folder}/run", config), 1, {})
             except StorageError as error:
                 said.append(str(error))
     return said
@@ -593,9 +595,21 @@ def _losses(key: str, values: tuple[Any, Any], expected: tuple[str, str]) -> Cal
 def decided(config: Config) -> list[str]:
     """Names of what is done when a rank fails twice in the same way, a node is lost, nobody comes for 100 s, and it
     returns: of two nodes, one of which fails again later."""
-    from phalanx.cluster.affairs import Cause, Ended, Event, Joined, Lost, Node, Prepared, Ready, Slot, State, Time
-    from phalanx.cluster.supervisor import decide
-    from phalanx.member import policy_of
+    from phalanx.elastic.supervisor.decide import decide
+    from phalanx.elastic.supervisor.state import (
+        Cause,
+        Ended,
+        Event,
+        Joined,
+        Lost,
+        Node,
+        Prepared,
+        Ready,
+        Slot,
+        State,
+        Time,
+    )
+    from phalanx.launch.node_session import policy_of
 
     bug, both = Cause(1, 1, "the same"), (Node(0, "a", 1, "any", 1), Node(1, "b", 1, "any", 1))
     slots = (Slot(1, "any"), Slot(1, "any"))
@@ -647,11 +661,11 @@ def _heartbeat(base: Seen, seen: Seen) -> None:
 
 def silent(heartbeat_s: float) -> list[int]:
     """Who is lost to the first of two agents when the second has said nothing for 1.5 s and has closed nothing."""
-    from phalanx.cluster.beats import Beats
-    from phalanx.cluster.circle import Circle
-    from phalanx.cluster.door import Door, bind
-    from phalanx.cluster.roster import Roster, member_of
-    from tests.unit.test_herald import Aloud
+    from phalanx.elastic.membership.heartbeat import Beats
+    from phalanx.elastic.membership.listener import Door, bind
+    from phalanx.elastic.membership.member_list import Roster, member_of
+    from phalanx.elastic.membership.membership import Circle
+    from tests.unit.test_heartbeat_sender import Aloud
 
     places = [bind("127.0.0.1") for _ in range(2)]
     told = [{"node": node, "host": "", "devices": [["cpu", "any", True]]} for node in range(2)]
@@ -684,21 +698,21 @@ def silent(heartbeat_s: float) -> list[int]:
 
 def keep_in_memory(placement: Placement) -> list[list[bool]]:
     """What a run says of its state in shared memory, by the value of the key."""
-    from phalanx import launch
+    from phalanx.launch import local
 
     found = []
     for wanted in ("auto", True, False):
         with tempfile.TemporaryDirectory() as folder:
             write_text(Path(folder))
             paths = RunPaths(Path(folder) / "run")
-            assert launch.train(configured({"resilience.memory": wanted}, Path(folder)), paths, 1, {}) == 0
+            assert local.train(configured({"resilience.memory": wanted}, Path(folder)), paths, 1, {}) == 0
             events = [event for event in read_lines(paths.events) if event.get("key") == "resilience.memory"]
             found.append([event["value"] for event in events])
     return found
 
 
 def fail_again(placement: Placement, changes: list[dict[str, Any]]) -> list[list[int]]:
-    from phalanx import launch
+    from phalanx.launch import local
 
     found = []
     for each in changes:
@@ -708,7 +722,7 @@ def fail_again(placement: Placement, changes: list[dict[str, Any]]) -> list[list
             paths.root.mkdir()
             paths.tensorboard.write_text("in the way")
             changed = configured(each | {"report.tensorboard": True}, Path(folder))
-            assert launch.train(changed, paths, 1, {}) == 1
+            assert local.train(changed, paths, 1, {}) == 1
             starts = [event for event in read_lines(paths.events) if event["kind"] == Kind.ATTEMPT_STARTED]
             found.append([event["attempt"] for event in starts])
     return found
@@ -716,13 +730,13 @@ def fail_again(placement: Placement, changes: list[dict[str, Any]]) -> list[list
 
 def _hang(base: Seen, seen: Seen) -> None:
     """Ten seconds without any change, after steps of one."""
-    from phalanx import launch
-    from phalanx.cluster.watchdog import judge
-    from phalanx.pulse import Beat
+    from phalanx.core.progress_page import Beat
+    from phalanx.elastic.node.watchdog import judge
+    from phalanx.launch import local
 
     found = {}
     for hang_s in (7, "auto", "off"):
-        patience = launch.patience(configured({"resilience.hang_s": hang_s}, Path()))
+        patience = local.patience(configured({"resilience.hang_s": hang_s}, Path()))
         beat = Beat(0, 9, "forward", 0, "", still_s=10.0, steps=8, longest_s=0.1)
         found[hang_s] = None if patience is None else judge([beat], {}, 1, patience) is not None
     assert found == {7: True, "auto": False, "off": None}
@@ -730,9 +744,9 @@ def _hang(base: Seen, seen: Seen) -> None:
 
 def _judged(changes: dict[str, Any], *, loss: float | None) -> str:
     """What is done about a loss after thirty that are near 1, or about a gradient that is not finite."""
-    from phalanx.errors import Diverged
-    from phalanx.records import StepRecord
-    from phalanx.train.anomalies import Anomalies
+    from phalanx.core.errors import Diverged
+    from phalanx.core.records import StepRecord
+    from phalanx.trainer.anomalies import Anomalies
 
     wanted = configured(changes, Path()).resilience
     anomalies = Anomalies(wanted, [(step, 1.0 + step % 5 / 100) for step in range(1, 31)])
@@ -781,8 +795,8 @@ def _checksum_every(base: Seen, seen: Seen) -> None:
 
 def gone_wrong(placement: Placement, folder: str, key: str, values: list[int], fault: str) -> list[list[Any]]:
     """What is done about something that goes wrong: kinds of events and their steps, under each value of a key."""
-    from phalanx import faults
-    from phalanx.train import trainer
+    from phalanx.core import faults
+    from phalanx.trainer import train_rank
     from tests.numerics import runs
 
     found = []
@@ -792,7 +806,7 @@ def gone_wrong(placement: Placement, folder: str, key: str, values: list[int], f
         runs.write_tokens(place / str(placement.rank))
         described = runs.job(place, place / str(placement.rank), keys | {f"resilience.{key}": value}, placement.world)
         described = dataclasses.replace(described, faults=tuple(faults.parse([fault])))
-        trainer.run(described, dataclasses.replace(placement, threads=1))
+        train_rank.run(described, dataclasses.replace(placement, threads=1))
         kinds = (Kind.CORRUPTED, Kind.ROLLED_BACK)
         found.append([(e["kind"], e["step"]) for e in read_lines(described.paths.events) if e["kind"] in kinds])
     return found

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.core.errors import ConfigError
 from phalanx.data.chat import TEMPLATES
 from phalanx.data.tokenizer import train_tokenizer
-from phalanx.errors import ConfigError
-from phalanx.generation import Sampling, Writer, _stream, complete, complete_all, converse, opened, read_prompts
+from phalanx.generate.text import Sampling, Writer, _stream, complete, complete_all, converse, opened, read_prompts
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 

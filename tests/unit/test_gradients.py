@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import join
+from phalanx.core.placement import Placement
 from phalanx.optim import gradients
-from phalanx.placement import Placement
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import hardware, survey
-from phalanx.errors import ConfigError
-from phalanx.hardware import Device, Hardware, Link, line
-from phalanx.run_paths import RunPaths
-from phalanx.train import measure
+from phalanx.autotune import measure
+from phalanx.core.errors import ConfigError
+from phalanx.core.run_paths import RunPaths
+from phalanx.launch import measure_devices
+from phalanx.layout import hardware
+from phalanx.layout.hardware import Device, Hardware, Link, line
 
 SMALL = Device(0, 0, 0, "here", "cpu", "cpu", 2**33, 16, ((1, 0.3), (3, 0.5)), None, 2e-9)
 LARGE = Device(1, 0, 1, "here", "gpu:0", "H200", 2**37, 64, ((1, 0.1), (3, 0.11), (9, 0.15)), 5e10)
@@ -235,8 +236,8 @@ def test_what_was_measured_is_lost_with_node_0(
     leads: int, code: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks of the other nodes are done then."""
-    monkeypatch.setattr(survey, "run", lambda *_: 0)
+    monkeypatch.setattr(measure_devices, "run", lambda *_: 0)
     circle = SimpleNamespace(me=SimpleNamespace(node=leads))
     peer: Any = SimpleNamespace(leads=True, over=(0, "the run is done"), circle=circle, close=lambda: None)
-    assert survey._run(peer) == code
+    assert measure_devices._run(peer) == code
     assert peer.over[0] == code and peer.over[1].endswith(words)

@@ -8,15 +8,15 @@ import pytest
 import torch
 import transformers
 
-from phalanx.errors import ConfigError
-from phalanx.models.export import export
-from phalanx.models.hf import config_from_spec, hf_name
+from phalanx.core.errors import ConfigError
+from phalanx.layout.model_shape import ModelSpec, RopeScaling, parameter_count, parameter_shapes
 from phalanx.models.hf_config import read_config, spec_from_config
+from phalanx.models.hf_export import export
+from phalanx.models.hf_mapping import config_from_spec, hf_name
+from phalanx.models.hf_weights import Weights
 from phalanx.models.layers import rope_table
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.rope import rope_frequencies
-from phalanx.models.spec import ModelSpec, RopeScaling, parameter_count, parameter_shapes
-from phalanx.models.weights import Weights
 
 LENGTH = 96
 LLAMA = ModelSpec(vocab_size=96, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=128)

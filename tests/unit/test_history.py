@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.errors import RunError
-from phalanx.events import Kind
-from phalanx.json_lines import append_line
+from phalanx.core.errors import RunError
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import append_line
+from phalanx.core.run_paths import RunPaths
 from phalanx.report import history
-from phalanx.run_paths import RunPaths
 
 
 def records(*pairs: tuple[int, int]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import host_memory
+from phalanx.system import memory as host_memory
 
 
 def group(place: Path, limit: str, used: int, files: int, names: tuple[str, str, str]) -> None:

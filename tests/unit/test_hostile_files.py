@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
+from phalanx.compat.megatron.weights import MegatronCheckpoint
 from phalanx.compat.sagemaker import loader
 from phalanx.compat.sagemaker.files import DistributedFileSystemReader, _is_covered
-from phalanx.data import megatron, shards
-from phalanx.errors import CheckpointError, ConfigError, DataError
-from phalanx.models.megatron import MegatronCheckpoint
+from phalanx.core.errors import CheckpointError, ConfigError, DataError
+from phalanx.data import hdf5_shards, megatron_dataset
 from tests.hostile import examples
 from tests.shards import write_shard
 from tests.unit.test_import_megatron import arguments, lay_out, llama
@@ -72,7 +72,7 @@ def test_an_index_of_megatrons(tmp_path: Path) -> None:
             TOKENS if which == "index" else damaged(TOKENS, tokens),
         )
         try:
-            with megatron.opened(str(tmp_path / "m.idx")) as pair:
+            with megatron_dataset.opened(str(tmp_path / "m.idx")) as pair:
                 documents = pair.read(0, pair.documents)
                 assert pair.cut(9)[-1] == pair.documents
                 lengths = np.concatenate([[0], np.cumsum(pair._lengths)])[pair._bounds]
@@ -112,7 +112,7 @@ def test_a_shard_of_masked_sequences(tmp_path: Path) -> None:
         head = int(len(whole) * 0.3) if early else len(whole)
         (tmp_path / "s.hdf5").write_bytes(damaged(whole[:head], how) + whole[head:])
         try:
-            for block, part in shards.blocks(str(tmp_path / "s.hdf5"), 70):
+            for block, part in hdf5_shards.blocks(str(tmp_path / "s.hdf5"), 70):
                 assert 0 < part <= 1 and (block.tokens < 70).all()
                 block.columns(np.ones(len(block.tokens), bool))
         except DataError as error:

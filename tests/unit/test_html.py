@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import RunError
-from phalanx.events import Kind
-from phalanx.json_lines import append_line
-from phalanx.records import StepRecord
+from phalanx.core.errors import RunError
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import append_line
+from phalanx.core.records import StepRecord
+from phalanx.core.run_paths import RunPaths
 from phalanx.report import html as report
 from phalanx.report.history import read_run
-from phalanx.run_paths import RunPaths
 from tests import browser
 
 

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
-from phalanx.errors import ConfigError
-from phalanx.models.megatron import MegatronCheckpoint
-from phalanx.models.megatron_args import Told
-from phalanx.models.weights import Weights
+from phalanx.compat.megatron.args import Told
+from phalanx.compat.megatron.weights import MegatronCheckpoint
+from phalanx.core.errors import ConfigError
+from phalanx.models.hf_weights import Weights
 from tests.helpers import ROOT
 
 main = runpy.run_path(str(ROOT / "examples" / "import_megatron.py"))["main"]

@@ -4,8 +4,8 @@ import platform
 import time
 from typing import Any
 
-from phalanx.events import Kind
-from phalanx.incidents import Told
+from phalanx.core.events import Kind
+from phalanx.core.incidents import Told
 
 
 class Silent:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cluster import xid
-from phalanx.cluster.findings import Severity, verdict
-from phalanx.cluster.kernel_log import Line, judge, read
+from phalanx.health import xid
+from phalanx.health.findings import Severity, verdict
+from phalanx.health.kernel_log import Line, judge, read
 
 NOW = 10_000.0
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from phalanx.ending import outcome, stopped_early
-from phalanx.events import Kind, write_event
-from phalanx.json_lines import append_line, read_lines
-from phalanx.placement import ExitCode
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
+from phalanx.core.events import Kind, write_event
+from phalanx.core.json_lines import append_line, read_lines
+from phalanx.core.placement import ExitCode
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.launch.outcome import outcome, stopped_early
 from tests.helpers import ROOT, wait_until
 
 RECIPE = """

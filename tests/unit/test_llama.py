@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.layout.model_shape import ARCHITECTURES, PRESETS, ModelSpec, parameter_shapes
 from phalanx.models import attention as attention_module
 from phalanx.models.attention import attention
-from phalanx.models.draws import Draws
+from phalanx.models.counter_rng import Draws
 from phalanx.models.layers import RMSNorm, apply_rope, cross_entropy_sum_plain, rope_table
 from phalanx.models.llama import HF_NAMES, Block, Llama, init_slice, initial
-from phalanx.models.spec import ARCHITECTURES, PRESETS, ModelSpec, parameter_shapes
 
 SPEC = ModelSpec(vocab_size=96, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=128)
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx import balance
-from phalanx.balance import Division, in_parts
+from phalanx.core.errors import DataError
 from phalanx.data.loader import ORDER_BLOCK, Loader, shuffled
-from phalanx.data.order import bits, order
 from phalanx.data.packing import Form, Sample, rows_of
-from phalanx.data.tokens import TokenFile, TokenWriter
-from phalanx.errors import DataError
+from phalanx.data.shuffle import bits, order
+from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.layout import balance
+from phalanx.layout.balance import Division, in_parts
 
 SEQ_LEN = 4
 WINDOWS = 37

@@ -10,11 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx import recipe
-from phalanx.errors import ConfigError
-from phalanx.model_config import LoraSection
-from phalanx.models.custom import on_meta
-from phalanx.models.draws import Draws
+from phalanx.autotune.micro_batch import state_items
+from phalanx.config import load
+from phalanx.config.model import LoraSection
+from phalanx.core.errors import ConfigError
+from phalanx.engine.interface import Precision
+from phalanx.layout.model_shape import (
+    LORA_TARGETS,
+    LoraSpec,
+    ModelSpec,
+    adapter_count,
+    flops_per_token,
+    parameter_count,
+    parameter_shapes,
+)
+from phalanx.models.counter_rng import Draws
 from phalanx.models.layers import cross_entropy_sum
 from phalanx.models.llama import Block, Llama, init_slice
 from phalanx.models.lora import (
@@ -26,20 +36,10 @@ from phalanx.models.lora import (
     is_adapter,
     merged,
 )
-from phalanx.models.spec import (
-    LORA_TARGETS,
-    LoraSpec,
-    ModelSpec,
-    adapter_count,
-    flops_per_token,
-    parameter_count,
-    parameter_shapes,
-)
-from phalanx.optim.engine import Precision
+from phalanx.models.user_model import on_meta
 from phalanx.optim.update import AdamW
 from phalanx.parallel import activations
-from phalanx.train import adapters
-from phalanx.train.probe import state_items
+from phalanx.workload import adapters
 
 SPEC = ModelSpec(vocab_size=31, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate=24, max_seq_len=64)
 LORA = LoraSpec(rank=3, alpha=6.0, targets=LORA_TARGETS)
@@ -309,23 +309,23 @@ def test_frozen_weights_cost_their_own_bytes_and_no_gradient() -> None:
 
 def test_a_recipe_with_adapters() -> None:
     tree: dict[str, Any] = {"model": {"from_hf": "hf", "lora": {"rank": 8, "targets": "q"}}}
-    config, chosen = recipe.resolve(recipe.check(tree, "it"), device="cpu", world=1)
+    config, chosen = load.resolve(load.check(tree, "it"), device="cpu", world=1)
     assert ("model.lora.alpha", 16.0, "no adapter was named") in chosen
     assert config.model.lora == LoraSection(rank=8, alpha=16.0, targets=["q"])
-    assert recipe.check(recipe.parse_yaml(recipe.to_yaml(config), "again"), "again") == config
-    again = recipe.check({"model": {"from_hf": "hf", "lora": {"rank": 8, "alpha": "auto", "targets": "q"}}}, "it")
-    assert recipe.continue_from(again, config, Path("run")).model == config.model
+    assert load.check(load.parse_yaml(load.to_yaml(config), "again"), "again") == config
+    again = load.check({"model": {"from_hf": "hf", "lora": {"rank": 8, "alpha": "auto", "targets": "q"}}}, "it")
+    assert load.continue_from(again, config, Path("run")).model == config.model
     with pytest.raises(ConfigError, match=r"model.lora.rank is 4 now and was 8"):
-        recipe.continue_from(recipe.check({"model": {"from_hf": "hf", "lora": {"rank": 4}}}, "it"), config, Path("run"))
-    open_yet, _ = recipe.resolve(recipe.check({"model": {"from_hf": "hf", "lora": {"adapter": "a"}}}, "it"),
+        load.continue_from(load.check({"model": {"from_hf": "hf", "lora": {"rank": 4}}}, "it"), config, Path("run"))
+    open_yet, _ = load.resolve(load.check({"model": {"from_hf": "hf", "lora": {"adapter": "a"}}}, "it"),
                                  device="cpu", world=1)  # fmt: skip
     assert open_yet.model.lora == LoraSection(adapter="a")
     own = {"from_hf": "hf", "code": "own.py", "lora": {}}
-    of_own, _ = recipe.resolve(recipe.check({"model": own}, "it"), device="cpu", world=1)
+    of_own, _ = load.resolve(load.check({"model": own}, "it"), device="cpu", world=1)
     assert of_own.model.lora == LoraSection(rank=16, alpha=32.0, targets="auto"), "those that the class has"
     for block, targets in ((_Narrow, ["q", "k", "v", "o", "up", "down"]), (Block, list(LORA_TARGETS))):
         model_class = type("Model", (Llama,), {"block": block})
         found = adapters.resolve(of_own, replace(SPEC, lora=None), model_class)
         assert found == [("model.lora.targets", targets, "the model's own")]
     with pytest.raises(ConfigError, match=r"only drawn are worth no adapter; set model.from_hf"):
-        recipe.check({"model": {"preset": "llama-3-8b", "lora": {}}}, "it")
+        load.check({"model": {"preset": "llama-3-8b", "lora": {}}}, "it")

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.core.errors import ConfigError, DataError
 from phalanx.data.masking import IGNORED, MaskedSample, MaskForm, Pairs, Vocabulary, Windows, mask, masked_rows
-from phalanx.data.tokens import TokenFile, TokenWriter
+from phalanx.data.token_files import TokenFile, TokenWriter
 from phalanx.data.wordpiece import Specials
-from phalanx.errors import ConfigError, DataError
 
 PAD, UNK, CLS, SEP, MASK = range(5)
 VOCAB = 50

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.config import DataSection
-from phalanx.data import megatron, reading
-from phalanx.data.megatron import opened, write_pair
+from phalanx.config.schema import DataSection
+from phalanx.core.errors import ConfigError, DataError
+from phalanx.core.placement import Placement
+from phalanx.data import megatron_dataset, read_chunks
+from phalanx.data.megatron_dataset import opened, write_pair
 from phalanx.data.prepare import prepare
+from phalanx.data.token_files import TokenFile, TokenWriter
 from phalanx.data.tokenizer import train_tokenizer
-from phalanx.data.tokens import TokenFile, TokenWriter
-from phalanx.errors import ConfigError, DataError
-from phalanx.placement import Placement
 from tests.helpers import run_ranks
 
 # Written by megatron.core 0.16.1: four documents of one sequence each, one of them empty, and one of two sequences.
@@ -119,7 +119,7 @@ def test_becomes_a_token_set_by_the_tokenizer_that_made_it(tmp_path: Path, monke
     assert [file.document(i).tolist() for i in range(file.documents)] == [
         [*document[: -1 if document[-1] == 0 else None], 0] for document in DOCUMENTS if document
     ]
-    monkeypatch.setattr(reading, "CHUNK_BYTES", 9)
+    monkeypatch.setattr(read_chunks, "CHUNK_BYTES", 9)
     assert prepared("d").checksum == file.checksum
     write_example(tmp_path, tokens=TOKENS[:-2] + struct.pack("<H", 400))
     with pytest.raises(DataError, match=r"m\.idx, document 4 holds the token 400, but the tokenizer .* has 257; set"):
@@ -142,7 +142,7 @@ def test_becomes_a_token_set_by_the_tokenizer_that_made_it(tmp_path: Path, monke
 )
 def test_torn_and_damaged_files_are_named(tmp_path: Path, index: bytes, tokens: bytes, said: str) -> None:
     write_example(tmp_path, index, tokens)
-    with pytest.raises(DataError) as caught, megatron.opened(str(tmp_path / "m.idx")):
+    with pytest.raises(DataError) as caught, megatron_dataset.opened(str(tmp_path / "m.idx")):
         pytest.fail("it was opened")
     assert said in str(caught.value)
 

@@ -7,14 +7,14 @@ import time
 import pytest
 import torch
 
-from phalanx.accelerator import HostCopy
-from phalanx.balance import Speed, in_parts
 from phalanx.comm.mesh import Mesh, join
-from phalanx.optim.engine import Queued
-from phalanx.placement import Placement
-from phalanx.train.metrics import Recorder
-from phalanx.train.metrics import Speed as Flops
-from phalanx.train.sharing import Sharing
+from phalanx.core.placement import Placement
+from phalanx.engine.interface import Queued
+from phalanx.layout.balance import Speed, in_parts
+from phalanx.system.accelerator import HostCopy
+from phalanx.trainer.metrics import Recorder
+from phalanx.trainer.metrics import Speed as Flops
+from phalanx.workload.work_split import Sharing
 
 ALONE = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device="cpu", store=None)
 

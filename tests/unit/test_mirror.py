@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from phalanx import mirror, patience
-from phalanx.errors import RunError, StorageError
-from phalanx.events import Kind, write_event
-from phalanx.json_lines import append_line, read_lines
-from phalanx.placement import ExitCode, Placement
-from phalanx.run_paths import RunPaths, Url
+from phalanx.core.errors import RunError, StorageError
+from phalanx.core.events import Kind, write_event
+from phalanx.core.json_lines import append_line, read_lines
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.run_paths import RunPaths, Url
+from phalanx.storage import mirror, retry
 from tests.helpers import run_ranks, wait_until
 from tests.stores import Faults, register
 
@@ -24,7 +24,7 @@ ENDED = 2**22 + 1  # above what Linux gives out: no process has this number
 
 @pytest.fixture
 def url(faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(mirror, "SETTLE_S", 0.0)
     return f"faulty://{tmp_path}/store/run"
 

@@ -86,7 +86,7 @@ def test_a_place_in_a_text_is_replaced_and_named_by_its_function() -> None:
 
 def test_functions_and_numbers_of_an_imported_module_become_those_of_a_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever they are held. The child of `Warm` does so before it runs tests; here it is undone again."""
-    from phalanx import balance, hardware
+    from phalanx.layout import balance, hardware
 
     path = ROOT / "phalanx" / "balance.py"
     text = path.read_text()

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from phalanx import meetings, nodes, recipe
-from phalanx.cluster import epochs
-from phalanx.cluster.rendezvous import Place
-from phalanx.errors import RunError
-from phalanx.run_paths import RunPaths
+from phalanx.config import load
+from phalanx.core.errors import RunError
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership import epoch_files
+from phalanx.elastic.membership.rendezvous import Place
+from phalanx.launch import multinode, rendezvous_options
 from tests.helpers import ROOT
 
 
@@ -18,39 +19,39 @@ def test_an_epoch_that_others_begin_while_it_looks_whether_they_lead_is_seen(
 ) -> None:
     """Else it would wait for them to come, and they for it."""
     paths, looks, led = RunPaths(tmp_path), list[int](), list[int]()
-    assert epochs.claim(paths, 1, {"attempt": 1, "leader": 0}) is None
+    assert epoch_files.claim(paths, 1, {"attempt": 1, "leader": 0}) is None
 
-    def goes_on(paths: RunPaths, meeting: meetings.Meeting) -> bool:
+    def goes_on(paths: RunPaths, meeting: rendezvous_options.Meeting) -> bool:
         looks.append(len(looks))
         if len(looks) == 1:  # nobody answers yet, and a moment later node 1 leads
-            assert epochs.claim(paths, 2, {"attempt": 2, "leader": 1}) is None
+            assert epoch_files.claim(paths, 2, {"attempt": 2, "leader": 1}) is None
         return len(looks) > 1
 
     def lead(wanted: Any, paths: RunPaths, devices: Any, meeting: Any, planned: Any, before: int) -> int:
         led.append(before)
-        nodes.watching(paths, lambda: None, before)()
+        multinode.watching(paths, lambda: None, before)()
         raise AssertionError("it waits for the others")
 
-    monkeypatch.setattr(nodes, "LOOK_S", -1.0)
-    monkeypatch.setattr(nodes, "warmed", lambda on_cpu: (None, None))
-    monkeypatch.setattr(nodes, "devices_of_ranks", lambda *found: [])
-    monkeypatch.setattr(nodes, "goes_on", goes_on)
-    monkeypatch.setattr(nodes, "_lead", lead)
-    monkeypatch.setattr(nodes, "_follow", lambda *told: 42)
+    monkeypatch.setattr(multinode, "LOOK_S", -1.0)
+    monkeypatch.setattr(multinode, "warmed", lambda on_cpu: (None, None))
+    monkeypatch.setattr(multinode, "devices_of_ranks", lambda *found: [])
+    monkeypatch.setattr(multinode, "goes_on", goes_on)
+    monkeypatch.setattr(multinode, "_lead", lead)
+    monkeypatch.setattr(multinode, "_follow", lambda *told: 42)
     meeting, wanted = (
-        meetings.Meeting(2, 0, Place("here", folder=tmp_path), 60.0),
-        recipe.load(ROOT / "recipes/demo.yaml"),
+        rendezvous_options.Meeting(2, 0, Place("here", folder=tmp_path), 60.0),
+        load.load(ROOT / "recipes/demo.yaml"),
     )
-    assert nodes.train(wanted, paths, 1, meeting) == 42
+    assert multinode.train(wanted, paths, 1, meeting) == 42
     assert led == [1]
 
 
 def test_no_other_epoch_is_no_reason_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "LOOK_S", -1.0)
+    monkeypatch.setattr(multinode, "LOOK_S", -1.0)
     paths, tended = RunPaths(tmp_path), list[int]()
-    look = nodes.watching(paths, lambda: tended.append(1), epochs.number(paths))
+    look = multinode.watching(paths, lambda: tended.append(1), epoch_files.number(paths))
     look()
-    assert epochs.claim(paths, 1, {"attempt": 1, "leader": 1}) is None
+    assert epoch_files.claim(paths, 1, {"attempt": 1, "leader": 1}) is None
     with pytest.raises(RunError, match="another node leads the run"):
         look()
     assert tended == [1, 1]

@@ -8,18 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from phalanx import host_memory, recipe
-from phalanx.config import Config, spec_of
-from phalanx.errors import ConfigError
-from phalanx.models.draws import Draws
+from phalanx.autotune.activations import LinkTime, choose, link_time
+from phalanx.autotune.micro_batch import Finding, _lighter
+from phalanx.config import load
+from phalanx.config.load import update
+from phalanx.config.schema import Config, spec_of
+from phalanx.core.errors import ConfigError
+from phalanx.models.counter_rng import Draws
 from phalanx.models.llama import Llama
 from phalanx.parallel import activations
-from phalanx.parallel.apply import change_blocks
 from phalanx.parallel.offload import Mover, Pool, offload
-from phalanx.recipe import update
-from phalanx.train.choose_activations import LinkTime, choose, link_time
-from phalanx.train.probe import Finding, _lighter
-from phalanx.train.subject import subject_of
+from phalanx.parallel.parallelize import change_blocks
+from phalanx.system import memory as host_memory
+from phalanx.workload.workload import subject_of
 
 LAYERS, HIDDEN, LENGTH = 6, 64, 32
 MODEL = {
@@ -31,7 +32,7 @@ MODEL = {
 def configured(mode: str, horizon: int = 2, **sections: Any) -> Config:
     memory = {"activations": mode, "horizon": horizon}
     tree = {"model": MODEL, "data": {"seq_len": LENGTH}, "train": {"dtype": "fp32"}, "memory": memory}
-    config, _ = recipe.resolve(recipe.check(tree | sections, "a recipe"), device="cpu", world=1)
+    config, _ = load.resolve(load.check(tree | sections, "a recipe"), device="cpu", world=1)
     return config
 
 

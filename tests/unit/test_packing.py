@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.balance import Division
+from phalanx.core.errors import DataError
 from phalanx.data.loader import Loader
 from phalanx.data.packing import Form, Packed, Windows, pack, rows_of
-from phalanx.data.tokens import TokenFile, TokenWriter
-from phalanx.errors import DataError
+from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.layout.balance import Division
+from phalanx.layout.model_shape import ModelSpec, parameter_shapes
 from phalanx.models.llama import Llama, init_slice
-from phalanx.models.spec import ModelSpec, parameter_shapes
 from phalanx.tasks.language import LanguageModel
 
 EOS = 1

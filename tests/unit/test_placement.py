@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cluster.placement import device_of, first_host, from_environment, outside
-from phalanx.errors import ConfigError
-from phalanx.placement import Placement, StoreAddress
+from phalanx.core.errors import ConfigError
+from phalanx.core.placement import Placement, StoreAddress
+from phalanx.system.torchrun_env import device_of, first_host, from_environment, outside
 
 USERS = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "lab"}
 TORCHRUN = {

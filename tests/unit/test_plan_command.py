@@ -9,22 +9,23 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from phalanx import hardware, recipe
-from phalanx.cli import app
-from phalanx.combinations import problems_with
-from phalanx.errors import ConfigError
-from phalanx.hardware import Device, Hardware, Link
-from phalanx.models.spec import PRESETS, parameter_count
-from phalanx.plan import advice, cost, failures, large, measured, parse
-from phalanx.plan.advice import Question
-from phalanx.plan.choice import Choice
-from phalanx.plan.cluster import Cluster, Group
-from phalanx.plan.constants import DEFAULT
-from phalanx.plan.intervals import daly_s
-from phalanx.plan.kinds import KINDS
-from phalanx.plan.predict import predict
-from phalanx.plan.recipe_keys import STATE_BYTES, checked, free, work_of
-from phalanx.rules import RULES
+from phalanx.cli.main import app
+from phalanx.config import load
+from phalanx.config.optimizers import RULES
+from phalanx.config.validation import problems_with
+from phalanx.core.errors import ConfigError
+from phalanx.layout import hardware
+from phalanx.layout.hardware import Device, Hardware, Link
+from phalanx.layout.model_shape import PRESETS, parameter_count
+from phalanx.planner import advice, cost, failures, large_jobs, measured_cluster, parse_cluster
+from phalanx.planner.advice import Question
+from phalanx.planner.checkpoint_interval import daly_s
+from phalanx.planner.cluster import Cluster, Group
+from phalanx.planner.constants import DEFAULT
+from phalanx.planner.device_catalog import KINDS
+from phalanx.planner.layout_choice import Choice
+from phalanx.planner.predict import predict
+from phalanx.planner.recipe_keys import STATE_BYTES, checked, free, work_of
 from tests.helpers import ROOT
 
 LLAMA = ROOT / "recipes" / "llama-3-8b.yaml"
@@ -52,7 +53,7 @@ def failing(*words: object) -> str:
 
 def test_the_keys_make_a_recipe_that_starts(tmp_path: Path) -> None:
     told = planned(tmp_path / "plan.json", LLAMA, "--cluster", NODES)
-    chosen = recipe.load(LLAMA, [f"{key}={json.dumps(value)}" for key, value in told["keys"].items()])
+    chosen = load.load(LLAMA, [f"{key}={json.dumps(value)}" for key, value in told["keys"].items()])
     assert problems_with(chosen, told["used"]["devices"]) == []
     assert chosen.train.micro_batch == told["keys"]["train.micro_batch"]
     expected = told["expected"]
@@ -76,8 +77,8 @@ def test_the_keys_make_a_recipe_that_starts(tmp_path: Path) -> None:
     ],
 )
 def test_all_that_is_proposed_is_what_a_start_accepts(name: str, cluster: str, held: str) -> None:
-    config = free(recipe.load(ROOT / "recipes" / f"{name}.yaml", [held]), [held])
-    found = Question(config, None, (held,)).on(parse.cluster(cluster))
+    config = free(load.load(ROOT / "recipes" / f"{name}.yaml", [held]), [held])
+    found = Question(config, None, (held,)).on(parse_cluster.cluster(cluster))
     assert found.plans
     for plan in found.plans:
         chosen = checked(config, plan)
@@ -127,7 +128,7 @@ def test_any_number_of_stages_may_be_asked_for(stages: int, tmp_path: Path) -> N
     words = ("--cluster", f"{stages}x(2xA100-80GB)", f"parallel.pipeline={stages}")
     told = planned(tmp_path / "plan.json", LLAMA, *words)
     assert told["keys"]["parallel.pipeline"] == stages
-    chosen = recipe.load(LLAMA, [f"{key}={json.dumps(value)}" for key, value in told["keys"].items()])
+    chosen = load.load(LLAMA, [f"{key}={json.dumps(value)}" for key, value in told["keys"].items()])
     assert problems_with(chosen, told["used"]["devices"]) == []
 
 
@@ -222,18 +223,18 @@ def test_mistakes_are_sentences(words: list[object], said: str) -> None:
 
 
 def test_a_bert_and_unlike_types() -> None:
-    cluster = parse.cluster("2xA100-40GB, 2xV100-16GB")
-    config = recipe.load(ROOT / "recipes" / "bert-base-pretrain.yaml")
-    from phalanx.plan.recipe_keys import shape_of
+    cluster = parse_cluster.cluster("2xA100-40GB, 2xV100-16GB")
+    config = load.load(ROOT / "recipes" / "bert-base-pretrain.yaml")
+    from phalanx.planner.recipe_keys import shape_of
 
     spec = shape_of(config)
     work = work_of(config, spec, cluster)
     assert (work.gated, work.biases, work.precision, work.gather_bytes) == (False, True, "fp16", 4)
     assert work.parameters() == pytest.approx(parameter_count(spec), rel=0.02)
-    mixed = recipe.update(config, {"train.dtype": "mixed"})
-    alike = work_of(mixed, spec, parse.cluster("4xA100-40GB"))
+    mixed = load.update(config, {"train.dtype": "mixed"})
+    alike = work_of(mixed, spec, parse_cluster.cluster("4xA100-40GB"))
     assert (alike.precision, alike.gather_bytes) == ("bf16", 4)  # each makes its own type of fp32, alike or not
-    assert work_of(mixed, spec, parse.cluster("4xCPU")).precision == "fp32"
+    assert work_of(mixed, spec, parse_cluster.cluster("4xCPU")).precision == "fp32"
 
 
 def test_what_is_used_computes_in_its_own_type(tmp_path: Path) -> None:
@@ -267,8 +268,10 @@ def test_idle_devices_have_a_reason_that_is_true(tmp_path: Path) -> None:
 
 def test_no_kind_is_better_off_without_the_others() -> None:
     """A100s compute in bf16 where they are alone, and gather half as many bytes as beside V100s in fp16."""
-    question = Question(free(recipe.load(LLAMA, ["train.global_batch=64"]), []), None, ())
-    both, alone = (parse.cluster(f"{text}, 5Gb/s") for text in ("2x(4xA100-80GB), 1xV100-32GB", "2x(4xA100-80GB)"))
+    question = Question(free(load.load(LLAMA, ["train.global_batch=64"]), []), None, ())
+    both, alone = (
+        parse_cluster.cluster(f"{text}, 5Gb/s") for text in ("2x(4xA100-80GB), 1xV100-32GB", "2x(4xA100-80GB)")
+    )
     best, ours = question.on(both).best, question.on(alone).best
     assert best.estimate.tokens_per_s >= ours.estimate.tokens_per_s
     assert best.cluster.groups == alone.groups and question.work(best.cluster).precision == "bf16"
@@ -276,8 +279,8 @@ def test_no_kind_is_better_off_without_the_others() -> None:
 
 def test_adapters_that_are_left_open_are_adapters() -> None:
     said = ["model.preset=null", "model.from_hf=folder", "model.lora.dropout=0.0"]
-    config = free(recipe.load(LLAMA, said), [])
-    there = parse.cluster("2xRTX-4090")
+    config = free(load.load(LLAMA, said), [])
+    there = parse_cluster.cluster("2xRTX-4090")
     question = Question(config, PRESETS["llama-3-8b"], ())
     assert 0.001 < question.work(there).trained < 0.02
     found = question.on(there)  # all weights would not fit there, and slices have no adapters
@@ -285,8 +288,8 @@ def test_adapters_that_are_left_open_are_adapters() -> None:
 
 
 def test_a_folders_bert_is_not_cut() -> None:
-    config = free(recipe.load(ROOT / "recipes" / "bert-ner.yaml"), [])
-    question, there = Question(config, PRESETS["bert-base-uncased"], ()), parse.cluster("4xA100-40GB")
+    config = free(load.load(ROOT / "recipes" / "bert-ner.yaml"), [])
+    question, there = Question(config, PRESETS["bert-base-uncased"], ()), parse_cluster.cluster("4xA100-40GB")
     assert {plan.choice.tensor * plan.choice.pipeline for plan in question.on(there).plans} == {1}
     with pytest.raises(ConfigError, match="tensor=2 cuts models of the Llama family"):
         question.changed("parallel.tensor=2").on(there)
@@ -295,10 +298,10 @@ def test_a_folders_bert_is_not_cut() -> None:
 
 
 def test_a_bert_that_drops_scores_holds_them() -> None:
-    config = recipe.load(ROOT / "recipes" / "bert-base-pretrain.yaml", ["train.micro_batch=4"])
-    there = parse.cluster("2xA100-40GB")
+    config = load.load(ROOT / "recipes" / "bert-base-pretrain.yaml", ["train.micro_batch=4"])
+    there = parse_cluster.cluster("2xA100-40GB")
     held, less = (
-        predict(recipe.update(config, {"model.attention_dropout": p}), there).estimate.memory[0].parts["activations"]
+        predict(load.update(config, {"model.attention_dropout": p}), there).estimate.memory[0].parts["activations"]
         for p in (0.1, 0.0)
     )
     assert held - less == pytest.approx(4 * 12 * 12 * 512**2 * 7)  # sequences, layers, heads, pairs, bytes
@@ -327,7 +330,7 @@ WORK = {**asdict(SPEC), "positions": 2048, "dtype": "bf16", "parameters": 1}
 def test_devices_of_a_file_are_as_fast_as_they_were_measured() -> None:
     slow = device(2, "NVIDIA A100-SXM4-40GB", 0.8)
     names = [device(rank, "NVIDIA A100-SXM4-40GB", 0.4) for rank in range(2)]
-    found = measured.cluster_of(Hardware(WORK, (*names, slow), Link(1e10, 1e-4)))
+    found = measured_cluster.cluster_of(Hardware(WORK, (*names, slow), Link(1e10, 1e-4)))
     fast, slower = (group.kind for group in found.groups)
     assert [group.per_node for group in found.groups] == [2, 1]
     assert fast.peak("bf16") == pytest.approx(2 * slower.peak("bf16"), rel=0.02)
@@ -340,9 +343,11 @@ def test_what_was_computed_again_while_a_device_was_measured_does_not_make_it_sl
     for activations, recompute in (("none", "none"), ("selective", "selective"), ("full", "full"), ("offload", "full")):
         work = {**WORK, "activations": activations}
         choice = Choice(micro_batch=4, recompute=recompute)  # type: ignore[arg-type]
-        took = cost.predict(replace(measured._work_of(work), global_batch=4), alone, choice).terms["compute"]
+        took = cost.predict(replace(measured_cluster._work_of(work), global_batch=4), alone, choice).terms["compute"]
         rows = (device(0, "NVIDIA A100-SXM4-40GB", 1.0, times=((4, took),)),)
-        assert measured.cluster_of(Hardware(work, rows, None)).groups[0].kind.speed == pytest.approx(1.0), activations
+        assert measured_cluster.cluster_of(Hardware(work, rows, None)).groups[0].kind.speed == pytest.approx(1.0), (
+            activations
+        )
 
 
 def test_noise_between_neighbours_is_no_difference_and_a_cpu_takes_time_to_be_called() -> None:
@@ -353,12 +358,12 @@ def test_noise_between_neighbours_is_no_difference_and_a_cpu_takes_time_to_be_ca
         return device(rank, "cpu", 1.0, node=node, times=times, host_to_device_bytes_per_s=None, memory_bytes=rank + 5)
 
     devices = (cpu(0, 0, 1.0), cpu(1, 0, 1.04), cpu(2, 1, 2.0), cpu(3, 1, 2.05))
-    found = measured.cluster_of(Hardware(work, devices, None))
+    found = measured_cluster.cluster_of(Hardware(work, devices, None))
     assert [(group.nodes, group.per_node) for group in found.groups] == [(1, 2), (1, 2)]
     slow, fast = (group.kind for group in found.groups)
     assert fast.peak("fp32") == pytest.approx(2 * slow.peak("fp32"), rel=0.03)
     assert (slow.memory_bytes, fast.memory_bytes) == (5, 7)
-    asked = replace(measured._work_of(work), global_batch=1)
+    asked = replace(measured_cluster._work_of(work), global_batch=1)
     for sequences, seconds in ((1, 1.5), (3, 3.5), (5, 5.5)):
         alone = Cluster((Group(1, 1, slow),))
         said = cost.predict(replace(asked, global_batch=sequences), alone, Choice(micro_batch=sequences)).terms[
@@ -375,7 +380,7 @@ def test_noise_within_a_node_leaves_its_devices_one_group() -> None:
             device(rank, models[rank], each, node=int(nodes[rank]), host_to_device_bytes_per_s=None)
             for rank, each in enumerate(seconds)
         )
-        found = measured.cluster_of(Hardware({**WORK, "dtype": "fp32"}, devices, None))
+        found = measured_cluster.cluster_of(Hardware({**WORK, "dtype": "fp32"}, devices, None))
         return [(group.nodes, group.per_node) for group in found.groups]
 
     assert groups(1.0, 1.22, 1.1, 1.24) == [(1, 4)]
@@ -384,28 +389,28 @@ def test_noise_within_a_node_leaves_its_devices_one_group() -> None:
     assert groups(1.0, 1.2, 1.0, 1.2, nodes="0011") == [(2, 2)]
     assert groups(1.0, 1.2, models="xy") == [(1, 1), (1, 1)]
     two = tuple(device(rank, "xy"[rank], 1.0, host_to_device_bytes_per_s=None) for rank in range(2))
-    found = measured.cluster_of(Hardware({**WORK, "dtype": "fp32"}, two, Link(3e8, 4e-5)))
+    found = measured_cluster.cluster_of(Hardware({**WORK, "dtype": "fp32"}, two, Link(3e8, 4e-5)))
     assert found.nodes == 1  # and the link is that between its devices
     assert {group.kind.link_bytes_per_s for group in found.groups} == {3e8 / DEFAULT.near_share}
     assert found.busy_hop_s == 0.0
-    busy = measured.cluster_of(Hardware({**WORK, "dtype": "fp32"}, two, Link(3e8, 4e-5, 1e-3 + 4e-5)))
+    busy = measured_cluster.cluster_of(Hardware({**WORK, "dtype": "fp32"}, two, Link(3e8, 4e-5, 1e-3 + 4e-5)))
     assert busy.busy_hop_s == pytest.approx(5e-4)  # there and back
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(4, 1), (2, 4), (4, 8), (1, 4)])
 def test_an_all_reduce_takes_what_it_was_measured_to_take(nodes: int, per_node: int) -> None:
-    from phalanx.plan import calibrate, links
+    from phalanx.planner import calibrate, link_cost
 
     ranks = nodes * per_node
     rows = tuple(device(rank, "NVIDIA A100-SXM4-40GB", 0.4, node=rank // per_node) for rank in range(ranks))
-    found = measured.cluster_of(Hardware(WORK, rows, Link(1e9, 1e-5)))
+    found = measured_cluster.cluster_of(Hardware(WORK, rows, Link(1e9, 1e-5)))
     assert (found.nodes, found.devices) == (nodes, ranks)
-    ring = links.ring_of(0, ranks, 1, found)
-    assert links.all_reduce_s(1e9, ring, found, DEFAULT) == pytest.approx(1.0, rel=0.05)
+    ring = link_cost.ring_of(0, ranks, 1, found)
+    assert link_cost.all_reduce_s(1e9, ring, found, DEFAULT) == pytest.approx(1.0, rel=0.05)
     again = calibrate._link_of(found, DEFAULT)
     assert (again.bytes_per_s, again.latency_s) == pytest.approx((1e9, 1e-5))
     assert again.busy_latency_s is None
-    busy = measured.cluster_of(Hardware(WORK, rows, Link(1e9, 1e-5, 1e-3)))
+    busy = measured_cluster.cluster_of(Hardware(WORK, rows, Link(1e9, 1e-5, 1e-3)))
     assert calibrate._link_of(busy, DEFAULT).busy_latency_s == pytest.approx(1e-3)
 
 
@@ -413,19 +418,19 @@ def test_a_mixed_type_is_computed_in_fp32_by_cpus() -> None:
     took = {}
     for dtype in ("fp32", "mixed"):
         row = device(0, "a cpu", 4.0, times=((1, 1.0), (4, 4.0)), host_to_device_bytes_per_s=None)
-        found = measured.cluster_of(Hardware({**WORK, "dtype": dtype}, (row,), None))
-        asked = replace(measured._work_of({**WORK, "dtype": "fp32"}), global_batch=4)
+        found = measured_cluster.cluster_of(Hardware({**WORK, "dtype": dtype}, (row,), None))
+        asked = replace(measured_cluster._work_of({**WORK, "dtype": "fp32"}), global_batch=4)
         took[dtype] = cost.predict(asked, found, Choice(micro_batch=4)).terms["compute"]
     assert took["mixed"] == pytest.approx(took["fp32"]) and took["fp32"] == pytest.approx(4.0, rel=0.03)
 
 
 def test_a_cpu_an_unknown_accelerator_and_one_of_two_memories() -> None:
     cpu = device(0, "a cpu", 3.0, host_to_device_bytes_per_s=None)
-    assert measured.like(cpu).name == "CPU"
-    assert measured.like(device(0, "Gaudi", 1.0)).name == measured.LIKE
-    assert measured.like(device(0, "NVIDIA H100 80GB HBM3", 1.0)).name == "H100-80GB"
-    assert measured.like(device(0, "NVIDIA A100-SXM4-80GB", 1.0, memory_bytes=79 * 2**30)).name == "A100-80GB"
-    assert measured.like(device(0, "NVIDIA GeForce RTX 4090", 1.0)).name == "RTX-4090"
+    assert measured_cluster.like(cpu).name == "CPU"
+    assert measured_cluster.like(device(0, "Gaudi", 1.0)).name == measured_cluster.LIKE
+    assert measured_cluster.like(device(0, "NVIDIA H100 80GB HBM3", 1.0)).name == "H100-80GB"
+    assert measured_cluster.like(device(0, "NVIDIA A100-SXM4-80GB", 1.0, memory_bytes=79 * 2**30)).name == "A100-80GB"
+    assert measured_cluster.like(device(0, "NVIDIA GeForce RTX 4090", 1.0)).name == "RTX-4090"
 
 
 def test_a_plan_for_a_file(tmp_path: Path) -> None:
@@ -438,7 +443,7 @@ def test_a_plan_for_a_file(tmp_path: Path) -> None:
 
 def test_a_file_of_a_network_of_ones_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="--cluster"):
-        measured.cluster_of(Hardware({"parameters": 5}, (device(0, "x", 1.0),), None))
+        measured_cluster.cluster_of(Hardware({"parameters": 5}, (device(0, "x", 1.0),), None))
 
 
 # ------------------------------------------------------------------------------------------------------------ simulated
@@ -580,12 +585,12 @@ def test_a_simulation_keeps_what_the_recipe_keeps_or_what_is_asked() -> None:
 
 
 def test_unlike_nodes_are_scaled_in_their_mix() -> None:
-    cluster = parse.cluster("4x(8xA100-80GB), 2x(8xV100-32GB)")
+    cluster = parse_cluster.cluster("4x(8xA100-80GB), 2x(8xV100-32GB)")
 
     def nodes(devices: int) -> dict[str, int]:
-        return {group.kind.name: group.nodes for group in large.mixed(cluster, devices).groups}
+        return {group.kind.name: group.nodes for group in large_jobs.mixed(cluster, devices).groups}
 
-    assert large.mixed(cluster, 48) == cluster
+    assert large_jobs.mixed(cluster, 48) == cluster
     assert nodes(8) == {"A100-80GB": 1}
     assert nodes(24) == {"A100-80GB": 2, "V100-32GB": 1}
     assert nodes(480) == {"A100-80GB": 40, "V100-32GB": 20}

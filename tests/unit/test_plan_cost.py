@@ -7,21 +7,21 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from phalanx.errors import ConfigError
-from phalanx.models.spec import PRESETS, flops_per_token, parameter_count
-from phalanx.optim import order, overlap
-from phalanx.parallel import stages
-from phalanx.parallel.schedules import orders
-from phalanx.parallel.stages import HELD, divide, simulate, step_s
-from phalanx.plan import compute, exchange, links, parse
-from phalanx.plan.choice import Choice, Engine, Order
-from phalanx.plan.cluster import Cluster, Group
-from phalanx.plan.constants import Constants
-from phalanx.plan.cost import TERMS, Estimate, Model, Stage, even, filling_s, predict
-from phalanx.plan.kinds import KINDS, Kind, known, unknown
-from phalanx.plan.links import Ring
-from phalanx.plan.memory import Held
-from phalanx.plan.work import Work
+from phalanx.core.errors import ConfigError
+from phalanx.engine import sharding_spec
+from phalanx.layout import comm_schedule, pipeline_stages
+from phalanx.layout.model_shape import PRESETS, flops_per_token, parameter_count
+from phalanx.layout.pipeline_stages import HELD, divide, simulate, step_s
+from phalanx.parallel.pipeline_schedules import orders
+from phalanx.planner import compute_cost, exchange_cost, link_cost, parse_cluster
+from phalanx.planner.cluster import Cluster, Group
+from phalanx.planner.constants import Constants
+from phalanx.planner.cost import TERMS, Estimate, Model, Stage, even, filling_s, predict
+from phalanx.planner.device_catalog import KINDS, Kind, known, unknown
+from phalanx.planner.layout_choice import Choice, Engine, Order
+from phalanx.planner.link_cost import Ring
+from phalanx.planner.memory import Held
+from phalanx.planner.work import Work
 
 # Everything is reached in full, nothing is waited for: what is left can be summed by hand.
 FULL = Constants(
@@ -84,46 +84,50 @@ def test_frozen_parameters_get_no_gradient_of_their_own() -> None:
 
 def test_a_product_by_hand() -> None:
     # 2 x 1000 x 2000 x 3000 = 12 Gflop.
-    assert compute.matmul_s(1000, 2000, 3000, PLAIN, "bf16", FULL) == pytest.approx(0.012)
+    assert compute_cost.matmul_s(1000, 2000, 3000, PLAIN, "bf16", FULL) == pytest.approx(0.012)
     # 2 x 10^6 / 32768 tiles are 61.04 waves of one core; half a wave more.
     tail = replace(FULL, matmul_tail=0.5)
-    assert compute.matmul_s(1000, 2000, 3000, PLAIN, "bf16", tail) == pytest.approx(0.012 * (1 + 0.5 / (2e6 / 32768)))
-    assert compute.matmul_s(1000, 2001, 3000, PLAIN, "bf16", FULL) == pytest.approx(2 * 0.012006)  # not aligned
+    assert compute_cost.matmul_s(1000, 2000, 3000, PLAIN, "bf16", tail) == pytest.approx(
+        0.012 * (1 + 0.5 / (2e6 / 32768))
+    )
+    assert compute_cost.matmul_s(1000, 2001, 3000, PLAIN, "bf16", FULL) == pytest.approx(2 * 0.012006)  # not aligned
     # One row: 3 x 10^6 + 2000 + 3000 elements of two bytes, at 1 GB/s.
     slow = replace(PLAIN, memory_bytes_per_s=1e9)
-    assert compute.matmul_s(1, 1000, 3000, slow, "bf16", FULL) == pytest.approx(2 * (3000 + 3_000_000 + 1000) / 1e9)
+    assert compute_cost.matmul_s(1, 1000, 3000, slow, "bf16", FULL) == pytest.approx(
+        2 * (3000 + 3_000_000 + 1000) / 1e9
+    )
 
 
 def test_a_pass_takes_the_longer_of_host_and_device_and_more_where_they_are_alike() -> None:
-    assert compute.longer(3.0, 4.0, FULL) == pytest.approx(5.0)  # of exponent 2
-    assert compute.longer(4.0, 3.0, FULL) == pytest.approx(5.0)
-    assert compute.longer(3.0, 0.0, FULL) == 3.0
-    assert compute.longer(1.0, 1e-12, replace(FULL, queueing=8.0)) == pytest.approx(1.0)
-    assert compute.longer(0.0, 2.0, FULL) == 2.0
+    assert compute_cost.longer(3.0, 4.0, FULL) == pytest.approx(5.0)  # of exponent 2
+    assert compute_cost.longer(4.0, 3.0, FULL) == pytest.approx(5.0)
+    assert compute_cost.longer(3.0, 0.0, FULL) == 3.0
+    assert compute_cost.longer(1.0, 1e-12, replace(FULL, queueing=8.0)) == pytest.approx(1.0)
+    assert compute_cost.longer(0.0, 2.0, FULL) == 2.0
 
 
 def test_a_block_by_hand() -> None:
     tokens = 2 * 256
     products = 2 * tokens * 12 * 512**2 / 1e12
     scores = 4 * 2 * 256**2 * 512 / 1e12
-    found = compute.block(SMALL, PLAIN, Choice(attention="plain"), 2, FULL)
+    found = compute_cost.block(SMALL, PLAIN, Choice(attention="plain"), 2, FULL)
     assert found.forward_s == pytest.approx(products + scores)
     assert found.backward_s == pytest.approx(2 * (products + scores))
     # A causal kernel does half of it, and computes scores again.
-    flash = compute.block(SMALL, PLAIN, Choice(), 2, FULL)
+    flash = compute_cost.block(SMALL, PLAIN, Choice(), 2, FULL)
     assert flash.forward_s == pytest.approx(products + scores / 2)
     assert flash.backward_s == pytest.approx(2 * products + 2.5 * scores / 2)
-    again = compute.block(SMALL, PLAIN, Choice(recompute="full"), 2, FULL)
+    again = compute_cost.block(SMALL, PLAIN, Choice(recompute="full"), 2, FULL)
     assert again.backward_s == pytest.approx(flash.backward_s + flash.forward_s)
-    halved = compute.block(SMALL, PLAIN, Choice(tensor=2), 2, FULL)
+    halved = compute_cost.block(SMALL, PLAIN, Choice(tensor=2), 2, FULL)
     assert halved.forward_s == pytest.approx(flash.forward_s / 2)
-    frozen = compute.block(replace(SMALL, trained=0.01), PLAIN, Choice(), 2, FULL)
+    frozen = compute_cost.block(replace(SMALL, trained=0.01), PLAIN, Choice(), 2, FULL)
     assert frozen.backward_s == pytest.approx(flash.backward_s - products)
 
 
 def test_what_only_moves_data_takes_the_memory_by_hand() -> None:
     slow = replace(PLAIN, flop_per_s={"bf16": 1e30}, memory_bytes_per_s=1e9)
-    found = compute.block(SMALL, slow, Choice(), 1, FULL)
+    found = compute_cost.block(SMALL, slow, Choice(), 1, FULL)
     # Products read and write too: (rows depth + depth columns + rows columns) of each of the four.
     shapes = ((1536, 512), (512, 512), (2048, 512), (512, 2048))
     products = sum(256 * depth + depth * columns + 256 * columns for columns, depth in shapes)
@@ -134,30 +138,32 @@ def test_what_only_moves_data_takes_the_memory_by_hand() -> None:
 
 def test_the_host_is_asked_for_each_kernel() -> None:
     calls = replace(FULL, launch_s=1e-3)
-    found = compute.block(SMALL, PLAIN, Choice(), 1, calls)
+    found = compute_cost.block(SMALL, PLAIN, Choice(), 1, calls)
     assert (found.host_forward_s, found.host_backward_s) == (
-        pytest.approx(1e-3 * compute.KERNELS[0]), pytest.approx(1e-3 * compute.KERNELS[1]),
+        pytest.approx(1e-3 * compute_cost.KERNELS[0]), pytest.approx(1e-3 * compute_cost.KERNELS[1]),
     )  # fmt: skip
-    assert compute.block(SMALL, replace(PLAIN, on_host=True), Choice(), 1, calls).host_forward_s == 0.0
+    assert compute_cost.block(SMALL, replace(PLAIN, on_host=True), Choice(), 1, calls).host_forward_s == 0.0
 
 
 def test_attention_computes_what_is_seen() -> None:
     tensor_cores = replace(PLAIN, flop_per_s={"bf16": 1e12, "fp16": 1e12, "fp32": 1e11})
-    assert compute.seen(SMALL, tensor_cores) == 0.5
-    assert compute.seen(replace(SMALL, both_ways=True), tensor_cores) == 1.0
+    assert compute_cost.seen(SMALL, tensor_cores) == 0.5
+    assert compute_cost.seen(replace(SMALL, both_ways=True), tensor_cores) == 1.0
     # Of 256 positions the first 64 see 1 to 64, and 192 see 64 each: 64 x 64 / 2 + 192 x 64 of 256 x 256.
     narrow = replace(SMALL, window=64)
-    assert compute.seen(narrow, tensor_cores) == pytest.approx((2048 + 12288) / 65536)
-    assert compute.seen(replace(narrow, full_layers=1), tensor_cores) == pytest.approx((3 * 0.21875 + 0.5) / 4)
-    assert compute.seen(replace(SMALL, window=256), tensor_cores) == 0.5
+    assert compute_cost.seen(narrow, tensor_cores) == pytest.approx((2048 + 12288) / 65536)
+    assert compute_cost.seen(replace(narrow, full_layers=1), tensor_cores) == pytest.approx((3 * 0.21875 + 0.5) / 4)
+    assert compute_cost.seen(replace(SMALL, window=256), tensor_cores) == 0.5
     # Without a kernel for it: 128 positions with 128, and 128 with 256; longer windows have bands as long as they are.
-    assert compute.seen(narrow, replace(tensor_cores, on_host=True)) == pytest.approx((128 * 128 + 128 * 256) / 65536)
-    assert compute.seen(replace(narrow, precision="fp32"), tensor_cores) == pytest.approx(0.75)
+    assert compute_cost.seen(narrow, replace(tensor_cores, on_host=True)) == pytest.approx(
+        (128 * 128 + 128 * 256) / 65536
+    )
+    assert compute_cost.seen(replace(narrow, precision="fp32"), tensor_cores) == pytest.approx(0.75)
     long = replace(narrow, seq_len=1024, window=256)
     before_ampere = replace(tensor_cores, flop_per_s={"fp16": 1e12, "fp32": 1e11})
-    assert compute.seen(long, before_ampere) == pytest.approx((256 * 256 + 3 * 256 * 512) / 1024**2)
+    assert compute_cost.seen(long, before_ampere) == pytest.approx((256 * 256 + 3 * 256 * 512) / 1024**2)
     # Of a block only attention changes.
-    whole, part = (compute.block(each, tensor_cores, Choice(), 2, FULL) for each in (SMALL, narrow))
+    whole, part = (compute_cost.block(each, tensor_cores, Choice(), 2, FULL) for each in (SMALL, narrow))
     pairs = 4 * 2 * 256**2 * 512 / 1e12
     assert whole.forward_s - part.forward_s == pytest.approx((0.5 - 0.21875) * pairs)
     assert whole.backward_s - part.backward_s == pytest.approx(2.5 * (0.5 - 0.21875) * pairs)
@@ -166,17 +172,17 @@ def test_attention_computes_what_is_seen() -> None:
 def test_the_edges_of_a_model_by_hand() -> None:
     tokens, hidden, columns = 3 * 256, 512, 1024
     product = 2 * tokens * columns * hidden / 1e12
-    found = compute.head(SMALL, PLAIN, Choice(), 3, FULL)
+    found = compute_cost.head(SMALL, PLAIN, Choice(), 3, FULL)
     assert (found.forward_s, found.backward_s) == (pytest.approx(product), pytest.approx(2 * product))
-    assert compute.head(SMALL, PLAIN, Choice(tensor=2), 3, FULL).forward_s == pytest.approx(product / 2)
+    assert compute_cost.head(SMALL, PLAIN, Choice(tensor=2), 3, FULL).forward_s == pytest.approx(product / 2)
     slow = replace(PLAIN, flop_per_s={"bf16": 1e30}, memory_bytes_per_s=1e9)
-    found = compute.head(SMALL, slow, Choice(), 3, FULL)
+    found = compute_cost.head(SMALL, slow, Choice(), 3, FULL)
     moved = 2 * (tokens * hidden + hidden * columns + tokens * columns)
     # Logits in two bytes are read and written in four, read for their maximum, exponents and sum; gradients likewise.
     assert found.forward_s == pytest.approx((moved + 20 * tokens * columns) / 1e9)
     assert found.backward_s == pytest.approx((2 * moved + 16 * tokens * columns) / 1e9)
     # Rows of the table are read and written; backward half as much more, and the table is cleared.
-    found = compute.embedding(SMALL, slow, Choice(), 3, FULL)
+    found = compute_cost.embedding(SMALL, slow, Choice(), 3, FULL)
     assert found.forward_s == pytest.approx(2 * 2 * tokens * hidden / 1e9)
     assert found.backward_s == pytest.approx(2 * (3 * tokens * hidden + columns * hidden) / 1e9)
 
@@ -186,28 +192,30 @@ def test_the_edges_of_a_model_by_hand() -> None:
 
 def test_rings_by_hand() -> None:
     near = Ring(4, 1, 1, PLAIN)
-    assert links.shard_s(1e9, near, alone(4), FULL) == pytest.approx(0.75)  # (n - 1) / n at 1 GB/s
-    assert links.all_reduce_s(1e9, near, alone(4), FULL) == pytest.approx(1.5)
-    assert links.shard_s(1e9, Ring(1, 1, 1, PLAIN), alone(), FULL) == 0.0
+    assert link_cost.shard_s(1e9, near, alone(4), FULL) == pytest.approx(0.75)  # (n - 1) / n at 1 GB/s
+    assert link_cost.all_reduce_s(1e9, near, alone(4), FULL) == pytest.approx(1.5)
+    assert link_cost.shard_s(1e9, Ring(1, 1, 1, PLAIN), alone(), FULL) == 0.0
     # Two nodes of two at 0.5 GB/s: half of the bytes cross, twice as long as inside.
     cluster = alone(4, per_node=2, far=4e9)
-    assert links.shard_s(1e9, Ring(4, 2, 1, PLAIN), cluster, FULL) == pytest.approx(1.0)
-    assert links.shard_s(1e9, Ring(2, 2, 2, PLAIN), cluster, FULL) == pytest.approx(2.0)  # two rings share a cable
-    assert links.shard_s(1e9, Ring(4, 2, 1, PLAIN), cluster, FULL, shorter=0.75) == pytest.approx(0.75)
-    assert links.shard_s(1e9, Ring(4, 2, 1, PLAIN), cluster, FULL, shorter=0.25) == pytest.approx(0.5)  # of a node
+    assert link_cost.shard_s(1e9, Ring(4, 2, 1, PLAIN), cluster, FULL) == pytest.approx(1.0)
+    assert link_cost.shard_s(1e9, Ring(2, 2, 2, PLAIN), cluster, FULL) == pytest.approx(2.0)  # two rings share a cable
+    assert link_cost.shard_s(1e9, Ring(4, 2, 1, PLAIN), cluster, FULL, shorter=0.75) == pytest.approx(0.75)
+    assert link_cost.shard_s(1e9, Ring(4, 2, 1, PLAIN), cluster, FULL, shorter=0.25) == pytest.approx(0.5)  # of a node
     late = replace(PLAIN, link_latency_s=0.1)
     far = replace(cluster, between_latency_s=1.0)
-    assert links.shard_s(1.0, Ring(4, 2, 1, late), far, FULL) == pytest.approx(1.2)  # 1 step between nodes, 2 within
+    assert link_cost.shard_s(1.0, Ring(4, 2, 1, late), far, FULL) == pytest.approx(
+        1.2
+    )  # 1 step between nodes, 2 within
 
 
 def test_rings_are_found_on_a_cluster() -> None:
     cluster = alone(32)  # 4 nodes of 8
-    assert links.ring_of(0, 4, 1, cluster) == Ring(4, 1, 1, PLAIN)
-    assert links.ring_of(0, 8, 4, cluster) == Ring(8, 4, 4, PLAIN)  # over tensor ranks: two of each node
-    assert links.ring_of(8, 16, 1, cluster) == Ring(16, 2, 1, PLAIN)
+    assert link_cost.ring_of(0, 4, 1, cluster) == Ring(4, 1, 1, PLAIN)
+    assert link_cost.ring_of(0, 8, 4, cluster) == Ring(8, 4, 4, PLAIN)  # over tensor ranks: two of each node
+    assert link_cost.ring_of(8, 16, 1, cluster) == Ring(16, 2, 1, PLAIN)
     slow = replace(PLAIN, name="slow", link_bytes_per_s=1e8)
     mixed = Cluster((Group(1, 4, PLAIN), Group(2, 4, slow)))
-    assert links.ring_of(0, 12, 1, mixed) == Ring(12, 3, 1, slow)
+    assert link_cost.ring_of(0, 12, 1, mixed) == Ring(12, 3, 1, slow)
 
 
 def test_unlike_devices_of_one_node_are_near_each_other() -> None:
@@ -216,14 +224,14 @@ def test_unlike_devices_of_one_node_are_near_each_other() -> None:
     cluster = Cluster((Group(2, 2, PLAIN), Group(1, 1, other, beside=True), Group(1, 1, other)))
     assert [cluster.node_of(device) for device in range(6)] == [0, 0, 1, 1, 1, 2]
     assert cluster.nodes == 3
-    assert links.ring_of(0, 6, 1, cluster).nodes == 3
-    assert links.ring_of(2, 3, 1, cluster) == Ring(3, 1, 1, PLAIN)
+    assert link_cost.ring_of(0, 6, 1, cluster).nodes == 3
+    assert link_cost.ring_of(2, 3, 1, cluster) == Ring(3, 1, 1, PLAIN)
     turned = cluster.of((1, 0))
     assert [(group.kind.name, group.beside) for group in turned.groups] == [("other", False), ("plain", True)]
     assert [group.beside for group in cluster.of((0, 2)).groups] == [False, False]
     assert cluster.of(range(3)) == cluster
-    assert parse.text_of(cluster.of((0, 1))) == "2x(2xplain) + 1xother, 100Gb/s"
-    assert parse.with_nodes(cluster, 0, -2).groups == (Group(1, 1, other), Group(1, 1, other))
+    assert parse_cluster.text_of(cluster.of((0, 1))) == "2x(2xplain) + 1xother, 100Gb/s"
+    assert parse_cluster.with_nodes(cluster, 0, -2).groups == (Group(1, 1, other), Group(1, 1, other))
 
 
 def test_the_slowest_copy_of_the_state_is_waited_for() -> None:
@@ -251,12 +259,12 @@ def test_slices_hand_on_their_part_of_the_sequence() -> None:
 
 def test_one_rank_hands_to_the_next_by_hand() -> None:
     late = replace(PLAIN, link_latency_s=0.5)
-    assert links.send_s(1e9, True, late, alone(), 4, FULL) == pytest.approx(1.5)  # 1 GB/s
+    assert link_cost.send_s(1e9, True, late, alone(), 4, FULL) == pytest.approx(1.5)  # 1 GB/s
     cluster = replace(alone(4, per_node=2, far=4e9), between_latency_s=0.25)
-    assert links.send_s(1e9, False, late, cluster, 2, FULL) == pytest.approx(4.25)  # two share a cable of 0.5 GB/s
+    assert link_cost.send_s(1e9, False, late, cluster, 2, FULL) == pytest.approx(4.25)  # two share a cable of 0.5 GB/s
     # Of n that are late by chance the last one is waited for, as many times longer as there are doublings.
-    assert links.skew_s(Ring(8, 1, 1, PLAIN), replace(FULL, skew_s=0.1)) == pytest.approx(0.3)
-    assert links.skew_s(Ring(1, 1, 1, PLAIN), replace(FULL, skew_s=0.1)) == 0.0
+    assert link_cost.skew_s(Ring(8, 1, 1, PLAIN), replace(FULL, skew_s=0.1)) == pytest.approx(0.3)
+    assert link_cost.skew_s(Ring(1, 1, 1, PLAIN), replace(FULL, skew_s=0.1)) == 0.0
 
 
 # ------------------------------------------------------------------------------------------------------------ exchanges
@@ -265,26 +273,26 @@ def test_one_rank_hands_to_the_next_by_hand() -> None:
 def test_an_update_by_hand() -> None:
     # Gradient of 2 bytes 3 times, master weight and moments of 12 in and out, weight of 2 out.
     slow = replace(PLAIN, memory_bytes_per_s=1e9)
-    assert exchange.update_s(SMALL, slow, 1e6, FULL) == pytest.approx(1e6 * (6 + 24 + 2) / 1e9)
+    assert exchange_cost.update_s(SMALL, slow, 1e6, FULL) == pytest.approx(1e6 * (6 + 24 + 2) / 1e9)
 
 
-def travel(engine: str, passes: tuple[float, float], moved_s: float, **others: object) -> exchange.Travel:
+def travel(engine: str, passes: tuple[float, float], moved_s: float, **others: object) -> exchange_cost.Travel:
     """Of 7 blocks and the edges as another, a reduce and a gather of `moved_s` each over four ranks."""
     parameters = moved_s * 1e9 / 0.75 / 2
     micro_batches = int(others.pop("micro_batches", 1))  # type: ignore[call-overload]
     cluster = replace(alone(4), busy_hop_s=others.pop("busy_hop_s", 0.0))  # type: ignore[arg-type]
     choice = Choice(engine=engine, **others)  # type: ignore[arg-type]
     rings = (Ring(4, 1, 1, PLAIN), Ring(1, 1, 1, PLAIN), 0.25)
-    return exchange.travel(
+    return exchange_cost.travel(
         SMALL, choice, parameters, 7, rings, 0.25, passes, micro_batches, cluster, FULL
     )  # fmt: skip
 
 
-def alike(units: int, passes: tuple[float, float], moved_s: float, **others: object) -> overlap.Work:
+def alike(units: int, passes: tuple[float, float], moved_s: float, **others: object) -> comm_schedule.Work:
     """The same for the project's own schedule."""
     forward, backward = ((seconds / units,) * units for seconds in passes)
     link = (moved_s / units,) * units
-    return overlap.Work(forward, backward, link, link, (0.0,) * units, parts=8, **others)  # type: ignore[arg-type]
+    return comm_schedule.Work(forward, backward, link, link, (0.0,) * units, parts=8, **others)  # type: ignore[arg-type]
 
 
 def test_the_serial_optimizer_waits_for_everything() -> None:
@@ -295,11 +303,11 @@ def test_the_serial_optimizer_waits_for_everything() -> None:
 @pytest.mark.parametrize("moved_s", [0.1, 0.5, 0.9, 1.5, 3.0])
 def test_ddp_is_what_the_schedule_says_of_it(moved_s: float) -> None:
     step = 3.0 + travel("ddp", (1.0, 2.0), moved_s).exposed_s
-    assert step == pytest.approx(overlap.as_ddp(alike(8, (1.0, 2.0), moved_s)), rel=0.02)
+    assert step == pytest.approx(comm_schedule.as_ddp(alike(8, (1.0, 2.0), moved_s)), rel=0.02)
 
 
 def test_parts_travel_as_the_engine_cuts_them() -> None:
-    assert (exchange.PARTS, exchange.PART_BYTES) == (order.PARTS, order.PART_BYTES)
+    assert (exchange_cost.PARTS, exchange_cost.PART_BYTES) == (sharding_spec.PARTS, sharding_spec.PART_BYTES)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -322,8 +330,8 @@ def test_our_own_order_is_what_its_schedule_reaches(moved_s: float, reduce: str,
     slots = 2 if early else 1
     found = travel("sharded", (1.0, 2.0), moved_s, reduce=reduce, slots=slots, micro_batches=2)
     work = alike(8, (1.0, 2.0), moved_s, micro_batches=2, reduce=reduce, early=early)
-    planned = overlap.simulate(work, overlap.plan(work)).step_s
-    assert overlap.bound(work) <= planned * 1.001
+    planned = comm_schedule.simulate(work, comm_schedule.plan(work)).step_s
+    assert comm_schedule.bound(work) <= planned * 1.001
     assert 6.0 + found.exposed_s == pytest.approx(planned, rel=0.05)
 
 
@@ -386,17 +394,17 @@ def test_the_bubble_is_that_of_one_forward_one_backward(pipeline: int, micro_bat
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
 def test_a_pipeline_takes_what_its_orders_take_also_of_few_micro_batches(schedule: str, micro_batches: int) -> None:
-    from phalanx.parallel.schedules import orders
+    from phalanx.parallel.pipeline_schedules import orders
 
-    virtual, plan = HELD[schedule], stages.divide(16, 4, schedule)
-    spans = stages.simulate(
+    virtual, plan = HELD[schedule], pipeline_stages.divide(16, 4, schedule)
+    spans = pipeline_stages.simulate(
         orders(schedule, plan, micro_batches), plan, lambda action: {"F": 1, "B": 2}[action.kind] / 3 / virtual
     )
     fast = Cluster((Group(1, 4, replace(PLAIN, link_bytes_per_s=1e30)),))
     work = replace(ALIKE, layers=16, global_batch=micro_batches)
     found = step(work, fast, pipeline=4, virtual=virtual, micro_batch=1)
     pass_s = found.terms["compute"] / micro_batches
-    assert found.step_s == pytest.approx(stages.step_s(spans) * pass_s, rel=0.01)
+    assert found.step_s == pytest.approx(pipeline_stages.step_s(spans) * pass_s, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -481,7 +489,7 @@ def test_late_hosts_are_waited_for_where_the_device_has_nothing_to_do() -> None:
 
 
 def test_offload_shows_where_the_host_is_slower_than_the_block() -> None:
-    block = compute.block(ALIKE, PLAIN, Choice(recompute="full"), 16, FULL)
+    block = compute_cost.block(ALIKE, PLAIN, Choice(recompute="full"), 16, FULL)
     copy = 16 * 256 * 512 * 2 / 1e6
     slow = Cluster((Group(1, 1, replace(PLAIN, host_bytes_per_s=1e6)),))
     found = step(ALIKE, slow, micro_batch=16, recompute="full", offload=True)
@@ -611,18 +619,18 @@ def test_a_cpus_replica_is_of_gradients_where_updates_can_be_made_again() -> Non
         found = step(replace(work, replicate="every_step"), nodes, micro_batch=8)
         # It copies by itself what it sends and gets.
         assert found.replicas is not None and found.replicas.node_bytes == pytest.approx(sent * own)
-        assert found.replicas.waits_s == pytest.approx(links.COPIES * sent * own / 1e9)
+        assert found.replicas.waits_s == pytest.approx(link_cost.COPIES * sent * own / 1e9)
 
 
 def test_what_carrying_a_byte_costs_a_cpu_is_what_was_measured() -> None:
     host = replace(PLAIN, memory_bytes_per_s=1e9, on_host=True)
     measured = replace(host, carries_s_per_byte=3e-9)
-    assert links.carried_s(1e6, host, FULL) == pytest.approx(links.COPIES * 1e6 / 1e9)
-    assert links.carried_s(1e6, measured, FULL) == pytest.approx(3e-3)
+    assert link_cost.carried_s(1e6, host, FULL) == pytest.approx(link_cost.COPIES * 1e6 / 1e9)
+    assert link_cost.carried_s(1e6, measured, FULL) == pytest.approx(3e-3)
     # Of a second in which 10 MB travel 0.03 s are lost, whatever the memory does; never more than the second.
     nodes = Cluster((Group(2, 1, measured),), 8e7, 0.0)
-    assert links.taken(measured, True, nodes, FULL) == pytest.approx(0.03)
-    assert links.taken(replace(measured, carries_s_per_byte=1.0), True, nodes, FULL) == 1.0
+    assert link_cost.taken(measured, True, nodes, FULL) == pytest.approx(0.03)
+    assert link_cost.taken(replace(measured, carries_s_per_byte=1.0), True, nodes, FULL) == 1.0
 
 
 def test_the_last_of_unlike_cpus_is_the_one_that_has_computed_and_carried() -> None:
@@ -677,7 +685,7 @@ def test_all_wait_for_the_update_of_those_that_own_the_state() -> None:
     mixed = Cluster((Group(1, 1, slow), Group(1, 1, kind)), 8e30, 0.0)
     found = step(SMALL, mixed, shares=(8, 8), micro_batch=8, state=(0.0, 1.0))
     assert found.terms["imbalance"] > 0  # the one that owns nothing computes longest
-    assert found.terms["optimizer"] == pytest.approx(exchange.update_s(SMALL, kind, SMALL.parameters(), FULL))
+    assert found.terms["optimizer"] == pytest.approx(exchange_cost.update_s(SMALL, kind, SMALL.parameters(), FULL))
 
 
 @pytest.mark.parametrize(
@@ -721,15 +729,17 @@ def test_every_kind_can_be_planned_for(name: str) -> None:
 def test_a_cpu_sends_with_its_own_hands_and_calls_each_operation() -> None:
     host = replace(PLAIN, memory_bytes_per_s=14e9, on_host=True)
     near, far = Cluster((Group(1, 4, host),)), Cluster((Group(4, 1, host),), 8e8, 0.0)
-    assert links.taken(host, False, near, FULL) == pytest.approx(
+    assert link_cost.taken(host, False, near, FULL) == pytest.approx(
         7 * 1e9 / 14e9
     )  # seven passes over what goes at 1 GB/s
-    assert links.taken(host, True, far, FULL) == pytest.approx(7 * 1e8 / 14e9)
-    assert links.taken(host, False, far, FULL) == links.taken(host, False, near, FULL)  # what stays within a node
-    assert links.taken(PLAIN, True, far, replace(FULL, interference=0.3)) == 0.3
+    assert link_cost.taken(host, True, far, FULL) == pytest.approx(7 * 1e8 / 14e9)
+    assert link_cost.taken(host, False, far, FULL) == link_cost.taken(
+        host, False, near, FULL
+    )  # what stays within a node
+    assert link_cost.taken(PLAIN, True, far, replace(FULL, interference=0.3)) == 0.3
     slower = host.scaled(0.5)
     assert (slower.link_bytes_per_s, PLAIN.scaled(0.5).link_bytes_per_s) == (0.5e9, 1e9)
-    calm, busy = (compute.block(SMALL, each, Choice(), 1, FULL) for each in (host, replace(host, call_s=1.0)))
+    calm, busy = (compute_cost.block(SMALL, each, Choice(), 1, FULL) for each in (host, replace(host, call_s=1.0)))
     assert busy.forward_s - calm.forward_s == pytest.approx(28)
     assert busy.backward_s - calm.backward_s == pytest.approx(52)
 

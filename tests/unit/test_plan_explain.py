@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import recipe
-from phalanx.config import leaves
-from phalanx.errors import ConfigError
-from phalanx.plan import advice, parse, table
-from phalanx.plan.advice import Question
-from phalanx.plan.recipe_keys import free, keys_of
-from phalanx.plan.record import expected
-from phalanx.plan.search import Plan
+from phalanx.config import load
+from phalanx.config.schema import leaves
+from phalanx.core.errors import ConfigError
+from phalanx.planner import advice, parse_cluster, tables
+from phalanx.planner.advice import Question
+from phalanx.planner.plan_file import expected
+from phalanx.planner.recipe_keys import free, keys_of
+from phalanx.planner.search import Plan
 from tests.helpers import ROOT
 from tests.unit.test_plan_command import phalanx, planned
 
@@ -71,8 +71,8 @@ REFUSED = {
 # The demo made so large that unlike devices are worth it.
 LARGER = ("model.hidden=768", "model.heads=12", "model.kv_heads=6", "train.global_batch=512",
           "--cluster", "2xA100-40GB, 2xV100-16GB")  # fmt: skip
-QUESTION = Question(free(recipe.load(DEMO), []), None, ())
-THERE = parse.cluster("4xA100-40GB, 4xV100-16GB, 10Gb/s")
+QUESTION = Question(free(load.load(DEMO), []), None, ())
+THERE = parse_cluster.cluster("4xA100-40GB, 4xV100-16GB, 10Gb/s")
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_a_key_that_counts_is_weighed_token_for_token(key: str, best: Plan) -> N
             assert "failures take" in told["why"]
     asked = told | {"keys": keys_of(plan, QUESTION.config), "expected": expected(plan)}
     record = {"explain": asked, "expected": expected(best), "saving": {"goodput": best.goodput}}
-    assert table.explained(record)
+    assert tables.explained(record)
 
 
 @pytest.mark.parametrize("key", [*IGNORED, "slurm.partition"])

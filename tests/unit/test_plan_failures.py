@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from phalanx import recipe
-from phalanx.plan import advice, large, parse
-from phalanx.plan.advice import Question
-from phalanx.plan.choice import Choice
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import Model
-from phalanx.plan.failures import DEVICE_MTBF_S, HARDWARE_SHARE, LEAST_GOODPUT, Failures
-from phalanx.plan.intervals import Saving, best, daly_s
-from phalanx.plan.intervals import goodput as by_formula
-from phalanx.plan.recipe_keys import free
-from phalanx.plan.search import Found, Space, degrees, search
-from phalanx.plan.work import Work
+from phalanx.config import load
+from phalanx.planner import advice, large_jobs, parse_cluster
+from phalanx.planner.advice import Question
+from phalanx.planner.checkpoint_interval import Saving, best, daly_s
+from phalanx.planner.checkpoint_interval import goodput as by_formula
+from phalanx.planner.cluster import Cluster
+from phalanx.planner.cost import Model
+from phalanx.planner.failures import DEVICE_MTBF_S, HARDWARE_SHARE, LEAST_GOODPUT, Failures
+from phalanx.planner.layout_choice import Choice
+from phalanx.planner.recipe_keys import free
+from phalanx.planner.search import Found, Space, degrees, search
+from phalanx.planner.work import Work
 from tests.helpers import ROOT
 from tests.unit.test_plan_command import LLAMA, NODES, failing, phalanx, planned
 from tests.unit.test_plan_search import SMALL, all_choices
@@ -27,11 +27,11 @@ from tests.unit.test_plan_search import SMALL, all_choices
 # Seven layers are no two equal stages: of the longer one there is no room for two steps in 4.8 GiB.
 TIGHT = replace(SMALL, layers=7, seq_len=256, global_batch=16, precision="fp32", memory="auto", replicate="off")
 OFTEN = Failures(600.0, recovery_s=10.0, checkpoint_s=20.0)
-ESTIMATE = Model(SMALL, parse.cluster("2xA100-40GB")).predict(Choice(micro_batch=4))
+ESTIMATE = Model(SMALL, parse_cluster.cluster("2xA100-40GB")).predict(Choice(micro_batch=4))
 
 
 def with_memory(text: str, gib: float) -> Cluster:
-    there = parse.cluster(text)
+    there = parse_cluster.cluster(text)
     kind = replace(there.groups[0].kind, memory_bytes=int(gib * 2**30))
     return replace(there, groups=tuple(replace(group, kind=kind) for group in there.groups))
 
@@ -45,7 +45,7 @@ def found_on(work: Work, there: Cluster, failures: Failures | None) -> Found:
 
 def test_what_lasts_by_what_is_kept() -> None:
     failures, step_s = Failures(10_000.0, recovery_s=60.0, checkpoint_s=20.0), ESTIMATE.step_s
-    kept = {keep: failures.goodput(replace(ESTIMATE, kept=keep), 2) for keep in large.ALL}
+    kept = {keep: failures.goodput(replace(ESTIMATE, kept=keep), 2) for keep in large_jobs.ALL}
     assert kept["checkpoints"] == best(Saving(step_s, 10_000, 60, 20)).goodput
     assert kept["memory"] == best(Saving(step_s, 10_000, 60, 20, hard=HARDWARE_SHARE)).goodput
     # A failure takes a recovery and half a step; and there is a checkpoint as often as without copies.
@@ -71,7 +71,7 @@ def test_an_interval_that_is_held_fixed_counts() -> None:
 
 def test_a_job_that_fails_all_the_time_has_hardly_a_goodput() -> None:
     """No power of what a float cannot hold, whatever is kept."""
-    for keep in large.ALL:
+    for keep in large_jobs.ALL:
         assert Failures(0.01).goodput(replace(ESTIMATE, kept=keep), 2) == LEAST_GOODPUT
     assert by_formula(Saving(5, 0.01, 60, 10, hard=0.0), 1, None) == 0.0
 
@@ -110,8 +110,8 @@ def test_steps_that_last_are_within_two_hundredths_of_brute_force(gib: float) ->
 
 @pytest.mark.parametrize("name", ["demo", "llama-3.2-1b", "llama-3-8b"])
 def test_on_a_few_devices_that_fail_as_they_do_plans_are_the_fastest(name: str) -> None:
-    question = Question(free(recipe.load(ROOT / "recipes" / f"{name}.yaml"), []), None, ())
-    there = parse.cluster("8xH100-80GB")
+    question = Question(free(load.load(ROOT / "recipes" / f"{name}.yaml"), []), None, ())
+    there = parse_cluster.cluster("8xH100-80GB")
     work = question.work(there)
     best_s = search(work, there, Space(tuple(degrees(work, there)))).best.estimate.step_s
     assert question.on(there).best.estimate.step_s == pytest.approx(best_s, rel=1e-3)
@@ -166,7 +166,7 @@ def test_a_simulated_step_pays_for_what_is_kept_and_no_more() -> None:
     steps = [told["job"]["step_s"] for told in (copies, memory, alone)]
     assert steps == pytest.approx([steps[0]] * 3, rel=0.02)
     for told in (copies, memory, alone):
-        assert set(told["if_kept"]) == set(large.ALL)
+        assert set(told["if_kept"]) == set(large_jobs.ALL)
         assert told["if_kept"] == pytest.approx(copies["if_kept"], rel=0.02)
         assert told["goodput"] == pytest.approx(told["closed_form"], rel=0.03)
     assert copies["goodput"] < memory["goodput"]
@@ -182,7 +182,7 @@ def test_one_node_has_no_copies() -> None:
 
 def test_an_interval_that_is_held_fixed_is_simulated() -> None:
     words = (LLAMA, "--cluster", NODES, "--checkpoint-time", "20s")
-    for keep in large.ALL:
+    for keep in large_jobs.ALL:
         best_of, often = job(*words, "--keep", keep), job(*words, "--keep", keep, "checkpoint.every=1")
         for told in (best_of, often):
             assert told["goodput"] == pytest.approx(told["closed_form"], rel=0.03)
@@ -201,10 +201,10 @@ def test_an_interval_that_is_held_fixed_is_simulated() -> None:
 @pytest.mark.parametrize(("gib", "kept"), [(40.0, False), (200.0, True)])
 def test_what_there_is_no_room_for_is_not_said_to_be_kept(gib: float, kept: bool) -> None:
     """Copies of each Nth step take five times a rank's state, and a CPU's ranks have no other memory."""
-    config = free(recipe.load(ROOT / "recipes" / "llama-3.2-1b.yaml"), [])
-    config = recipe.update(config, {"resilience.replicate": 4})
+    config = free(load.load(ROOT / "recipes" / "llama-3.2-1b.yaml"), [])
+    config = load.update(config, {"resilience.replicate": 4})
     question, there = Question(config, None, ("parallel.pipeline=1",)), with_memory("2x(1xCPU), 10Gb/s", gib)
     alone = question.changed("resilience.memory=false", "resilience.replicate=off").on(there).best
-    found = large.if_kept(alone, question)
+    found = large_jobs.if_kept(alone, question)
     assert all(estimate.fits for estimate in found.values())
     assert "checkpoints" in found and ("copies" in found) is kept

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import planner_accuracy
-from phalanx.plan.choice import Choice
-from phalanx.plan.cluster import Cluster, Group
-from phalanx.plan.constants import DEFAULT, RANGES, UNITS, Constants, Row, fit
-from phalanx.plan.cost import Model
-from phalanx.plan.kinds import KINDS
-from phalanx.plan.work import Work
+from phalanx.planner.cluster import Cluster, Group
+from phalanx.planner.constants import DEFAULT, RANGES, UNITS, Constants, Row, fit
+from phalanx.planner.cost import Model
+from phalanx.planner.device_catalog import KINDS
+from phalanx.planner.layout_choice import Choice
+from phalanx.planner.work import Work
 from tests.helpers import ROOT
 
 WORK = Work(

@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx import recipe
+from phalanx.autotune.dry_run import dry_run
+from phalanx.config import load
+from phalanx.layout.model_shape import PRESETS
 from phalanx.models.attention import attention
-from phalanx.models.spec import PRESETS
-from phalanx.plan import compute
-from phalanx.plan.choice import Choice
-from phalanx.plan.cluster import Cluster, Group
-from phalanx.plan.constants import DEFAULT
-from phalanx.plan.cost import predict
-from phalanx.plan.kinds import KINDS
-from phalanx.plan.memory import COPY, KEPT, REPLICAS, band_bytes, block_activations, held, loss_bytes, parameters_of
-from phalanx.plan.work import Work
-from phalanx.train.dry_run import dry_run
+from phalanx.planner import compute_cost
+from phalanx.planner.cluster import Cluster, Group
+from phalanx.planner.constants import DEFAULT
+from phalanx.planner.cost import predict
+from phalanx.planner.device_catalog import KINDS
+from phalanx.planner.layout_choice import Choice
+from phalanx.planner.memory import COPY, KEPT, REPLICAS, band_bytes, block_activations, held, loss_bytes, parameters_of
+from phalanx.planner.work import Work
 
 # GPT-3's block as Korthikanti et al. 2022 count it: fp16, dropout, scores written.
 GPT = Work(
@@ -58,7 +58,7 @@ def test_scores_that_are_dropped_are_written_whatever_the_layout_has() -> None:
     assert block_activations(replace(GPT, dropout=False, attention_dropout=True), megatron())[0] == (
         block_activations(replace(GPT, dropout=False), megatron())[0] + (5 - 2) * scores
     )
-    slower, before = (compute.block(each, A100, flash, 1, DEFAULT) for each in (work, GPT))
+    slower, before = (compute_cost.block(each, A100, flash, 1, DEFAULT) for each in (work, GPT))
     assert slower.forward_s > before.forward_s and slower.backward_s > before.backward_s
 
 
@@ -210,7 +210,7 @@ def test_our_own_engine_holds_what_a_dry_run_counts(
 ) -> None:
     """Tied and untied, within a few hundredths: of every part that is state exactly, of activations nearly."""
     spec = PRESETS[preset]
-    config = recipe.check(
+    config = load.check(
         {
             "model": {"preset": preset, "layers": 4},
             "data": {"seq_len": 1024},
@@ -220,7 +220,7 @@ def test_our_own_engine_holds_what_a_dry_run_counts(
         },
         "a recipe",
     )
-    monkeypatch.setattr("phalanx.train.dry_run.MODES", (activations,))  # what others would take is not asked
+    monkeypatch.setattr("phalanx.autotune.dry_run.MODES", (activations,))  # what others would take is not asked
     counted = dry_run(config, 8)
     work = Work(
         layers=4, hidden=spec.hidden, heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim,

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.balance import Speed, divide, in_parts, slowest_s
-from phalanx.errors import ConfigError
-from phalanx.plan import parse
-from phalanx.plan.choice import Choice
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.cost import Model
-from phalanx.plan.search import Found, Plan, Reduce, Space, degrees, search
-from phalanx.plan.unlike import Unlike
-from phalanx.plan.work import Work
+from phalanx.core.errors import ConfigError
+from phalanx.layout.balance import Speed, divide, in_parts, slowest_s
+from phalanx.planner import parse_cluster
+from phalanx.planner.cluster import Cluster
+from phalanx.planner.cost import Model
+from phalanx.planner.heterogeneous import Unlike
+from phalanx.planner.layout_choice import Choice
+from phalanx.planner.search import Found, Plan, Reduce, Space, degrees, search
+from phalanx.planner.work import Work
 
 SMALL = Work(
     layers=8, hidden=1024, heads=16, kv_heads=16, ffn=2816, vocabulary=32000, seq_len=1024, global_batch=64
@@ -28,7 +28,7 @@ GPT_175B = Work(96, 12288, 96, 96, 49152, 51200, seq_len=2048, global_batch=1536
 
 
 def on(work: Work, cluster: Cluster | str, **pins: object) -> Found:
-    there = parse.cluster(cluster) if isinstance(cluster, str) else cluster
+    there = parse_cluster.cluster(cluster) if isinstance(cluster, str) else cluster
     return search(work, there, Space(tuple(degrees(work, there)), pins=pins))
 
 
@@ -72,7 +72,7 @@ def all_choices(work: Work, cluster: Cluster) -> list[Choice]:
 @pytest.mark.parametrize("hidden", [1024, 4096])
 def test_within_two_hundredths_of_brute_force(text: str, batch: int, hidden: int) -> None:
     work = replace(SMALL, hidden=hidden, ffn=hidden * 11 // 4, global_batch=batch, precision="fp16")
-    cluster = parse.cluster(text)
+    cluster = parse_cluster.cluster(text)
     model = Model(work, cluster)
     every = [model.predict(choice) for choice in all_choices(work, cluster)]
     best = min((estimate.step_s for estimate in every if estimate.fits), default=None)
@@ -95,7 +95,7 @@ def test_degrees_of_sharding_are_within_two_hundredths_of_brute_force(
 ) -> None:
     work = replace(SMALL, layers=layers, hidden=hidden, ffn=3 * hidden, global_batch=batch, precision="fp16")
     work = replace(work, seq_len=256 if hidden == 256 else 1024, memory="auto", replicate="auto")
-    cluster = parse.cluster(text)
+    cluster = parse_cluster.cluster(text)
     model, best_s = Model(work, cluster), []
     for choice in all_choices(work, cluster):
         copies = choice.devices // (choice.tensor * choice.pipeline)
@@ -107,7 +107,7 @@ def test_degrees_of_sharding_are_within_two_hundredths_of_brute_force(
 
 def test_shares_and_stages_of_unlike_devices_are_within_two_hundredths_of_brute_force() -> None:
     work = replace(SMALL, global_batch=12, precision="fp16")
-    there = parse.cluster("2xA100-40GB, 1xV100-16GB, 100Gb/s")
+    there = parse_cluster.cluster("2xA100-40GB, 1xV100-16GB, 100Gb/s")
     sizes, best_s = (1, 2, 4, 8, 12), []
     for groups in (there.groups, there.groups[:1], there.groups[1:]):
         part = replace(there, groups=groups)
@@ -124,7 +124,7 @@ def test_shares_and_stages_of_unlike_devices_are_within_two_hundredths_of_brute_
             best_s += [estimate.step_s] if estimate.fits else []
     found = search(work, there, Space())
     assert found.best.estimate.step_s <= 1.02 * min(best_s)
-    two, best_s = parse.cluster("1xA100-40GB, 1xV100-16GB, 100Gb/s"), []
+    two, best_s = parse_cluster.cluster("1xA100-40GB, 1xV100-16GB, 100Gb/s"), []
     for groups, first, size in itertools.product((two.groups, two.groups[::-1]), range(1, work.layers), sizes):
         choice = Choice(pipeline=2, stages=(first, work.layers - first), micro_batch=size)
         best_s.append(Model(work, replace(two, groups=groups)).predict(choice).step_s)
@@ -138,7 +138,7 @@ def test_shares_and_stages_of_unlike_devices_are_within_two_hundredths_of_brute_
     text=st.sampled_from(["2xA100-40GB, 1xV100-16GB, 100Gb/s", "3xT4, 2xH100-80GB, 4xV100-16GB, 10Gb/s"]),
 )
 def test_shares_in_numbers_of_their_own_are_those_of_a_run(batch: int, size: int, text: str) -> None:
-    there = parse.cluster(text)
+    there = parse_cluster.cluster(text)
     unlike, copies = Unlike(replace(SMALL, global_batch=batch, precision="fp16"), there), there.devices
     choice = Choice(micro_batch=size, devices=copies)
     speeds = [Speed(each, fixed, size) for count, fixed, each in unlike.classes(choice, copies) for _ in range(count)]
@@ -153,7 +153,7 @@ def test_shares_in_numbers_of_their_own_are_those_of_a_run(batch: int, size: int
 
 def test_one_long_sequence_at_a_time_on_unlike_devices_goes_at_their_summed_speed() -> None:
     work = replace(SMALL, seq_len=16384, global_batch=60, precision="fp16")
-    there = parse.cluster("2xA100-40GB, 2xV100-32GB, 100Gb/s")
+    there = parse_cluster.cluster("2xA100-40GB, 2xV100-32GB, 100Gb/s")
     alone = [replace(there, groups=groups) for groups in (there.groups[:1], there.groups[1:])]
     space = Space(pins={"micro_batch": 1, "zero": 1})
     both, *each = (search(work, cluster, space).best for cluster in (there, *alone))
@@ -204,13 +204,18 @@ def test_what_is_returned_fits_and_comes_out_even(work: Work, text: str) -> None
 @given(works, clusters)
 @settings(max_examples=8, deadline=None)
 def test_more_of_anything_never_makes_it_slower(work: Work, text: str) -> None:
-    there = parse.cluster(text)
+    there = parse_cluster.cluster(text)
     before = tokens_per_s(on(work, there))
     faster = replace(there, between_bits_per_s=2 * there.between_bits_per_s)
     kind = there.groups[0].kind
     roomier = replace(kind, memory_bytes=int(1.5 * kind.memory_bytes))
     larger = replace(there, groups=tuple(replace(group, kind=roomier) for group in there.groups))
-    for other in (faster, larger, parse.with_nodes(there, 0, 1), parse.with_nodes(there, 0, there.nodes)):
+    for other in (
+        faster,
+        larger,
+        parse_cluster.with_nodes(there, 0, 1),
+        parse_cluster.with_nodes(there, 0, there.nodes),
+    ):
         assert tokens_per_s(on(work, other)) >= before * (1 - 1e-9)
 
 
@@ -236,7 +241,7 @@ def test_some_of_few_slow_nodes_may_stay_idle() -> None:
 @given(works, st.sampled_from(["4xA100-40GB, 2xV100-16GB, 50Gb/s", "2x(2xH100-80GB), 3x(2xT4), 10Gb/s"]))
 @settings(max_examples=6, deadline=None)
 def test_unlike_devices_get_shares_that_sum_and_are_never_worse_than_one_kind_alone(work: Work, text: str) -> None:
-    there = parse.cluster(text)
+    there = parse_cluster.cluster(text)
     found = on(work, there)
     for plan in found.plans:
         assert plan.estimate.fits
@@ -353,17 +358,17 @@ def test_large_clusters_are_searched_in_seconds(work: Work, text: str, cpu_s: fl
 
 
 def test_degrees_divide() -> None:
-    for tensor, pipeline in degrees(LLAMA_70B, parse.cluster("4x(8xH100-80GB)")):
+    for tensor, pipeline in degrees(LLAMA_70B, parse_cluster.cluster("4x(8xH100-80GB)")):
         assert 64 % tensor == 0
         assert 8 % tensor == 0
         assert pipeline <= 32 // tensor
 
 
 def test_few_stages_are_tried_in_every_number() -> None:
-    assert {(1, 5), (1, 7)} <= set(degrees(LLAMA_7B, parse.cluster("7xA100-80GB")))
-    usual = degrees(GPT_175B, parse.cluster("128x(8xA100-80GB)"))
+    assert {(1, 5), (1, 7)} <= set(degrees(LLAMA_7B, parse_cluster.cluster("7xA100-80GB")))
+    usual = degrees(GPT_175B, parse_cluster.cluster("128x(8xA100-80GB)"))
     assert {pipeline for _, pipeline in usual} == {*range(1, 9), 12, 16, 24, 32, 48, 64, 96}
-    assert (2, 11) in set(degrees(LLAMA_7B, parse.cluster("8x(8xA100-80GB)"), 11))
+    assert (2, 11) in set(degrees(LLAMA_7B, parse_cluster.cluster("8x(8xA100-80GB)"), 11))
 
 
 @pytest.mark.parametrize(("layers", "nodes"), [(5, 5), (5, 6), (11, 12)])
@@ -382,7 +387,7 @@ def test_a_type_that_a_device_does_not_have_is_a_sentence() -> None:
 def test_a_fast_copy_may_have_its_whole_share_in_one_micro_batch() -> None:
     """An even share is 6 of 16; the fast ones get 8, which two micro-batches of 4 would take twice as long for."""
     work = replace(SMALL, hidden=256, ffn=704, global_batch=16, precision="fp16")
-    there = parse.cluster("2xA100-80GB, 1xT4")
+    there = parse_cluster.cluster("2xA100-80GB, 1xT4")
     found = search(work, there, Space(((1, 1),), whole=True))
     assert max(found.best.choice.shares) > 6
     assert found.best.choice.micro_batch >= max(found.best.choice.shares)

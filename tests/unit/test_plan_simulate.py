@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cluster.affairs import Policy
-from phalanx.errors import ConfigError
-from phalanx.plan import intervals, simulate
-from phalanx.plan.intervals import Saving
-from phalanx.plan.simulate import Outcome, Scenario
+from phalanx.core.errors import ConfigError
+from phalanx.elastic.supervisor.state import Policy
+from phalanx.planner import checkpoint_interval, simulate
+from phalanx.planner.checkpoint_interval import Saving
+from phalanx.planner.simulate import Outcome, Scenario
 
 DAY_S = 86400.0
 LLAMA_3_S = 54 * DAY_S / 419  # between unexpected interruptions, on 16,384 GPUs (Dubey et al. 2024)
@@ -36,20 +36,20 @@ def saving(scenario: Scenario) -> Saving:
 
 def test_with_llama_3s_failures_goodput_is_that_of_the_closed_form() -> None:
     found = goodput(LLAMA_3)
-    assert found == pytest.approx(intervals.goodput(saving(LLAMA_3), 1, 90), rel=0.01)
+    assert found == pytest.approx(checkpoint_interval.goodput(saving(LLAMA_3), 1, 90), rel=0.01)
     assert found > 0.9  # as that run had
 
 
 @pytest.mark.parametrize("hard", [0.3, 0.78])
 def test_some_failures_leave_memory_as_it_is(hard: float) -> None:
     scenario = replace(LLAMA_3, hard=hard, commit_s=0.02)
-    assert goodput(scenario) == pytest.approx(intervals.goodput(saving(scenario), 1, 90), rel=0.01)
+    assert goodput(scenario) == pytest.approx(checkpoint_interval.goodput(saving(scenario), 1, 90), rel=0.01)
 
 
 def test_with_copies_on_other_nodes_nothing_goes_back_to_a_checkpoint() -> None:
     scenario = replace(LLAMA_3, copied=1, checkpoint_s=0.0)
     outcome = simulate.simulate(scenario)
-    assert goodput(scenario) == pytest.approx(intervals.goodput(saving(scenario), 1, None), rel=0.01)
+    assert goodput(scenario) == pytest.approx(checkpoint_interval.goodput(saving(scenario), 1, None), rel=0.01)
     # What is walked again is less than a step for each failure.
     assert outcome.seconds["walked again"] < scenario.step_s * (outcome.hard + outcome.soft)
 
@@ -59,7 +59,7 @@ def test_with_copies_of_some_steps_a_lost_node_goes_back_to_the_last_of_these(ha
     scenario = replace(LLAMA_3, hard=hard, copied=200, checkpoint_steps=0, checkpoint_s=0.0, commit_s=0.05)
     outcome = simulate.simulate(scenario)
     # As to a checkpoint each 200 steps that costs nothing.
-    assert goodput(scenario) == pytest.approx(intervals.goodput(saving(scenario), 1, 200), rel=0.01)
+    assert goodput(scenario) == pytest.approx(checkpoint_interval.goodput(saving(scenario), 1, 200), rel=0.01)
     # A lost node costs at most 199 steps more than the one that was under way; on average about half of that.
     again, most = outcome.seconds["walked again"], outcome.hard * 200 * scenario.step_s
     assert 0.3 * most < again < 0.7 * most + outcome.soft * scenario.step_s
@@ -132,16 +132,20 @@ def test_a_node_that_nobody_replaces_ends_it() -> None:
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every node say for itself that its ranks have ended, and that it is ready."""
-    from phalanx.cluster import affairs
+    from phalanx.elastic.supervisor import state as supervisor_state
 
     def all_end(job: "simulate._Job", code: int) -> None:
         for node in job.state.seats:
-            if job.state.phase == affairs.Phase.ENDING and node not in job.state.codes and node not in job.state.gone:
-                job.tell(affairs.Ended(job.now, node, job.state.attempt, int(code)))
+            if (
+                job.state.phase == supervisor_state.Phase.ENDING
+                and node not in job.state.codes
+                and node not in job.state.gone
+            ):
+                job.tell(supervisor_state.Ended(job.now, node, job.state.attempt, int(code)))
 
     def all_ready(job: "simulate._Job", division: int, node: int | None) -> None:
         for each in [each for each in job.state.nodes if node in (None, each.node)]:
-            job.tell(affairs.Ready(job.now, each.node, division))
+            job.tell(supervisor_state.Ready(job.now, each.node, division))
 
     monkeypatch.setattr(simulate._Job, "all_end", all_end)
     monkeypatch.setattr(simulate._Job, "all_ready", all_ready)

@@ -4,8 +4,8 @@ import threading
 
 import torch
 
-from phalanx.optim.held import IN_FLIGHT, Pool
-from phalanx.optim.lane import Lane, Mark
+from phalanx.comm.comm_thread import Lane, Mark
+from phalanx.engine.bucket import IN_FLIGHT, Pool
 
 
 def test_more_buffers_are_there_only_while_the_lane_waits_for_one() -> None:

@@ -18,16 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.config import DataSection
+from phalanx.config.schema import DataSection
+from phalanx.core.errors import ConfigError, DataError, PhalanxError
 from phalanx.data import encode as encode_module
 from phalanx.data import prepare as prepare_module
-from phalanx.data import reading as reading_module
+from phalanx.data import read_chunks as reading_module
 from phalanx.data import tokenizer as tokenizer_module
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.data.sources import Format, is_held_out, list_files, text_digest
+from phalanx.data.token_files import TokenFile
 from phalanx.data.tokenizer import encode_documents, load_tokenizer, segments, train_tokenizer
-from phalanx.data.tokens import TokenFile
-from phalanx.errors import ConfigError, DataError, PhalanxError
 
 WORDS = [
     "the",
@@ -165,9 +165,9 @@ def test_a_cache_with_a_deleted_half_is_made_anew(tmp_path: Path) -> None:
 
 PREPARE_SCRIPT = """
 import os, signal, sys
-from phalanx.config import DataSection
-from phalanx.data import prepare, reading
-reading.CHUNK_BYTES, prepare.SMALL_BYTES = 2000, int(sys.argv[5])
+from phalanx.config.schema import DataSection
+from phalanx.data import prepare, read_chunks
+read_chunks.CHUNK_BYTES, prepare.SMALL_BYTES = 2000, int(sys.argv[5])
 source, cache, kill_phase, kill_done = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 def progress(phase, done, total):
     print(phase, done, total, flush=True)

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx import storage
-from phalanx.config import DataSection, SourceSection
+from phalanx.config.schema import DataSection, SourceSection
+from phalanx.core.errors import DataError, StorageError
 from phalanx.data import cache as cache_module
 from phalanx.data import prepare as prepare_module
-from phalanx.data import reading, tokens, workers
+from phalanx.data import read_chunks, token_files, workers
 from phalanx.data.encode import Task
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.data.sources import Format, is_held_out, text_digest
+from phalanx.data.token_files import TokenFile
 from phalanx.data.tokenizer import load_tokenizer, train_tokenizer
-from phalanx.data.tokens import TokenFile
-from phalanx.errors import DataError, StorageError
+from phalanx.storage import files as storage
 from tests.stores import Faults
 from tests.unit.test_prepare import decoded, folder_of, same_files, text, write_jsonl
 
@@ -32,7 +32,7 @@ CHAT_TEMPLATE = "chatml"
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that even these sources are worth processes of their own."""
-    monkeypatch.setattr(reading, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(read_chunks, "CHUNK_BYTES", 4000)
     monkeypatch.setattr(prepare_module, "SMALL_BYTES", 0)
 
 
@@ -78,7 +78,7 @@ def test_conversations_are_encoded_with_their_masks(tmp_path: Path, monkeypatch:
     path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     made = []
     for size in (1 << 20, 900):
-        monkeypatch.setattr(reading, "CHUNK_BYTES", size)
+        monkeypatch.setattr(read_chunks, "CHUNK_BYTES", size)
         made.append(run(str(path), tmp_path / str(size), format="chat", chat_template=CHAT_TEMPLATE))
     assert same_files(folder_of(made[0]), folder_of(made[1]))
     file = TokenFile(made[0].train[0][0])
@@ -111,7 +111,7 @@ def tasks_of(source: str, folder: Path, tokenizer: Path) -> list[Task]:
     from phalanx.data.sources import list_files
 
     folder.mkdir()
-    chunks = reading.plan(list_files([source]), Format())
+    chunks = read_chunks.plan(list_files([source]), Format())
     return [Task(f"chunk-{i:06d}", str(folder), str(tokenizer), Format(), 0.0, chunk) for i, chunk in enumerate(chunks)]
 
 
@@ -148,9 +148,9 @@ def test_a_worker_that_dies_is_replaced_and_one_that_dies_again_is_named(
 
 INTERRUPTED = """
 import sys
-from phalanx.config import DataSection
-from phalanx.data import prepare, reading
-reading.CHUNK_BYTES, prepare.SMALL_BYTES = 4000, 0
+from phalanx.config.schema import DataSection
+from phalanx.data import prepare, read_chunks
+read_chunks.CHUNK_BYTES, prepare.SMALL_BYTES = 4000, 0
 def progress(phase, done, total):
     if phase == "tokens" and done:
         print("working", flush=True)
@@ -246,7 +246,7 @@ def test_weights_say_how_much_of_the_tokenizers_sample_a_source_gives(
 
 
 def test_only_a_part_of_a_huge_source_is_read_for_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    chunks = [reading.Chunk("JSON lines", ["a"], i, i + 1, 10) for i in range(1000)]
+    chunks = [read_chunks.Chunk("JSON lines", ["a"], i, i + 1, 10) for i in range(1000)]
     drawn = prepare_module._drawn(chunks, 200)
     assert len(drawn) == 20
     starts = [chunk.start for chunk in drawn]
@@ -353,12 +353,12 @@ def test_pieces_of_another_cut_are_not_taken_for_this_one(tmp_path: Path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "_merge", killed)
-        patch.setattr(reading, "CHUNK_BYTES", 2000)
+        patch.setattr(read_chunks, "CHUNK_BYTES", 2000)
         with pytest.raises(KeyboardInterrupt):
             run(source, tmp_path / "c")
     assert same_files(folder_of(run(source, tmp_path / "c")), folder_of(expected))
 
 
 def test_ids_of_a_large_vocabulary_fit() -> None:
-    assert tokens.token_dtype(1 << 17).itemsize == 4
-    assert np.iinfo(tokens.token_dtype(1 << 16)).max == (1 << 16) - 1
+    assert token_files.token_dtype(1 << 17).itemsize == 4
+    assert np.iinfo(token_files.token_dtype(1 << 16)).max == (1 << 16) - 1

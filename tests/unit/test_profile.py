@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import recipe
-from phalanx.errors import ConfigError
-from phalanx.phases import phase
-from phalanx.train.profile import OUTSIDE, allocations, phase_seconds, top_operators
+from phalanx.config import load
+from phalanx.core.errors import ConfigError
+from phalanx.system.trace import phase
+from phalanx.trainer.profile import OUTSIDE, allocations, phase_seconds, top_operators
 
 
 def span(category: str, name: str, start: float, stop: float) -> dict[str, Any]:
@@ -89,11 +89,11 @@ def test_a_mark_is_seen_by_a_profiler_and_by_nobody_else() -> None:
 def test_impossible_steps_are_refused(train: dict[str, Any], expected: str) -> None:
     tree = {"model": {"hidden": 16, "layers": 1, "heads": 2}, "train": {"steps": 10, **train}}
     with pytest.raises(ConfigError) as caught:
-        recipe.check(tree, "a recipe")
+        load.check(tree, "a recipe")
     assert expected in str(caught.value)
 
 
 def test_steps_that_can_be_looked_into_are_accepted() -> None:
     train = {"steps": 10, "profile": "9-10", "memory_snapshot": 1}
-    found = recipe.check({"model": {"hidden": 16, "layers": 1, "heads": 2}, "train": train}, "a recipe")
+    found = load.check({"model": {"hidden": 16, "layers": 1, "heads": 2}, "train": train}, "a recipe")
     assert (found.train.profile, found.train.memory_snapshot) == ("9-10", 1)

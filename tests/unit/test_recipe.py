@@ -10,11 +10,11 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from phalanx import recipe
-from phalanx.combinations import unused
-from phalanx.config import Config, get, leaves, spec_of
-from phalanx.errors import ConfigError
-from phalanx.models.spec import PRESETS
+from phalanx.config import load
+from phalanx.config.schema import Config, get, leaves, spec_of
+from phalanx.config.validation import unused
+from phalanx.core.errors import ConfigError
+from phalanx.layout.model_shape import PRESETS
 from tests.helpers import ROOT
 
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2}
@@ -28,7 +28,7 @@ def tree(**sections: Any) -> dict[str, Any]:
 
 
 def read(text: str, *overrides: str) -> Config:
-    return recipe.check(recipe.apply_overrides(recipe.parse_yaml(text, "r.yaml"), overrides), "r.yaml")
+    return load.check(load.apply_overrides(load.parse_yaml(text, "r.yaml"), overrides), "r.yaml")
 
 
 def refusal(text: str, *overrides: str) -> str:
@@ -51,7 +51,7 @@ def test_a_number_with_an_exponent_is_whole_where_its_value_is(text: str, value:
 def test_exponents_are_numbers_wherever_a_recipe_has_some() -> None:
     config = read(GOOD, "balance.work=[1e0, 15]", "train.global_batch=16", "optim.lr=1e-3")
     assert (config.balance.work, config.optim.lr) == ([1, 15], 1e-3)
-    of_task = recipe.parse_yaml("task: {options: {width: 1e3, rate: 1e-3}}", "r.yaml")["task"]["options"]
+    of_task = load.parse_yaml("task: {options: {width: 1e3, rate: 1e-3}}", "r.yaml")["task"]["options"]
     assert of_task == {"width": 1000, "rate": 1e-3} and type(of_task["width"]) is int
     assert "train.steps must be a whole number, not 12.5" in refusal(GOOD, "train.steps=1.25e1")
     assert "train.steps must be a finite number, not inf" in refusal(GOOD, "train.steps=1e400")
@@ -60,8 +60,8 @@ def test_exponents_are_numbers_wherever_a_recipe_has_some() -> None:
 def test_text_that_looks_like_such_a_number_is_text_again_when_it_was_saved() -> None:
     config = read(GOOD, "data.source='1e3'")
     assert config.data.source == ["1e3"]
-    assert read(recipe.to_yaml(config)) == config
-    assert yaml.safe_load(recipe.to_yaml(config))["data"]["source"] == ["1e3"]
+    assert read(load.to_yaml(config)) == config
+    assert yaml.safe_load(load.to_yaml(config))["data"]["source"] == ["1e3"]
 
 
 def test_anchors_and_merged_keys_work() -> None:
@@ -128,7 +128,7 @@ def test_a_wrong_override_is_a_sentence(overrides: list[str], sentence: str) -> 
 def test_a_later_override_wins_and_the_tree_is_left_alone() -> None:
     before = tree(train={"steps": 1})
     copy = yaml.safe_load(yaml.safe_dump(before))
-    after = recipe.apply_overrides(before, ["train.steps=2", "train.seed=5", "train.steps=3", "model.layers=4"])
+    after = load.apply_overrides(before, ["train.steps=2", "train.seed=5", "train.steps=3", "model.layers=4"])
     assert before == copy
     assert after == {"model": SHAPE | {"layers": 4}, "train": {"steps": 3, "seed": 5}}
 
@@ -168,12 +168,12 @@ def nearly_recipes(draw: st.DrawFn) -> dict[Any, Any]:
 @example({"model": {"preset": "llama-3-8b", "rope_scaling": {"factor": 5e-324, "original_max_seq_len": 2**53}}})
 def test_any_tree_is_a_configuration_or_a_sentence(made: dict[Any, Any]) -> None:
     try:
-        config = recipe.check(made, "here")
+        config = load.check(made, "here")
     except ConfigError as error:
         found = str(error)
     else:
         found = "here"
-        assert recipe.check(yaml.safe_load(recipe.to_yaml(config)), "again") == config
+        assert load.check(yaml.safe_load(load.to_yaml(config)), "again") == config
     assert found.startswith("here")
     assert all(len(line) < 1000 for line in found.splitlines())
 
@@ -182,7 +182,7 @@ def test_any_tree_is_a_configuration_or_a_sentence(made: dict[Any, Any]) -> None
 @given(st.text(max_size=60) | st.text("{}[]&*!:-? \n'\"#a1|>%@`", max_size=30))
 def test_any_text_is_a_mapping_or_a_sentence(text: str) -> None:
     try:
-        found = "here" if isinstance(recipe.parse_yaml(text, "here"), dict) else "neither"
+        found = "here" if isinstance(load.parse_yaml(text, "here"), dict) else "neither"
     except ConfigError as error:
         found = str(error)
     assert found.startswith("here")
@@ -204,13 +204,13 @@ def test_any_text_is_a_mapping_or_a_sentence(text: str) -> None:
     st.integers(0, 2**53),
 )
 def test_what_is_written_is_read_back(optim: dict[str, float], source: list[str], seed: int) -> None:
-    config = recipe.check(tree(optim=optim, data={"source": source, "cache": source[0]}, train={"seed": seed}), "here")
-    assert recipe.check(recipe.parse_yaml(recipe.to_yaml(config), "there"), "there") == config
+    config = load.check(tree(optim=optim, data={"source": source, "cache": source[0]}, train={"seed": seed}), "here")
+    assert load.check(load.parse_yaml(load.to_yaml(config), "there"), "there") == config
 
 
 def test_auto_is_resolved_by_device_and_world() -> None:
-    config = recipe.check(tree(train={"steps": 70}), "here")
-    resolved, chosen = recipe.resolve(config, device="cpu", world=1)
+    config = load.check(tree(train={"steps": 70}), "here")
+    resolved, chosen = load.resolve(config, device="cpu", world=1)
     assert {key: value for key, value, _ in chosen} == {
         "task.kind": "language",
         "train.dtype": "fp32",
@@ -221,8 +221,8 @@ def test_auto_is_resolved_by_device_and_world() -> None:
     }
     assert all(reason for _, _, reason in chosen)
     assert all(get(resolved, key) == value for key, value, _ in chosen)
-    assert recipe.resolve(resolved, device="cpu", world=1) == (resolved, [])
-    elsewhere = {key: value for key, value, _ in recipe.resolve(config, device="gpu", world=8)[1]}
+    assert load.resolve(resolved, device="cpu", world=1) == (resolved, [])
+    elsewhere = {key: value for key, value, _ in load.resolve(config, device="gpu", world=8)[1]}
     assert elsewhere == {
         "task.kind": "language",
         "train.dtype": "bf16",
@@ -230,22 +230,22 @@ def test_auto_is_resolved_by_device_and_world() -> None:
         "optim.weight_decay": 0.1,
         "parallel.data": "sharded",
     }
-    none = recipe.check(tree(train={"steps": 0}, optim={"warmup_steps": 5}), "here")
-    assert recipe.resolve(none, device="cpu", world=1)[0].optim.decay_steps == "auto"  # the next start decides
+    none = load.check(tree(train={"steps": 0}, optim={"warmup_steps": 5}), "here")
+    assert load.resolve(none, device="cpu", world=1)[0].optim.decay_steps == "auto"  # the next start decides
 
 
 def test_a_list_of_shares_is_one_of_all_ranks() -> None:
-    config = recipe.check(tree(balance={"work": [30, 2]}), "here")
+    config = load.check(tree(balance={"work": [30, 2]}), "here")
     for world, there in ((3, "are 3"), (1, "is 1")):
         with pytest.raises(ConfigError, match=rf"has a number for each of 2 ranks, but there {there}; give each"):
-            recipe.resolve(config, device="cpu", world=world)
+            load.resolve(config, device="cpu", world=world)
 
 
 def test_all_that_cannot_be_with_so_many_ranks_comes_at_once() -> None:
     lists = {"work": [30, 2], "state": [1, 2]}
-    config = recipe.check(tree(balance=lists, parallel={"data": "single"}), "here")
+    config = load.check(tree(balance=lists, parallel={"data": "single"}), "here")
     with pytest.raises(ConfigError) as caught:
-        recipe.resolve(config, device="cpu", world=3)
+        load.resolve(config, device="cpu", world=3)
     assert [line.split()[1] for line in str(caught.value).splitlines()[1:]] == [
         "parallel.data",
         "balance.work",
@@ -265,33 +265,33 @@ def test_lists_that_fit_no_number_of_ranks_are_a_mistake_of_the_recipe(
     balance: dict[str, Any], degree: int | str, sentence: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        recipe.check(tree(balance=balance, parallel={"shard_degree": degree}, train={"micro_batch": 99}), "here")
+        load.check(tree(balance=balance, parallel={"shard_degree": degree}, train={"micro_batch": 99}), "here")
     assert "has 2 problems" in str(caught.value)
     assert sentence in str(caught.value)
 
 
 def test_one_rank_alone_is_not_asked_of_many() -> None:
-    config = recipe.check(tree(parallel={"data": "single"}), "here")
+    config = load.check(tree(parallel={"data": "single"}), "here")
     with pytest.raises(
         ConfigError, match=r"parallel.data single trains on one rank, but there are 2; set parallel.data"
     ):
-        recipe.resolve(config, device="cpu", world=2)
+        load.resolve(config, device="cpu", world=2)
 
 
 def test_what_one_rank_does_not_read_is_told() -> None:
     asked = {"zero": 2, "reduce": "per_step"}
-    config = recipe.check(tree(parallel={"data": "single", **asked}, optim={"slots": 2}), "here")
+    config = load.check(tree(parallel={"data": "single", **asked}, optim={"slots": 2}), "here")
     assert [sentence.split()[0] for sentence in unused(config)] == ["parallel.zero", "parallel.reduce", "optim.slots"]
     assert unused(config)[0] == (
         "parallel.zero has no effect with parallel.data single, which shards nothing; remove it, or set "
         "parallel.data=auto"
     )
-    assert unused(recipe.check(tree(parallel=asked), "here")) == []  # a recipe for many may run on one
+    assert unused(load.check(tree(parallel=asked), "here")) == []  # a recipe for many may run on one
 
 
 def test_what_nothing_reads_is_told() -> None:
     asked = {"spike_factor": 3.0, "rollback_steps": 5, "wait_for_node_s": 9.0, "on_lost_node": [], "replicate": 4}
-    told = unused(recipe.check(tree(resilience=asked), "here"), several=False)
+    told = unused(load.check(tree(resilience=asked), "here"), several=False)
     keys = ("spike_factor", "rollback_steps", "wait_for_node_s", "replicate")
     assert [sentence.split()[0] for sentence in told] == [f"resilience.{key}" for key in keys]
     assert told[1] == (
@@ -299,19 +299,19 @@ def test_what_nothing_reads_is_told() -> None:
         "remove resilience.rollback_steps"
     )
     read = asked | {"on_spike": "rollback", "on_lost_node": ["wait"]}
-    assert unused(recipe.check(tree(resilience=read), "here"), several=True) == []
+    assert unused(load.check(tree(resilience=read), "here"), several=True) == []
 
 
 def test_going_on_keeps_what_auto_was_resolved_to() -> None:
-    wanted = recipe.check(tree(), "here")
-    saved = recipe.update(
+    wanted = load.check(tree(), "here")
+    saved = load.update(
         wanted,
         {"train.micro_batch": 4, "train.dtype": "fp64", "model.vocab_size": 300, "data.tokenizer": "train",
          "optim.decay_steps": 10, "train.compile": False, "parallel.data": "single"},
     )  # fmt: skip
-    going_on = recipe.continue_from(wanted, saved, FOLDER)
+    going_on = load.continue_from(wanted, saved, FOLDER)
     assert going_on.parallel.data == "auto"  # the layout is the cluster's business
-    assert going_on == recipe.update(saved, {"parallel.data": "auto"})
+    assert going_on == load.update(saved, {"parallel.data": "auto"})
 
 
 FREE = {
@@ -400,10 +400,10 @@ BESIDE: dict[str, dict[str, Any]] = {  # keys that mean nothing alone
 
 @pytest.mark.parametrize("key", sorted(FREE))
 def test_what_does_not_shape_the_curve_may_change(key: str) -> None:
-    saved = recipe.check(tree(train={"steps": 5, "micro_batch": 1, "compile": False}), "here")
-    saved = recipe.update(saved, {"model.layers": 2})
-    wanted = recipe.update(saved, {key: FREE[key]} | BESIDE.get(key, {}))
-    going_on = recipe.continue_from(wanted, saved, FOLDER)
+    saved = load.check(tree(train={"steps": 5, "micro_batch": 1, "compile": False}), "here")
+    saved = load.update(saved, {"model.layers": 2})
+    wanted = load.update(saved, {key: FREE[key]} | BESIDE.get(key, {}))
+    going_on = load.continue_from(wanted, saved, FOLDER)
     assert get(going_on, key) == FREE[key] != get(saved, key)
 
 
@@ -423,22 +423,22 @@ def test_what_fitted_a_rank_is_looked_for_anew_when_it_holds_another_part(
     model = {"hidden": 16, "layers": 4, "heads": 2, "intermediate": 32}
     asked = tree(train={"steps": 5}, model=model, memory={"activations": "auto"})
     found = {"train.micro_batch": 2, "memory.activations": "full"}
-    saved = recipe.update(recipe.check(asked | {"parallel": then}, "then"), found)
-    going_on = recipe.continue_from(recipe.check(asked | {"parallel": now}, "now"), saved, FOLDER)
+    saved = load.update(load.check(asked | {"parallel": then}, "then"), found)
+    going_on = load.continue_from(load.check(asked | {"parallel": now}, "now"), saved, FOLDER)
     assert [get(going_on, key) for key in found] == ([2, "full"] if kept else ["auto", "auto"])
 
 
 def test_a_number_of_processes_may_be_left_to_the_machine_again() -> None:
-    wanted = recipe.check(tree(data={"workers": "auto"}), "here")
-    saved = recipe.update(wanted, {"data.workers": 7})
-    assert recipe.continue_from(wanted, saved, FOLDER).data.workers == "auto"
+    wanted = load.check(tree(data={"workers": "auto"}), "here")
+    saved = load.update(wanted, {"data.workers": 7})
+    assert load.continue_from(wanted, saved, FOLDER).data.workers == "auto"
 
 
 def test_work_that_was_divided_by_hand_may_be_left_to_measuring_again() -> None:
     for was in ("even", "measured-once", [3, 5]):
-        saved = recipe.check(tree(train={"steps": 5, "global_batch": 8}, balance={"work": was}), "here")
-        wanted = recipe.update(saved, {"balance.work": "auto"})
-        assert recipe.continue_from(wanted, saved, FOLDER).balance.work == "auto"
+        saved = load.check(tree(train={"steps": 5, "global_batch": 8}, balance={"work": was}), "here")
+        wanted = load.update(saved, {"balance.work": "auto"})
+        assert load.continue_from(wanted, saved, FOLDER).balance.work == "auto"
 
 
 @pytest.mark.parametrize(
@@ -462,22 +462,22 @@ def test_another_configuration_is_refused_with_its_keys(
     wanted: dict[str, Any], saved: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
-        recipe.continue_from(recipe.check(tree() | wanted, "a"), recipe.check(tree() | saved, "b"), FOLDER)
+        load.continue_from(load.check(tree() | wanted, "a"), load.check(tree() | saved, "b"), FOLDER)
     assert "the run folder runs/demo holds a run of another configuration" in str(caught.value)
     assert str(caught.value).endswith("Set these back to go on with it, or choose another --run-dir")
 
 
 def test_nothing_but_the_recipe_is_needed_to_read_one() -> None:
     for path in sorted(Path("recipes").glob("*.yaml")):
-        config = recipe.load(path)
-        assert recipe.check(recipe.parse_yaml(recipe.to_yaml(config), "again"), "again") == config
+        config = load.load(path)
+        assert load.check(load.parse_yaml(load.to_yaml(config), "again"), "again") == config
         assert math.isfinite(config.optim.lr)
 
 
 def test_wrong_types_do_not_hide_impossible_combinations() -> None:
     given = tree(train={"steps": "many", "global_batch": 4, "micro_batch": 8}, optim={"lrr": 1})
     with pytest.raises(ConfigError) as caught:
-        recipe.check(given, "here")
+        load.check(given, "here")
     text = str(caught.value)
     assert "has 3 problems" in text
     assert "train.steps must be a whole number" in text
@@ -488,7 +488,7 @@ def test_wrong_types_do_not_hide_impossible_combinations() -> None:
 def test_a_key_that_is_wrong_itself_is_in_no_combination() -> None:
     given = tree(train={"global_batch": "x", "micro_batch": 4000})
     with pytest.raises(ConfigError) as caught:
-        recipe.check(given, "here")
+        load.check(given, "here")
     assert str(caught.value).count("global_batch") == 1
 
 
@@ -506,35 +506,35 @@ def test_the_weights_that_are_advised_are_enough(few: list[float]) -> None:
         return tree(data={"source": sources})
 
     with pytest.raises(ConfigError) as caught:
-        recipe.check(mixture(few), "here")
+        load.check(mixture(few), "here")
     advised = [float(part.split()[0]) for part in str(caught.value).split("raise it to ")[1:]]
     assert len(advised) == len(few)
-    recipe.check(mixture(advised), "here")
+    load.check(mixture(advised), "here")
     with pytest.raises(ConfigError):
-        recipe.check(mixture([weight * 0.98 for weight in advised]), "here")
+        load.check(mixture([weight * 0.98 for weight in advised]), "here")
 
 
 def test_a_saved_configuration_that_was_cut_is_damaged_wherever_that_was(tmp_path: Path) -> None:
     """And not one with other values, though the rest of it may be good YAML; releases before did not mark its end."""
     tree = {"model": {"hidden": 16, "layers": 1, "heads": 2}, "train": {"steps": 1234}}
-    file, config = tmp_path / "config.yaml", recipe.check(tree, "here")
-    text = recipe.saved_text(config)
+    file, config = tmp_path / "config.yaml", load.check(tree, "here")
+    text = load.saved_text(config)
     file.write_text(text)
-    assert recipe.load_saved(file) == config == recipe.load(file)
+    assert load.load_saved(file) == config == load.load(file)
     for cut in (*range(0, len(text), 61), text.index("1234") + 2, len(text) - 1):
         file.write_text(text[:cut])
         with pytest.raises(ConfigError, match=r"config.yaml, which says what the run is, is damaged"):
-            recipe.load_saved(file)
+            load.load_saved(file)
     file.write_text(text.replace("steps: 1234", "steps: 12\0"))
     with pytest.raises(ConfigError, match=r"is damaged .*restore it from a copy, or choose another --run-dir"):
-        recipe.load_saved(file)
-    file.write_text(recipe.to_yaml(config))
-    assert recipe.load_saved(file) == config
+        load.load_saved(file)
+    file.write_text(load.to_yaml(config))
+    assert load.load_saved(file) == config
 
 
 def published(path: Path) -> str:
     """The preset of the model that a recipe goes on from, such as qwen3-8b of Qwen/Qwen3-8B, if it is a known one."""
-    named = str(recipe.load(path).model.from_hf).rpartition("/")[2].lower()
+    named = str(load.load(path).model.from_hf).rpartition("/")[2].lower()
     return re.sub("-(instruct|base)", "", named)
 
 
@@ -546,7 +546,7 @@ def test_each_family_has_a_recipe_of_each_kind() -> None:
     families = {path.stem.split("-")[0] for path in TUNED}
     assert families == {"llama", "qwen3", "mistral"}
     for family in families:
-        of_it = [recipe.load(path) for path in (ROOT / "recipes").glob(f"{family}*.yaml")]
+        of_it = [load.load(path) for path in (ROOT / "recipes").glob(f"{family}*.yaml")]
         assert any(each.model.preset for each in of_it)
         tuned = [each for each in of_it if each.data.format == "chat"]
         assert {each.model.lora is None for each in tuned} == {True, False}
@@ -554,7 +554,7 @@ def test_each_family_has_a_recipe_of_each_kind() -> None:
 
 @pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
 def test_a_tuning_recipe_fits_the_published_model_and_says_how_to_fetch_it(path: Path) -> None:
-    wanted = recipe.load(path)
+    wanted = load.load(path)
     assert spec_of(wanted, PRESETS[published(path)]).max_seq_len >= wanted.data.seq_len
     name = wanted.model.from_hf
     assert f"hf download {name} --local-dir {name}\n" in path.read_text(encoding="utf-8")

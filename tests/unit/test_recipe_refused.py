@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import recipe
-from phalanx.errors import ConfigError
+from phalanx.config import load
+from phalanx.core.errors import ConfigError
 from tests.unit.test_recipe import GOOD, refusal
 
 MALFORMED = [
@@ -239,7 +239,7 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("latin.yaml/below", "below cannot be read .*Not a directory"),
     ):
         with pytest.raises(ConfigError, match=words):
-            recipe.load(tmp_path / name)
+            load.load(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_ranks_that_hold_a_model_together_must_come_out_even(
     parallel: dict[str, int], world: int, sentence: str
 ) -> None:
     shape = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 64}
-    config = recipe.check({"model": shape, "data": {"source": "x.txt"}, "parallel": parallel}, "here")
+    config = load.check({"model": shape, "data": {"source": "x.txt"}, "parallel": parallel}, "here")
     with pytest.raises(ConfigError) as error:
-        recipe.resolve(config, device="cpu", world=world)
+        load.resolve(config, device="cpu", world=world)
     assert str(error.value).startswith(sentence)

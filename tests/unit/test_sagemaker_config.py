@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx.compat.sagemaker import config
-from phalanx.errors import ConfigError
+from phalanx.core.errors import ConfigError
 
 
 def refused(given: dict[str, Any], world: int = 8) -> str:

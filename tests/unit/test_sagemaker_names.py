@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import phalanx.compat.sagemaker  # noqa: F401  # makes them known
-from phalanx import storage
 from phalanx.compat.sagemaker.names import NAMES
-from phalanx.errors import ConfigError
+from phalanx.core.errors import ConfigError
+from phalanx.storage import files as storage
 
 
 @pytest.mark.parametrize("module", NAMES)

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from phalanx.checkpoint.memory import Memory
-from phalanx.checkpoint.thinning import Thinning
+from phalanx.checkpoint.memory.interval import Thinning
+from phalanx.checkpoint.memory.store import Memory
 from phalanx.comm.collectives import Traffic
-from phalanx.pulse import Pulse, read
+from phalanx.core.progress_page import Pulse, read
 
 WAIT_S = 0.05
 

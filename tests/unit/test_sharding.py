@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.errors import ConfigError
+from phalanx.api.shard import check, check_device, named, units_of
+from phalanx.core.errors import ConfigError
 from phalanx.models.model import Model
-from phalanx.sharding import check, check_device, named, units_of
 
 
 class Inner(nn.Module):

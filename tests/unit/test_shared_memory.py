@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import shared_memory
-from phalanx.errors import RunError
-from phalanx.run_paths import RunPaths
-from phalanx.shared_memory import LOCK, RUN, folder_of, held, key_of, left_behind, sweep
+from phalanx.core.errors import RunError
+from phalanx.core.run_paths import RunPaths
+from phalanx.recovery import shared_memory
+from phalanx.recovery.shared_memory import LOCK, RUN, folder_of, held, key_of, left_behind, sweep
 from tests.another_user import as_root, begin, open_path
 
 __all__ = ["open_path"]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import shared_secret
-from phalanx.cluster.rendezvous import place_of
-from phalanx.errors import ConfigError
-from phalanx.shared_secret import VARIABLE, file_of, found
+from phalanx.core.errors import ConfigError
+from phalanx.elastic.membership import shared_secret
+from phalanx.elastic.membership.rendezvous import place_of
+from phalanx.elastic.membership.shared_secret import VARIABLE, file_of, found
 from tests.another_user import NOBODY, as_root, begin, open_path
 from tests.helpers import ROOT
 
@@ -181,7 +181,7 @@ def test_the_secret_leaves_the_environment_of_a_process_and_of_its_children() ->
     """Of those that it forks, and that never execute anything else, too; other variables stay."""
     script = f"""
 import os, subprocess, sys
-from phalanx.shared_secret import withdrawn
+from phalanx.elastic.membership.shared_secret import withdrawn
 before = withdrawn()
 assert before["{VARIABLE}"] == {SECRET!r}
 whole = dict(before)

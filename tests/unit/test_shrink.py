@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import recipe
-from phalanx.config import Config, get, leaves
-from phalanx.errors import ConfigError
-from phalanx.models.spec import PRESETS, ModelSpec, parameter_count
-from phalanx.models.spec_problems import problems
-from phalanx.records import read_steps
-from phalanx.run_paths import RunPaths
-from phalanx.shrink import changes, shrunk, tiny_spec
+from phalanx.config import load
+from phalanx.config.schema import Config, get, leaves
+from phalanx.config.shrink import changes, shrunk, tiny_spec
+from phalanx.core.errors import ConfigError
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.layout.model_shape import PRESETS, ModelSpec, parameter_count
+from phalanx.layout.model_shape_checks import problems
 from tests.dist import command
 from tests.helpers import ROOT
 
@@ -27,12 +27,12 @@ def nothing_here(source: str) -> bool:
 
 
 def tiny(tree: dict[str, Any], here: bool = False) -> Config:
-    return shrunk(recipe.check(tree, "a recipe"), (lambda source: True) if here else nothing_here)
+    return shrunk(load.check(tree, "a recipe"), (lambda source: True) if here else nothing_here)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_recipes_have_tiny_twins(path: Path) -> None:
-    config = recipe.load(path)
+    config = load.load(path)
     if config.task.code is not None:
         with pytest.raises(ConfigError, match="cannot make the network of task"):
             shrunk(config, nothing_here)
@@ -58,7 +58,7 @@ def test_the_recipes_have_tiny_twins(path: Path) -> None:
 
 
 def test_offload_still_has_something_to_move() -> None:
-    config = recipe.check({"model": {"preset": "llama-3-8b"}, "memory": {"activations": "offload"}}, "a recipe")
+    config = load.check({"model": {"preset": "llama-3-8b"}, "memory": {"activations": "offload"}}, "a recipe")
     found = shrunk(config, nothing_here)
     assert found.memory.horizon < (found.model.layers or 0)
 
@@ -83,7 +83,7 @@ def test_presets_stay_of_their_kind(name: str) -> None:
     assert (small.hidden == small.heads * small.head_dim) == (spec.hidden == spec.heads * spec.head_dim)
     assert small.intermediate / small.hidden == pytest.approx(spec.intermediate / spec.hidden, rel=0.1)
     found = tiny({"model": {"preset": name}, "data": {"tokenizer": "a-folder"}}, here=True)
-    assert recipe.check(found.model_dump(mode="json"), "it").model.vocab_size == spec.vocab_size
+    assert load.check(found.model_dump(mode="json"), "it").model.vocab_size == spec.vocab_size
 
 
 @given(
@@ -118,8 +118,8 @@ def test_a_mixture_keeps_its_weights_and_what_is_here() -> None:
     assert found.data.source[0] == "stdlib"
     assert found.data.source[1].model_dump() == {"path": ["stdlib"], "weight": 3.0}  # type: ignore[union-attr]
     assert found.data.validation == {}
-    assert tiny(tree, here=True).data.source == recipe.check(tree, "it").data.source
-    assert "data.source: stdlib, s3://far/away/* (3) -> stdlib, stdlib (3)" in changes(recipe.check(tree, "it"), found)
+    assert tiny(tree, here=True).data.source == load.check(tree, "it").data.source
+    assert "data.source: stdlib, s3://far/away/* (3) -> stdlib, stdlib (3)" in changes(load.check(tree, "it"), found)
 
 
 def test_steps_to_look_into_move_into_the_run() -> None:

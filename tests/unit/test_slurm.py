@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from phalanx import cli, meetings, script_nodes
-from phalanx.cluster import slurm, slurm_script
-from phalanx.cluster.slurm_script import Asked
-from phalanx.cluster.slurm_step import AUTO_RESUME, Step, step_of
+from phalanx.cli import main
 from phalanx.compat import run as script_run
-from phalanx.errors import ConfigError, RunError
-from phalanx.run_paths import RunPaths
-from phalanx.slurm_config import SlurmSection
+from phalanx.config.slurm import SlurmSection
+from phalanx.core.errors import ConfigError, RunError
+from phalanx.core.run_paths import RunPaths
+from phalanx.launch import rendezvous_options, script_nodes
+from phalanx.launch.slurm import commands as slurm
+from phalanx.launch.slurm import script as slurm_script
+from phalanx.launch.slurm.script import Asked
+from phalanx.system.slurm_env import AUTO_RESUME, Step, step_of
 from tests.dist import command
 
 # As sinfo and scontrol of Slurm 22.05 print it, with details left out that nobody reads.
@@ -253,18 +255,18 @@ def test_with_auto_resume_the_nodes_of_a_step_meet_in_the_run_folder_and_some_ma
     paths, step = RunPaths(tmp_path), STEP | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "3"}
     resumed = step | {AUTO_RESUME: "1"}
     for environment in ({}, step, step | {AUTO_RESUME: "0"}, {AUTO_RESUME: "1"}):
-        assert meetings.meeting_of_slurm(paths, environment) is None
-    meeting = meetings.meeting_of_slurm(paths, resumed)
+        assert rendezvous_options.meeting_of_slurm(paths, environment) is None
+    meeting = rendezvous_options.meeting_of_slurm(paths, resumed)
     assert meeting is not None
     assert (meeting.nodes, meeting.spares, meeting.node, meeting.total) == (3, 0, 1, 3)
-    assert meetings.meeting(None, None, None, None, resumed, 1) is None  # --spares needs no --nodes here
-    meeting = meetings.meeting_of_slurm(paths, resumed, 1)
+    assert rendezvous_options.meeting(None, None, None, None, resumed, 1) is None  # --spares needs no --nodes here
+    meeting = rendezvous_options.meeting_of_slurm(paths, resumed, 1)
     assert meeting is not None
     assert (meeting.nodes, meeting.spares, meeting.node, meeting.total) == (2, 1, 1, 3)
     with pytest.raises(ConfigError, match="--spares 3 of the 3 nodes of this Slurm step leaves none that trains"):
-        meetings.meeting_of_slurm(paths, resumed, 3)
+        rendezvous_options.meeting_of_slurm(paths, resumed, 3)
     with pytest.raises(ConfigError, match="--spares belongs to a run on several nodes"):
-        meetings.meeting(None, None, None, None, step, 1)
+        rendezvous_options.meeting(None, None, None, None, step, 1)
 
 
 FAILS_TWICE = """
@@ -295,7 +297,7 @@ def test_a_script_as_one_task_on_each_node_is_that_nodes_agent(tmp_path: Path, m
     for name, value in step.items():
         monkeypatch.setenv(name, value)
     words = ["run", "--spares", "1", "--run-dir", str(tmp_path / "run"), str(tmp_path / "script.py"), "--spares"]
-    done = CliRunner().invoke(cli.app, words, obj=step)
+    done = CliRunner().invoke(main.app, words, obj=step)
     assert done.exit_code == 0, done.output
     ((script, meeting),) = met
     assert (meeting.nodes, meeting.spares, meeting.node, script.least_nodes) == (2, 1, 2, 2)

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from phalanx import patience
-from phalanx.data import reading
-from phalanx.data.conversations import conversations
-from phalanx.data.reading import Chunk, Meter, lines_before, plan, records
+from phalanx.core.errors import DataError, StorageError
+from phalanx.data import read_chunks
+from phalanx.data.read_chunks import Chunk, Meter, lines_before, plan, records
 from phalanx.data.sources import Format, Record, check_format, list_files, record_digest
-from phalanx.errors import DataError, StorageError
+from phalanx.data.stdlib_chat import conversations
+from phalanx.storage import retry
 from tests.stores import Faults
 
 TEXTS = ["one", "", "two\nlines", "naïve 🙂", "x" * 70, "last"]
@@ -64,7 +64,7 @@ def write_kinds(folder: Path) -> dict[str, Path]:
 def test_every_kind_of_file_gives_the_same_documents(
     tmp_path: Path, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(read_chunks, "CHUNK_BYTES", chunk_bytes)
     for name, path in write_kinds(tmp_path).items():
         chunks = plan(list_files([str(path)]), Format())
         assert sum(chunk.size_bytes for chunk in chunks) == path.stat().st_size
@@ -90,7 +90,7 @@ def test_a_key_that_only_another_row_has_is_not_there(tmp_path: Path) -> None:
 
 
 def test_whole_files_are_grouped_and_may_be_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "CHUNK_BYTES", 10)
+    monkeypatch.setattr(read_chunks, "CHUNK_BYTES", 10)
     for i in range(5):
         (tmp_path / f"{i}.txt").write_text(f"file {i}")
     (tmp_path / "z.md.gz").write_bytes(gzip.compress("é".encode()))
@@ -113,7 +113,7 @@ def test_each_line_belongs_to_one_chunk(
     content = lines(["y" * n for n in lengths])
     path.write_bytes(content if ends else content[:-1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(read_chunks, "CHUNK_BYTES", chunk_bytes)
         found = read([str(path)])
     assert [len(record.text or "") for record in found] == lengths
     assert [record.where.rpartition(" ")[2] for record in found] == [str(i) for i in range(1, len(lengths) + 1)]
@@ -367,7 +367,7 @@ def test_reading_a_file_that_is_gone_names_it(tmp_path: Path) -> None:
 
 def test_a_store_that_is_away_damages_no_file(faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At whatever operation it goes: told that a file is damaged, a user would look there."""
-    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
 
     def read_all(source: str, timeout_s: float) -> None:
         format = Format(storage_timeout_s=timeout_s)

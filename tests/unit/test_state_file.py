@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import kept_files, state_file
-from phalanx.errors import CheckpointError, RunError
-from phalanx.state_file import Facts, StateFile, Who
+from phalanx.core.errors import CheckpointError, RunError
+from phalanx.recovery import inventory, state_file
+from phalanx.recovery.state_file import Facts, StateFile, Who
 from tests.helpers import ROOT, is_alive
 
 RUN = state_file.digest("a run")
@@ -102,7 +102,7 @@ def test_what_is_no_whole_state_file_is_refused(tmp_path: Path, what: str) -> No
     if what in ("shorter", "index"):  # seen by who maps it
         return
     assert state_file.facts_of(path) is None
-    assert kept_files.there(tmp_path, RUN) == []
+    assert inventory.there(tmp_path, RUN) == []
 
 
 @pytest.fixture
@@ -125,22 +125,22 @@ def facts(generation: int, rank: int, world: int, words: tuple[int, int]) -> Fac
 
 
 def test_the_newest_step_that_all_ranks_hold(tmp_path: Path) -> None:
-    kept = kept_files.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, 5))])
+    kept = inventory.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, 5))])
     assert kept is not None
     assert kept.step == 5
     assert [(file.rank, file.path) for file in kept.files] == [(0, "state-000001-00000"), (1, "state-000001-00001")]
-    assert kept_files.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, -1))]) is None
-    assert kept_files.newest([facts(1, 0, 2, (6, 5))]) is None  # a rank is missing
-    assert kept_files.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 3, (6, 5))]) is None
-    assert kept_files.newest([]) is None
+    assert inventory.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, -1))]) is None
+    assert inventory.newest([facts(1, 0, 2, (6, 5))]) is None  # a rank is missing
+    assert inventory.newest([facts(1, 0, 2, (6, 5)), facts(1, 1, 3, (6, 5))]) is None
+    assert inventory.newest([]) is None
 
 
 def test_of_two_generations_the_newer_step_counts_and_of_one_step_the_newer_generation() -> None:
     old = [facts(1, rank, 2, (8, 7)) for rank in (0, 1)]
     taken_over = [facts(2, 0, 1, (8, -1))]
-    assert [file.path for file in kept_files.newest([*old, *taken_over]).files] == ["state-000002-00000"]  # type: ignore[union-attr]
+    assert [file.path for file in inventory.newest([*old, *taken_over]).files] == ["state-000002-00000"]  # type: ignore[union-attr]
     unfinished = [facts(2, 0, 1, (-1, -1))]
-    assert len(kept_files.newest([*old, *unfinished]).files) == 2  # type: ignore[union-attr]
+    assert len(inventory.newest([*old, *unfinished]).files) == 2  # type: ignore[union-attr]
 
 
 def test_what_is_not_gone_on_from_is_removed(tmp_path: Path) -> None:
@@ -149,14 +149,14 @@ def test_what_is_not_gone_on_from_is_removed(tmp_path: Path) -> None:
     made(tmp_path, 2)  # that nobody came to fill
     made(tmp_path, 3, run=state_file.digest("another run in the same folder"))
     (tmp_path / "lock").touch()
-    assert kept_files.committed(tmp_path, RUN) == 5
-    kept = kept_files.to_go_on_from(tmp_path, RUN, on_disk=5)
+    assert inventory.committed(tmp_path, RUN) == 5
+    kept = inventory.to_go_on_from(tmp_path, RUN, on_disk=5)
     assert kept is not None
     assert kept.step == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "lock", "ranks", "state-000001-00000", "state-000001-00001"
     ]  # fmt: skip
-    assert kept_files.to_go_on_from(tmp_path, RUN, on_disk=6) is None
+    assert inventory.to_go_on_from(tmp_path, RUN, on_disk=6) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "ranks"]
 
 
@@ -175,7 +175,7 @@ def test_a_run_is_known_by_how_its_records_begin(tmp_path: Path) -> None:
 def test_nothing_is_read_while_ranks_of_before_live(tmp_path: Path) -> None:
     """Of a rank that is killed, even while a process that it has started lives on."""
     script = (
-        "import os, subprocess, sys; from pathlib import Path; from phalanx.kept_files import live_in;"
+        "import os, subprocess, sys; from pathlib import Path; from phalanx.recovery.inventory import live_in;"
         "live_in(Path(sys.argv[1])); child = subprocess.Popen(['sleep', '60'], close_fds=False);"
         "print(child.pid, flush=True); child.wait()"
     )
@@ -184,9 +184,9 @@ def test_nothing_is_read_while_ranks_of_before_live(tmp_path: Path) -> None:
     child = int(rank.stdout.readline())
     try:
         with pytest.raises(RunError, match="still live and hold"):
-            kept_files.await_the_dead(tmp_path, timeout_s=0.05)
+            inventory.await_the_dead(tmp_path, timeout_s=0.05)
         rank.kill()
-        kept_files.await_the_dead(tmp_path)
+        inventory.await_the_dead(tmp_path)
         assert is_alive(child)
     finally:
         rank.kill()
@@ -216,7 +216,7 @@ def test_whenever_all_are_killed_they_hold_a_step_in_common(world: int, turns: l
         elif phase[rank] == 3:
             done[rank] = step
         phase[rank] = (phase[rank] + 1) % 4
-        found = kept_files.newest([facts(1, each, world, (words[each][0], words[each][1])) for each in range(world)])
+        found = inventory.newest([facts(1, each, world, (words[each][0], words[each][1])) for each in range(world)])
         committed = [max(each) for each in words]
         assert found is not None
         assert found.step >= min(done)
@@ -234,7 +234,7 @@ def test_a_file_that_is_replaced_by_the_same_attempt_is_new(tmp_path: Path) -> N
 
 def test_what_was_not_there_when_training_went_back_is_removed(tmp_path: Path) -> None:
     """Who was there says how often it has made void what it held; attempts before and after have seen other times."""
-    replicas = tmp_path / kept_files.REPLICAS
+    replicas = tmp_path / inventory.REPLICAS
     away, there = made(tmp_path, generation=1, rank=0), made(tmp_path, generation=1, rank=1)
     after, replica = made(tmp_path, generation=4, rank=0), made(replicas, generation=2, rank=1)
     for file in (away, there, after, replica):
@@ -242,14 +242,14 @@ def test_what_was_not_there_when_training_went_back_is_removed(tmp_path: Path) -
     there.forget()
     commit(there, 0, 41)
     other = made(tmp_path, generation=1, rank=2, run=state_file.digest("another run"))
-    assert kept_files.remove_passed(tmp_path, RUN, []) == []
+    assert inventory.remove_passed(tmp_path, RUN, []) == []
     # Training went back in attempt 3, whose ranks had taken up the files of attempt 1.
-    passed = kept_files.remove_passed(tmp_path, RUN, [3])
+    passed = inventory.remove_passed(tmp_path, RUN, [3])
     assert passed == [away.facts.path, replica.facts.path]
     left = [file.facts.path for file in (there, after, other)]
-    assert kept_files.files_in(tmp_path) == sorted(left) and kept_files.files_in(replicas) == []
+    assert inventory.files_in(tmp_path) == sorted(left) and inventory.files_in(replicas) == []
     # And in attempt 5 once more: nobody says that he was there.
-    assert kept_files.remove_passed(tmp_path, RUN, [3, 5]) == [there.facts.path, after.facts.path]
+    assert inventory.remove_passed(tmp_path, RUN, [3, 5]) == [there.facts.path, after.facts.path]
 
 
 # ------------------------------------------------------------------------------------------------------------- damage
@@ -270,10 +270,10 @@ def test_no_flipped_bit_is_taken_for_what_was_written(draw: int, first_page: boo
         file.facts.path.write_bytes(raw)
         facts = state_file.facts_of(file.facts.path)
         if facts is None:
-            assert len(kept_files.damage_in(Path(name))) == 1
+            assert len(inventory.damage_in(Path(name))) == 1
             return
         assert facts.steps.items() <= {7: 0, 8: 1}.items()
-        assert bool(kept_files.damage_in(Path(name))) == (len(facts.steps) < 2)
+        assert bool(inventory.damage_in(Path(name))) == (len(facts.steps) < 2)
         found = StateFile(file.facts.path)
         whole = [step for step in found.facts.steps if found.damage(step) is None]
         for step in whole:
@@ -301,4 +301,4 @@ def test_what_is_damaged_is_void_from_then_on(tmp_path: Path) -> None:
 def test_one_that_is_being_made_is_not_damaged(tmp_path: Path) -> None:
     path = made(tmp_path).facts.path
     path.write_bytes(bytes(8) + path.read_bytes()[8:])
-    assert kept_files.damage_in(tmp_path) == []
+    assert inventory.damage_in(tmp_path) == []

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from fsspec.registry import known_implementations
 
-from phalanx import patience, storage
-from phalanx.errors import ConfigError, StorageError
+from phalanx.core.errors import ConfigError, StorageError
+from phalanx.storage import files as storage
+from phalanx.storage import retry
 from tests.helpers import wait_until
 from tests.stores import Faults, S3Server
 
@@ -75,7 +76,7 @@ def test_what_is_written_is_read(root: str, tmp_path: Path) -> None:
 def test_operations_that_fail_now_and_then_are_tried_again(
     faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
     url = f"faulty://{tmp_path}/there"
     faults.rate = 0.15
     for number in range(10):
@@ -91,7 +92,7 @@ def test_a_torn_write_is_never_seen_under_the_file_s_name(
     faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither a write that breaks in the middle, nor one of which the store has lost the end."""
-    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
     path = tmp_path / "file"
     path.write_bytes(b"old")
     seen: list[bytes] = []
@@ -190,7 +191,7 @@ def test_a_chain_of_drivers_is_no_local_path() -> None:
 
 def test_a_driver_that_connects_when_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried as long as any other, and no URL of it is shown with its password."""
-    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
     with pytest.raises(StorageError, match=r"ftp://127.0.0.1:1/x could not be read .*refused") as no:
         storage.read_bytes("ftp://me:secret@127.0.0.1:1/x", timeout_s=1)
     assert "secret" not in str(no.value)
@@ -203,7 +204,7 @@ def test_a_large_object_of_which_a_part_is_missing_is_none(
     from s3fs import S3FileSystem
 
     monkeypatch.setattr(S3FileSystem, "default_block_size", 5 << 20)
-    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
     found: list[storage.Entry | None] = []
 
     def chunks() -> Iterator[bytes]:
@@ -237,7 +238,7 @@ def test_an_s3_that_refuses(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_local_copy_of_a_folder(faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetched once, again when it has changed, and complete or not at all."""
-    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
     there, cache = tmp_path / "there" / "model", str(tmp_path / "cache")
     there.mkdir(parents=True)
     for name in ("config.json", "model.safetensors", "pytorch_model.bin", "README.md"):

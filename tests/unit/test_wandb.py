@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from phalanx import recipe
-from phalanx.events import Kind
-from phalanx.json_lines import read_lines
-from phalanx.placement import ExitCode
-from phalanx.run_paths import RunPaths
-from phalanx.train.sinks import SCALARS
-from phalanx.train.weights_and_biases import WeightsAndBiases
+from phalanx.config import load
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.placement import ExitCode
+from phalanx.core.run_paths import RunPaths
+from phalanx.workload.sinks import SCALARS
+from phalanx.workload.wandb_sink import WeightsAndBiases
 from tests.dist import command
 
 RECIPE = """
@@ -58,7 +58,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def sink_of(folder: Path, attempt: int) -> WeightsAndBiases:
-    config = recipe.check({"model": {"hidden": 16, "layers": 1, "heads": 2}, "report": {"wandb": "p"}}, "a recipe")
+    config = load.check({"model": {"hidden": 16, "layers": 1, "heads": 2}, "report": {"wandb": "p"}}, "a recipe")
     return WeightsAndBiases(RunPaths(folder), config, attempt)
 
 

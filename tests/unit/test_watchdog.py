@@ -15,10 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx import pulse
-from phalanx.cluster import hangs, messages
-from phalanx.cluster.causes import HANG
-from phalanx.cluster.watchdog import (
+from phalanx.core import progress_page
+from phalanx.core.errors import RunError
+from phalanx.core.progress_page import PHASES, SIZE_BYTES, STEP_PHASES, WAITS, Beat, Pulse, read
+from phalanx.elastic.membership import messages
+from phalanx.elastic.node.watchdog import (
     FACTOR,
     WARM_STEPS,
     Known,
@@ -30,9 +31,9 @@ from phalanx.cluster.watchdog import (
     patience_of,
     position,
 )
-from phalanx.cluster.worker import ask_flight_recorder
-from phalanx.errors import RunError
-from phalanx.pulse import PHASES, SIZE_BYTES, STEP_PHASES, WAITS, Beat, Pulse, read
+from phalanx.elastic.node.worker import ask_flight_recorder
+from phalanx.elastic.supervisor import hang_detection
+from phalanx.system.exit_causes import HANG
 from tests.helpers import ROOT
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
@@ -224,16 +225,16 @@ def test_the_first_steps_of_another_attempt_are_judged_by_those_of_the_one_befor
 
 def said(attempt: int, *beats: Beat, signs: dict[int, Signs] | None = None) -> Any:
     """What an agent's word is when it has come to the leader."""
-    return json.loads(json.dumps(hangs.to_message(attempt, Word(beats, signs or {}, PATIENCE))))
+    return json.loads(json.dumps(hang_detection.to_message(attempt, Word(beats, signs or {}, PATIENCE))))
 
 
 def test_what_an_agent_tells_of_its_ranks_is_heard_as_it_was() -> None:
     """And is what agents may say to each other."""
     there = Beat(2, 3, "forward", 0, "", 0.5, 3, 0.1, 2, False)
     word = Word((there, dataclasses.replace(there, rank=3, behind=(3, "forward", 1))), {2: Signs(True)}, PATIENCE)
-    told = json.loads(json.dumps(hangs.to_message(4, word)))
+    told = json.loads(json.dumps(hang_detection.to_message(4, word)))
     assert messages.problem({"pulses": told}) is None
-    assert hangs.of_message(told) == (4, word)
+    assert hang_detection.of_message(told) == (4, word)
     for behind in ([3, "forward"], ["forward", 3, 1], 3):
         told["beats"][1][-1] = behind
         assert messages.problem({"pulses": told}) is not None
@@ -241,7 +242,7 @@ def test_what_an_agent_tells_of_its_ranks_is_heard_as_it_was() -> None:
 
 def test_of_ranks_of_several_nodes_the_one_behind_is_named() -> None:
     """Node 1 alone would have to take its own rank for the one that hangs."""
-    gathering = hangs.Gathering()
+    gathering = hang_detection.Gathering()
     gathering.hear(1, said(3, beat(1, phase="update", still_s=30.0)))
     assert gathering.judge(3, [0, 1]) is None  # node 0 has not spoken
     gathering.hear(0, said(3, beat(0, phase="forward", still_s=25.0)))
@@ -254,7 +255,7 @@ def test_of_ranks_of_several_nodes_the_one_behind_is_named() -> None:
 
 
 def test_ranks_of_several_nodes_that_wait_for_one_another_are_found() -> None:
-    gathering = hangs.Gathering()
+    gathering = hang_detection.Gathering()
     for node in (0, 1):
         gathering.hear(node, said(1, beat(node, phase="exchange", waits_for="reduce", still_s=30.0)))
     hang = gathering.judge(1, [0, 1])
@@ -263,7 +264,7 @@ def test_ranks_of_several_nodes_that_wait_for_one_another_are_found() -> None:
 
 
 def test_a_rank_that_was_stopped_on_another_node_is_named() -> None:
-    gathering = hangs.Gathering()
+    gathering = hang_detection.Gathering()
     waiting = {"phase": "exchange", "waits_for": "reduce", "still_s": 30.0}
     gathering.hear(0, said(1, beat(0, **waiting)))
     gathering.hear(1, said(1, beat(1, **waiting), signs={1: Signs(stopped=True)}))
@@ -278,17 +279,17 @@ def test_of_several_nodes_that_which_knows_of_no_attempt_before_counts() -> None
     ]
     hangs_of = []
     for spare in (False, True):
-        gathering = hangs.Gathering()
+        gathering = hang_detection.Gathering()
         for node, word in enumerate(words):
             new = dataclasses.replace(word, patience=PATIENCE) if spare and node == 1 else word
-            gathering.hear(node, json.loads(json.dumps(hangs.to_message(2, new))))
+            gathering.hear(node, json.loads(json.dumps(hang_detection.to_message(2, new))))
         hangs_of.append(gathering.judge(2, [0, 1]))
     assert hangs_of[0] is not None and hangs_of[1] is None
 
 
 @pytest.mark.parametrize("why", ["another attempt", "old words", "a node that works"])
 def test_nobody_is_named_by_what_says_nothing_of_now(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gathering = hangs.Gathering()
+    gathering = hang_detection.Gathering()
     gathering.hear(0, said(2, beat(0, phase="exchange", waits_for="reduce", still_s=30.0)))
     gathering.hear(1, said(2, beat(1, still_s=1.0 if why == "a node that works" else 30.0)))
     if why == "another attempt":
@@ -297,8 +298,8 @@ def test_nobody_is_named_by_what_says_nothing_of_now(why: str, monkeypatch: pyte
         assert gathering.judge(3, [0, 1]) is None
         return
     if why == "old words":
-        later = time.monotonic() + 2 * hangs.STALE_S
-        monkeypatch.setattr(hangs.time, "monotonic", lambda: later)
+        later = time.monotonic() + 2 * hang_detection.STALE_S
+        monkeypatch.setattr(hang_detection.time, "monotonic", lambda: later)
     assert gathering.judge(2, [0, 1]) is None
 
 
@@ -306,38 +307,38 @@ def test_nobody_is_named_by_what_says_nothing_of_now(why: str, monkeypatch: pyte
 
 
 def test_a_pulse_is_read_as_it_was_written(tmp_path: Path) -> None:
-    mine = pulse.opened(str(tmp_path), 3, 2)
+    mine = progress_page.opened(str(tmp_path), 3, 2)
     mine.at("forward", 9, 4)
     mine.runs(6)
     with mine.waiting("lane"):
-        found = pulse.read(pulse.file_of(tmp_path, 3).read_bytes(), 3, 2, time.monotonic_ns())
+        found = progress_page.read(progress_page.file_of(tmp_path, 3).read_bytes(), 3, 2, time.monotonic_ns())
     assert found is not None
     assert (found.step, found.phase, found.micro_batch, found.waits_for) == (9, "forward", 4, "lane")
     assert found.largest == 6
     assert 0 <= found.still_s < 30
-    assert stat.S_IMODE(pulse.file_of(tmp_path, 3).stat().st_mode) == 0o600
+    assert stat.S_IMODE(progress_page.file_of(tmp_path, 3).stat().st_mode) == 0o600
 
 
 def test_a_pulse_of_another_attempt_says_nothing(tmp_path: Path) -> None:
-    pulse.opened(str(tmp_path), 0, 1).at("forward", 9)
-    assert pulse.read(pulse.file_of(tmp_path, 0).read_bytes(), 0, 2, 0) is None
+    progress_page.opened(str(tmp_path), 0, 1).at("forward", 9)
+    assert progress_page.read(progress_page.file_of(tmp_path, 0).read_bytes(), 0, 2, 0) is None
 
 
 @calm
 @given(st.binary(max_size=100))
 def test_any_bytes_are_a_pulse_or_none(content: bytes) -> None:
-    assert pulse.read(content, 0, 1, 0) is None  # none of them begins with the word that says what it is
+    assert progress_page.read(content, 0, 1, 0) is None  # none of them begins with the word that says what it is
 
 
 def test_the_longest_of_the_last_steps_is_told(tmp_path: Path) -> None:
-    mine = pulse.opened(str(tmp_path), 0, 1)
+    mine = progress_page.opened(str(tmp_path), 0, 1)
     for step, pause_s in enumerate((0.05, 0.0, 0.0), 1):
         mine.at("data", step)
         time.sleep(pause_s)
     mine.at("evaluate", 3)
     time.sleep(0.1)  # which is no part of a step
     mine.at("data", 4)
-    found = pulse.read(pulse.file_of(tmp_path, 0).read_bytes(), 0, 1, time.monotonic_ns())
+    found = progress_page.read(progress_page.file_of(tmp_path, 0).read_bytes(), 0, 1, time.monotonic_ns())
     assert found is not None
     assert found.steps == 3
     assert found.longest_s >= 0.05
@@ -345,15 +346,15 @@ def test_the_longest_of_the_last_steps_is_told(tmp_path: Path) -> None:
 
 def test_a_pulse_that_finds_no_room_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"cannot be made in shared memory"):
-        pulse.opened(str(tmp_path / "nowhere"), 0, 1)
+        progress_page.opened(str(tmp_path / "nowhere"), 0, 1)
     (tmp_path / "pulse-00000").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunError):
-        pulse.opened(str(tmp_path), 0, 1)
+        progress_page.opened(str(tmp_path), 0, 1)
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_an_agent_that_has_overslept_judges_nobody(tmp_path: Path) -> None:
-    mine = pulse.opened(str(tmp_path), 0, 1)
+    mine = progress_page.opened(str(tmp_path), 0, 1)
     mine.at("data", 1)
     dog = Watchdog(tmp_path, 1, {0: os.getpid()}, Patience(0.0, 0.0))
     dog._looked -= 3.0  # as if it had not been served since

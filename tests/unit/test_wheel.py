@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import bundled
-from phalanx.errors import ConfigError
+from phalanx.config import bundled
+from phalanx.core.errors import ConfigError
 from tests.helpers import ROOT
 
 NOT_OURS = [".git", *(line.strip("/") for line in (ROOT / ".gitignore").read_text().split())]

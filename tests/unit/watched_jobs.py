@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from phalanx import pulse
-from phalanx.cluster.agent import Job, run
-from phalanx.cluster.watchdog import Patience
-from phalanx.placement import Placement
-from phalanx.pulse import Pulse
-from phalanx.run_paths import RunPaths
+from phalanx.core import progress_page
+from phalanx.core.placement import Placement
+from phalanx.core.progress_page import Pulse
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.node.agent import Job, run
+from phalanx.elastic.node.watchdog import Patience
 
 FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
 PATIENCE_S = 2.5
@@ -25,9 +25,9 @@ PATIENCE = Patience(floor_s=PATIENCE_S, other_s=30.0)
 
 def stepping(placement: Placement, steps: int = 3) -> Pulse:
     """A rank that has done some steps, and begins another one."""
-    mine = pulse.opened(placement.shared, placement.rank, placement.attempt)
+    mine = progress_page.opened(placement.shared, placement.rank, placement.attempt)
     for step in range(1, steps + 1):
-        for phase in pulse.STEP_PHASES:
+        for phase in progress_page.STEP_PHASES:
             mine.at(phase, step)
     mine.at("data", steps + 1)
     return mine
@@ -87,7 +87,7 @@ def slow_but_alive(placement: Placement) -> int:
 
 def beside_steps(placement: Placement) -> int:
     """Long evaluations, checkpoints and first steps are nothing to worry about."""
-    mine = pulse.opened(placement.shared, placement.rank, placement.attempt)
+    mine = progress_page.opened(placement.shared, placement.rank, placement.attempt)
     mine.at("forward", 1)
     time.sleep(1.2 * PATIENCE_S)
     mine = stepping(placement)

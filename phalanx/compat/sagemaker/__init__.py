@@ -3,7 +3,7 @@ importable: `phalanx run script.py` does so before a script begins, and a script
 
 import sys
 
-from phalanx.cluster import agent
+from phalanx.elastic.node import agent
 
 if sys.argv[:1] == ["-m"]:  # this process may fork ranks, so numerical libraries are to start no threads in it
     agent.preload(("torch",))

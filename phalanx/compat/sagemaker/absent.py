@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.api.fsdp.patches import replace
+from phalanx.api.fsdp.session import placed
 from phalanx.compat.sagemaker.names import WITHOUT
-from phalanx.errors import ConfigError
-from phalanx.scripts.session import placed
-from phalanx.scripts.wrapping import replace
+from phalanx.core.errors import ConfigError
 
 logger = logging.getLogger("phalanx.sagemaker")
 MODELS = "transformers.modeling_utils"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx import accelerator
-from phalanx.errors import ConfigError
+from phalanx.core.errors import ConfigError
+from phalanx.system import accelerator
 
 AMPERE = (8, 0)  # the least compute capability that flash_attn's kernels are for
 MOST_HEAD_SIZE = 256  # of those kernels

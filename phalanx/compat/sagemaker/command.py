@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from phalanx import shared_secret
 from phalanx.compat import run
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.core.errors import ConfigError, PhalanxError
+from phalanx.elastic.membership import shared_secret
 
 USAGE = "usage: python -m phalanx.compat.sagemaker [--smp-config FILE] [--nproc N] SCRIPT [ARGUMENTS]"
 

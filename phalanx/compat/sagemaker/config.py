@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import ConfigError
+from phalanx.core.errors import ConfigError
 
 DEFAULTS: dict[str, int | bool] = {
     "hybrid_shard_degree": 0,

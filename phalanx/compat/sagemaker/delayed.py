@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.api.fsdp.session import current, device
 from phalanx.compat.sagemaker.small import empty_module_params
-from phalanx.errors import ConfigError
-from phalanx.models.draws import key
+from phalanx.core.errors import ConfigError
+from phalanx.models.counter_rng import key
 from phalanx.models.layers import RMSNorm
 from phalanx.parallel.tensor import CUT_MODULES, part_of
-from phalanx.scripts.session import current, device
 
 logger = logging.getLogger("phalanx.sagemaker")
 _NO_VALUE = {True: float("nan"), False: -987654321}  # of floats, of whole numbers: what no buffer holds

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
 from phalanx.compat.sagemaker.s3 import S3FileSystem, is_s3_uri
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.core.errors import CheckpointError, ConfigError
 
 ATTEMPTS, FIRST_PAUSE_S = 3, 0.2
 MOST_COMPARED = 4096  # chunks of a tensor: two and two, in memory

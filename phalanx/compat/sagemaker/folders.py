@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from phalanx import storage
 from phalanx.compat.sagemaker.s3 import format_s3_path, is_s3_uri
+from phalanx.storage import files as storage
 
 logger = logging.getLogger("phalanx.sagemaker")
 

@@ -11,11 +11,11 @@ from torch.distributed.checkpoint import optimizer as dcp_optimizer
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
+from phalanx.api.fsdp.session import current
 from phalanx.compat.sagemaker import loader, saver
 from phalanx.compat.sagemaker.files import DistributedFileSystemReader
 from phalanx.compat.sagemaker.small import get_global_ranks, get_logger
-from phalanx.errors import ConfigError
-from phalanx.scripts.session import current
+from phalanx.core.errors import ConfigError
 
 EXPORT_KEY_MODEL = "model"
 EXPORT_KEY_OPTIMIZER = "optimizer"

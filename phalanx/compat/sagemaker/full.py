@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FullStateDictConfig
 
-from phalanx.scripts.wrapping import replace
+from phalanx.api.fsdp.patches import replace
 
 
 def with_translation() -> None:

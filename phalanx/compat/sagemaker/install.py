@@ -14,11 +14,11 @@ from torch.distributed._shard import api as shard_api
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.checkpoint import optimizer as dcp_optimizer
 
+from phalanx.api.fsdp.patches import patch, replace
 from phalanx.comm import backend
 from phalanx.compat.sagemaker import absent, local, offloading, optimizer_state
 from phalanx.compat.sagemaker.full import with_translation
 from phalanx.compat.sagemaker.names import INSTEAD, NAMES, PAGE, ROOTS, WITHOUT
-from phalanx.scripts.wrapping import patch, replace
 
 SMDDP = "smddp"
 

@@ -6,7 +6,7 @@ from typing import Any
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.utils import is_flash_attn_2_available
 
-from phalanx.errors import ConfigError
+from phalanx.core.errors import ConfigError
 
 
 class LlamaFlashAttention(LlamaAttention):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from phalanx.compat.sagemaker.files import DistributedFileSystemReader, checked, path_to_file_system, unreadable
 from phalanx.compat.sagemaker.requests import coordinator_in
-from phalanx.errors import CheckpointError
+from phalanx.core.errors import CheckpointError
 
 
 def load(

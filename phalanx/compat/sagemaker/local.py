@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.remote_device import _remote_device
 
 from phalanx.compat.sagemaker.loader import numpys
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.core.errors import CheckpointError, ConfigError
 
 # Where a module keeps what FSDP does around its state_dict() and load_state_dict().
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")

@@ -13,7 +13,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "torch.sagemaker.state_handler": {"state": f"{_HERE}.state:STATE"},
     "torch.sagemaker.logger": {"get_logger": f"{_HERE}.small:get_logger"},
-    "torch.sagemaker.grad_norm": {"clip_grad_norm_": "phalanx.scripts.norm:clip_grad_norm_"},
+    "torch.sagemaker.grad_norm": {"clip_grad_norm_": "phalanx.api.fsdp.clip_norm:clip_grad_norm_"},
     "torch.sagemaker.delayed_param": {"DelayedParamIniter": f"{_HERE}.delayed:DelayedParamIniter"},
     "torch.sagemaker.utils.module_utils": {
         "empty_module_params": f"{_HERE}.small:empty_module_params",

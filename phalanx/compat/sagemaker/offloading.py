@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 
-from phalanx.errors import ConfigError
+from phalanx.api.fsdp.session import Session, current
+from phalanx.core.errors import ConfigError
 from phalanx.parallel.activations import by_position
 from phalanx.parallel.offload import Mover, offload
-from phalanx.scripts.session import Session, current
 
 MOVER = "_phalanx_mover"  # where a wrapper keeps what moves the inputs of its layers
 

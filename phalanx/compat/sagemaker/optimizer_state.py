@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.fsdp import _fsdp_extensions
 
+from phalanx.api.fsdp.session import device
 from phalanx.compat.sagemaker.requests import coordinator_in
-from phalanx.scripts.session import device
 
 
 def of_a_group(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

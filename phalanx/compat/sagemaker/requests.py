@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from phalanx.errors import CheckpointError, ConfigError
-from phalanx.scripts.session import current
+from phalanx.api.fsdp.session import current
+from phalanx.core.errors import CheckpointError, ConfigError
 
 
 class PyTorchDistSaveShardedStrategy:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from phalanx import storage
-from phalanx.errors import ConfigError
+from phalanx.core.errors import ConfigError
+from phalanx.storage import files as storage
 
 Place = str | os.PathLike[str]
 

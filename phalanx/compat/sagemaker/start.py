@@ -11,14 +11,14 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from phalanx import accelerator
+from phalanx.api.fsdp import session as sessions
+from phalanx.api.fsdp.init import start
+from phalanx.api.fsdp.rank_layout import Ranks
+from phalanx.api.fsdp.session import Session
 from phalanx.compat.sagemaker import config
 from phalanx.compat.sagemaker.requests import AsyncCallsQueue
-from phalanx.errors import ConfigError
-from phalanx.scripts import session as sessions
-from phalanx.scripts.api import start
-from phalanx.scripts.ranks import Ranks
-from phalanx.scripts.session import Session
+from phalanx.core.errors import ConfigError
+from phalanx.system import accelerator
 
 PARAMETERS = "SM_HP_MP_PARAMETERS"  # where that library's launcher leaves its parameters, as JSON
 NAMES = {

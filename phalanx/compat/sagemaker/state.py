@@ -5,10 +5,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from phalanx.api.fsdp.rank_layout import Groups, Ranks
+from phalanx.api.fsdp.session import Session, current
 from phalanx.compat.sagemaker import config
-from phalanx.errors import ConfigError
-from phalanx.scripts.ranks import Groups, Ranks
-from phalanx.scripts.session import Session, current
+from phalanx.core.errors import ConfigError
 
 
 class Ranker:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.errors import ConfigError
-from phalanx.scripts import api
-from phalanx.scripts.session import current
+from phalanx.api.fsdp import init
+from phalanx.api.fsdp.session import current
+from phalanx.core.errors import ConfigError
 
 COMMUNICATIONS = ("p2p", "all_gather")
 
@@ -53,7 +53,7 @@ def transform(
         _heed(config, model)
     elif config:
         raise ConfigError(f"tsm.transform got config={config!r}, of which nothing is known here; leave it out")
-    return api.transform(model, load_state_dict_from_rank0=load_state_dict_from_rank0, device=device, dtype=dtype)
+    return init.transform(model, load_state_dict_from_rank0=load_state_dict_from_rank0, device=device, dtype=dtype)
 
 
 def _heed(experts: MoEConfig, model: nn.Module) -> None:

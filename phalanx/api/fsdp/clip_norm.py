@@ -1,0 +1,89 @@
+"""The norm of gradients that are sharded over some ranks and whose tensors are divided over others."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+from phalanx.api.fsdp.session import Session, current
+from phalanx.comm.collectives import carried_from
+from phalanx.core.errors import ConfigError
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale gradients in place so that their norm is at most `max_norm`; gives the norm before, the same on all ranks.
+
+    `model` is in FSDP, maybe within other wrappers, or not; its tensors may be divided over ranks. Each element counts
+    once, wherever it is held. Collective.
+    """
+    root = _root(model)
+    session = current()
+    if session is None or session.ranks.tensor == 1:
+        if root is None:
+            return nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+        return root.clip_grad_norm_(max_norm, norm_type)
+    if root is None:
+        pairs = [(clean_tensor_name(name), each.grad) for name, each in model.named_parameters()]
+    else:
+        pairs = list(_sharded(root))
+    gradients = [(name, gradient) for name, gradient in pairs if gradient is not None and gradient.numel()]
+    with torch.no_grad():
+        norm = _norm(gradients, session, _group(root, session), norm_type)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for _, gradient in gradients:
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    return norm
+
+
+def _root(model: nn.Module) -> FullyShardedDataParallel | None:
+    """The outermost FSDP module."""
+    return next((each for each in model.modules() if isinstance(each, FullyShardedDataParallel)), None)
+
+
+def _group(root: FullyShardedDataParallel | None, session: Session) -> dist.ProcessGroup:
+    """All ranks that hold other elements than this one does, or the same for want of dividing them."""
+    whole = root is None or root.sharding_strategy == ShardingStrategy.NO_SHARD
+    return session.group("tensor" if whole else "whole")
+
+
+def _sharded(root: FullyShardedDataParallel) -> Iterator[tuple[str, Tensor | None]]:
+    """Each parameter's name in the model, and this rank's part of its gradient."""
+    names = {id(module): name for name, module in root.named_modules()}
+    for part in FullyShardedDataParallel.fsdp_modules(root):
+        if part._handle is None:
+            continue
+        flat = part._handle.flat_param
+        for number, (info, place) in enumerate(zip(flat._param_infos, flat._shard_param_infos, strict=True)):
+            name = clean_tensor_name(f"{names[id(info.module)]}.{info.param_name}".lstrip("."))
+            if part._handle._use_orig_params:
+                assert flat._params is not None
+                yield name, flat._params[number].grad
+            elif place.in_shard and flat.grad is not None:
+                assert place.offset_in_shard is not None and place.numel_in_shard is not None
+                yield name, flat.grad.narrow(0, place.offset_in_shard, place.numel_in_shard)
+
+
+def _norm(gradients: list[tuple[str, Tensor]], session: Session, group: dist.ProcessGroup, norm_type: float) -> Tensor:
+    device = gradients[0][1].device if gradients else torch.device("cpu")
+    if norm_type == math.inf:
+        parts = [gradient.abs().max().float() for _, gradient in gradients]
+        total = torch.stack(parts).max() if parts else torch.zeros((), device=device)
+        return _over_ranks(total, dist.ReduceOp.MAX, group)
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type is {norm_type:g}, of which there is no norm; give a number above 0, or infinity")
+    total = torch.zeros((), device=device, dtype=torch.float64)
+    for name, gradient in gradients:
+        slice_ = session.slices.get(name)
+        alike = session.ranks.tensor if slice_ is None else slice_.copies
+        total += torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32).double() ** norm_type / alike
+    return (_over_ranks(total, dist.ReduceOp.SUM, group) ** (1 / norm_type)).float()
+
+
+def _over_ranks(total: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
+    sent = total.to(carried_from(group, total.device))
+    dist.all_reduce(sent, op=operation, group=group)
+    return sent.to(total.device)

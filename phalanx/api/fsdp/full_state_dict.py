@@ -1,0 +1,103 @@
+"""Full state dicts of models in FSDP whose tensors are divided: put together again, as the model was before, and taken
+apart when they are loaded. (A model's own dict is taken apart by a hook of `parallel.transform`.)"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+from phalanx.api.fsdp.session import Session, current
+from phalanx.core.errors import ConfigError
+from phalanx.layout.tensor_shards import Slice
+from phalanx.parallel.hf_transform import full_state_dict, parts_of, whole_of
+from phalanx.parallel.tensor import part_of
+
+
+def put_together(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook behind FSDP's own: the slices of all ranks become whole tensors, in place, on the first of them, and with
+    `rank0_only=False` on all; the dicts of the others are emptied. `translate_on_save=False` leaves each rank its
+    slices. Collective over these ranks."""
+    session = _dividing()
+    assert isinstance(module, FullyShardedDataParallel)
+    if session is None or not module._is_root:
+        return
+    config: Any = module._state_dict_config
+    if module._state_dict_type != StateDictType.FULL_STATE_DICT or not getattr(config, "translate_on_save", True):
+        return
+    if not state:
+        return  # this rank is not the first that holds these slices
+    wrapped = {clean_tensor_name(name): name for name in parts_of(module)}
+    own = {wrapped.get(name, name): tensor for full, tensor in state.items() for name in [full.removeprefix(prefix)]}
+    found = full_state_dict(module, session.axis(), own, everywhere=not config.rank0_only)
+    state.clear()
+    state.update({prefix + clean_tensor_name(name): tensor for name, tensor in found.items()})
+
+
+def optimizer_put_together(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """FSDP's state dict of an optimizer, the full kind of which has whole tensors: where the model's has."""
+
+    def state_dict(*, model: nn.Module, **options: Any) -> dict[str, Any]:
+        session = _dividing()
+        if session is None or not options.get("full_state_dict", True):
+            return original(model=model, **options)
+        everywhere, root = not options.get("rank0_only", True), _root(model)
+        # Of the ranks that hold the same slices one is to have them all, and not rank 0 alone. FSDP knows of such
+        # groups with its original parameters only; else all ranks get them.
+        asked = (
+            {"group": options.get("group") or root.process_group} if root._use_orig_params else {"rank0_only": False}
+        )
+        found = original(model=model, **options | asked)
+        if not everywhere and dist.get_rank(root.process_group):
+            return {}
+        for values, kind, part in list(_divided(model, found)):
+            if tuple(values[kind].shape) == part.local:
+                values[kind] = whole_of(values[kind], part, session.axis(), everywhere)
+        return found if everywhere or session.axis().rank == 0 else {}
+
+    return state_dict
+
+
+def optimizer_taken_apart(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The way back: each rank takes its slices of an optimizer's full state. Raises ConfigError where rank 0 alone has
+    it."""
+
+    def to_load(*, model: nn.Module, optim_state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
+        session = _dividing()
+        if session is None or not options.get("full_state_dict", True):
+            return original(model=model, optim_state_dict=optim_state_dict, **options)
+        if options.get("rank0_only", False):
+            raise ConfigError(
+                "an optimizer's full state dict is taken apart by each rank, since the model's tensors are divided; "
+                "load it on all ranks, with FullOptimStateDictConfig(rank0_only=False)"
+            )
+        state = {name: dict(values) for name, values in optim_state_dict["state"].items()}
+        for values, kind, part in _divided(model, {"state": state}):
+            if tuple(values[kind].shape) == part.shape:
+                values[kind] = part_of(values[kind], part).detach()
+        return original(model=model, optim_state_dict=optim_state_dict | {"state": state}, **options)
+
+    return to_load
+
+
+def _dividing() -> Session | None:
+    """The session, if it divides tensors over ranks."""
+    session = current()
+    return session if session is not None and session.ranks.tensor > 1 else None
+
+
+def _root(model: nn.Module) -> Any:
+    """The outermost FSDP module."""
+    return next(each for each in model.modules() if isinstance(each, FullyShardedDataParallel))
+
+
+def _divided(model: nn.Module, found: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Slice]]:
+    """What an optimizer keeps of parameters that are divided: where it is, its kind, and which slice the parameter is.
+    In the same order on all ranks."""
+    parts = {clean_tensor_name(name): part for name, part in parts_of(model).items()}
+    for name, values in sorted(found.get("state", {}).items()):
+        for kind in sorted(values) if name in parts else ():
+            if isinstance(values[kind], Tensor):
+                yield values, kind, parts[name]

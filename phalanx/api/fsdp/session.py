@@ -1,0 +1,173 @@
+"""What a script has asked for with `phalanx.init`, or with another library's call of that kind: one for a process.
+
+The state is that of the process, since a script's later calls (FSDP's own constructor, an optimizer's step) take no
+argument by which it could be handed on. It is kept in the only variable of the package that outlives a call.
+"""
+
+import os
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.api.fsdp.rank_layout import Ranks
+from phalanx.comm import mesh
+from phalanx.core.errors import ConfigError
+from phalanx.core.placement import Placement
+from phalanx.system import accelerator
+from phalanx.system.torchrun_env import from_environment
+
+TIMEOUT_S = 1800.0  # torch's own default
+
+
+@dataclass
+class Session:
+    """`degree` of sharding as it was asked for: None leaves sharding to the script; 1 is none at all.
+
+    `given` names what was written out, not left at its default; `done` what has happened since: "transform", "wrap"
+    (in FSDP) and "offload".
+    """
+
+    rank: int
+    ranks: Ranks
+    degree: int | None = None
+    offloading: bool = False
+    horizon: int = 2
+    flush_warnings: bool = False
+    empty_shards: bool = False
+    seed: int | None = None
+    given: frozenset[str] = frozenset()
+    names: dict[str, str] = field(default_factory=dict)  # what `tensor` and the like are called where they were set
+    done: set[str] = field(default_factory=set)
+    groups: dict[str, Any] = field(default_factory=dict)  # made ones, by kind
+    needs_sync: bool = False  # the first rank alone has weights, so FSDP has to spread them
+    layers: frozenset[type] = frozenset()  # classes of a transformed model's layers
+    experts: frozenset[type] = frozenset()  # of those of its modules that choose among experts
+    models: list[int] = field(default_factory=list)  # ids of transformed models
+    slices: dict[str, Any] = field(default_factory=dict)  # what a transformed model's local parameters are of the whole
+    settings: Any = None  # as they were given, to tell a second call with others
+    flushes: int = 0
+    requests: Any = None  # the queue of saves that go on beside the script
+
+    def group(self, kind: str) -> dist.ProcessGroup:
+        """This rank's group of `tensor`, `data`, `shard`, `copy` or `whole`; collective when it is asked for first."""
+        if kind not in self.groups:
+            lists = {
+                "tensor": self.ranks.tensor_groups,
+                "data": self.ranks.data_groups,
+                "shard": self.ranks.shard_groups,
+                "copy": self.ranks.copy_groups,
+                "whole": self.ranks.whole_groups,
+            }[kind]()
+            self.groups[kind] = mesh.own_group(lists)
+        return self.groups[kind]
+
+    def axis(self) -> mesh.Axis:
+        """The ranks that hold slices of the same tensors, and this one's place among them."""
+        if "axis" not in self.groups:  # one for good: models refer to it weakly
+            ranks = next(each for each in self.ranks.tensor_groups() if self.rank in each)
+            place = self.ranks.tensor_rank(self.rank)
+            self.groups["axis"] = mesh.Axis(self.group("tensor"), tuple(ranks), place)
+        return self.groups["axis"]
+
+    def shard_natively(self, degree: int) -> None:
+        """The script itself shards over so many ranks; then ranks are counted by that."""
+        if self.ranks.world % degree == 0:
+            self.ranks = Ranks(self.ranks.world, self.ranks.tensor, degree)
+
+    def called(self, name: str) -> str:
+        """What a setting was called by whoever set it."""
+        return self.names.get(name, name)
+
+    @property
+    def native(self) -> bool:
+        """Sharding is left to the script, as if there were no session."""
+        return self.ranks.tensor == 1 and self.degree is None
+
+
+_CURRENT: ContextVar[Session | None] = ContextVar("phalanx_session", default=None)
+
+
+def current() -> Session | None:
+    """The session of this process; None before it was begun."""
+    return _CURRENT.get()
+
+
+def begin(session: Session) -> None:
+    _CURRENT.set(session)
+
+
+def end() -> None:
+    """Forget the session; process groups are left as they are."""
+    _CURRENT.set(None)
+
+
+def device() -> torch.device:
+    """This process's current accelerator, or the CPU."""
+    ours = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if ours is None else torch.device(ours.type, torch.accelerator.current_device_index())
+
+
+def placed() -> Placement:
+    """Where whoever started this process says that it is: torchrun, Slurm, `phalanx run`; else one rank alone."""
+    devices = accelerator.found()
+    found = from_environment(os.environ, devices)
+    return found or Placement(0, 1, 0, 1, 0, devices[0] if devices else "cpu", store=None)
+
+
+def size() -> int:
+    """How many ranks there are or will be."""
+    return dist.get_world_size() if dist.is_initialized() else placed().world
+
+
+def meet() -> int:
+    """Make the default process group, unless the script has done so. Returns this rank."""
+    if not dist.is_initialized():
+        placement = placed()
+        here = torch.device(placement.device)
+        if here.type != "cpu":
+            torch.accelerator.set_device_index(here.index or 0)
+        mesh.default_group(placement, TIMEOUT_S)
+    return dist.get_rank()
+
+
+def check_degrees(world: int, tensor: int, degree: int | None) -> None:
+    """Raise ConfigError where so many ranks cannot be divided so."""
+    for name, value in (("tensor", tensor), ("shard_degree", 1 if degree is None else degree)):
+        if not 1 <= value <= world:
+            raise ConfigError(
+                f"{name} is {value}, but there {'is 1 rank' if world == 1 else f'are {world} ranks'}; give a number "
+                f"from 1 to {world}"
+            )
+    together = tensor * (degree or 1)
+    if world % together:
+        what = f"tensor={tensor}" + (f" times shard_degree={degree}" if degree else "")
+        raise ConfigError(f"{what} does not divide the {world} ranks; choose a divisor, or start other ranks")
+
+
+def check_wrap(session: Session, sync: bool) -> None:
+    """Raise ConfigError where a model is wrapped in FSDP before what the session asks for was done to it."""
+    check_transformed(session)
+    if session.needs_sync and not sync:
+        raise ConfigError(
+            "only the first rank's weights were loaded (load_state_dict_from_rank0=True), and FSDP would train the "
+            "others' random ones; give FSDP sync_module_states=True"
+        )
+
+
+def check_transformed(session: Session) -> None:
+    """Raise ConfigError where tensors were to be divided, but no model was transformed."""
+    if session.ranks.tensor > 1 and "transform" not in session.done:
+        call = session.called("transform")
+        raise ConfigError(
+            f"{session.called('tensor')} is {session.ranks.tensor}, but no model was transformed, so nothing would be "
+            f"divided; call model = {call}(model) before the model is wrapped or trained, or set it to 1"
+        )
+
+
+def local_world() -> int:
+    """Ranks of this node; all, where nobody says which these are."""
+    found = from_environment(os.environ, accelerator.found())
+    return found.local_world if found is not None else dist.get_world_size()

@@ -1,0 +1,167 @@
+"""Which `memory.activations` a device needs: the least that lets a micro-batch fit, found by trying.
+
+Keeping everything costs no time, `selective` a little, and then there are two ways to keep only the blocks' inputs: on
+the device (`full`), or on the host (`offload`), which holds more and costs no more time where the link between the two
+carries a block's input while the block computes.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.autotune.measure import COPY_BYTES, copied_per_s
+from phalanx.autotune.micro_batch import USABLE, Finding, depths_of
+from phalanx.autotune.probe_model import Trial, trial
+from phalanx.comm.mesh import join
+from phalanx.config.load import update
+from phalanx.config.schema import Config
+from phalanx.core.errors import ConfigError
+from phalanx.core.placement import Placement
+from phalanx.models.counter_rng import Draws
+from phalanx.parallel.activations import check_horizon
+from phalanx.system import accelerator
+from phalanx.system import memory as host_memory
+from phalanx.workload.workload import Subject
+
+KEY = "memory.activations"
+HIDDEN = 0.8  # of a block's forward pass, which its input's way to the host may take: links are not always idle
+PASSES = 3  # of which the fastest counts
+
+Probe = Callable[[Config], Sequence[Finding]]  # of each kind of device; raises ConfigError where no sample fits
+
+
+@dataclass(frozen=True)
+class LinkTime:
+    """What the link between a device and its host has to do for one block and one sample, and how long it may take."""
+
+    input_bytes: int
+    bytes_per_s: float
+    forward_s: float
+
+    @property
+    def hidden(self) -> bool:
+        return self.input_bytes / self.bytes_per_s <= HIDDEN * self.forward_s
+
+    def reason(self) -> str:
+        return (
+            f"a block's input of {self.input_bytes / 2**20:.1f} MiB takes "
+            f"{1e3 * self.input_bytes / self.bytes_per_s:.2f} ms to the host and the block's forward pass "
+            f"{1e3 * self.forward_s:.2f} ms"
+        )
+
+
+def choose(
+    config: Config, subject: Subject, devices: Sequence[str], local_world: int, probe: Probe
+) -> tuple[str, str, Sequence[Finding]]:
+    """The mode for all `devices` (one of each model), the reason, and what `probe` found with it.
+
+    Raises ConfigError as `probe` does when nothing is enough.
+    """
+    blocks = len(subject.model().blocks())
+    if not blocks:
+        return "none", "the model has no blocks to compute again", probe(_with(config, "none"))
+    if config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
+        why = "each half of a backward pass of parallel.schedule zero_bubble would compute the activations again"
+        return "none", why, probe(_with(config, "none"))
+    for mode, why in (
+        ("none", "everything that a backward pass needs fits"),
+        ("selective", "not everything that a backward pass needs fits"),
+    ):
+        try:
+            return mode, why, probe(_with(config, mode))
+        except ConfigError:
+            _forget(devices)
+    less = "not even the results of products and attention fit"
+    refused = _why_not_offload(config, subject, devices, local_world, blocks)
+    if refused is None:
+        links = [link_time(config, subject, device) for device in devices]
+        slow = next((link for link in links if not link.hidden), None)
+        _forget(devices)
+        if slow is None:
+            return "offload", f"{less}; {links[0].reason()}", probe(_with(config, "offload"))
+        refused = slow.reason()
+        try:
+            return "full", f"{less}; {refused}, so the link would hold it up", probe(_with(config, "full"))
+        except ConfigError:
+            _forget(devices)
+            why = f"{less}, nor do the blocks' inputs, though the link holds training up: {refused}"
+            return "offload", why, probe(_with(config, "offload"))
+    return "full", f"{less}; {refused}", probe(_with(config, "full"))
+
+
+def _with(config: Config, mode: str) -> Config:
+    return update(config, {KEY: mode})
+
+
+def _forget(devices: Sequence[str]) -> None:
+    for device in devices:
+        accelerator.forget_unused(torch.device(device))
+
+
+def _why_not_offload(
+    config: Config, subject: Subject, devices: Sequence[str], local_world: int, blocks: int
+) -> str | None:
+    if any(torch.device(device).type == "cpu" for device in devices):
+        return "on a CPU offload has nothing to gain: the host's memory is the device's"
+    if config.parallel.pipeline > 1:
+        return "offload knows of one micro-batch at a time, and a pipeline has several under way"
+    try:
+        check_horizon(blocks, config.memory.horizon)
+    except ConfigError:
+        return f"with memory.horizon {config.memory.horizon} offload moves nothing of {blocks} blocks"
+    if subject.spec is not None:
+        dtype_bytes = 4 if config.train.dtype in ("fp32", "mixed") else 8 if config.train.dtype == "fp64" else 2
+        input_bytes = config.data.seq_len * subject.spec.hidden * dtype_bytes
+        needed = (blocks - config.memory.horizon) * host_memory.pinned(input_bytes) * local_world
+        if needed > (free := USABLE * host_memory.free()):
+            return (
+                f"offload needs {needed / 2**30:.1f} GiB of this machine's memory for one sample of {local_world} "
+                f"ranks, and has {free / 2**30:.1f}"
+            )
+    return None
+
+
+def link_time(config: Config, subject: Subject, device_name: str) -> LinkTime:
+    """Measure the way of a block's input to the host beside the block's forward pass, of one sample."""
+    device = torch.device(device_name)
+    accelerator.use(device, 1)
+    placement = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device=str(device), store=None)
+    seconds, input_bytes = [], 0
+    depths = depths_of(subject, _with(config, "full"))
+    with join(placement, config.comm.timeout_s) as mesh:
+        for layers in depths:
+            with trial(_with(config, "full"), subject, mesh, layers) as small:
+                took, input_bytes, blocks = forward_of(small)
+                seconds.append(took)
+    each = seconds[0] / blocks if len(depths) == 1 else max(seconds[1] - seconds[0], 1e-9)
+    return LinkTime(input_bytes, to_host_bytes_per_s(device), each)
+
+
+def forward_of(small: Trial) -> tuple[float, int, int]:
+    """Seconds of a trial's forward pass of one sample, the bytes of the largest input of a block, and the blocks."""
+    sizes = [0]
+
+    def note(_: object, args: tuple[object, ...]) -> None:
+        sizes.extend(each.nbytes for each in args if isinstance(each, torch.Tensor) and each.is_floating_point())
+
+    batch, blocks, device = small.batch(1), small.model.blocks(), small.mesh.device
+    hooks = [block.register_forward_pre_hook(note) for block in blocks]
+    fastest = float("inf")
+    with torch.no_grad():
+        for _ in range(PASSES + 1):  # the first of them may come behind what was queued before
+            begun = time.perf_counter()
+            small.task.loss_sum(small.model, batch, Draws(0, 1, batch.samples))
+            accelerator.wait(device)
+            fastest = min(fastest, time.perf_counter() - begun)
+    for hook in hooks:
+        hook.remove()
+    return fastest, max(sizes), len(blocks)
+
+
+def to_host_bytes_per_s(device: torch.device) -> float:
+    """Bytes per second of copies from the device into pinned host memory (on a CPU, into other memory)."""
+    there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    here = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    return copied_per_s(there, here, device)

@@ -1,0 +1,333 @@
+"""What a run would be, found without data and without memory: parameters, bytes by item, operations, steps.
+
+Sizes come from the true shapes of a model on meta and from what the run itself counts by; activations are measured by
+walking one forward and backward pass with fake tensors, which have shapes and storages but hold nothing.
+"""
+
+import functools
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.autotune.footprint import Held, activations, all_held, of_slice
+from phalanx.autotune.micro_batch import committed_bytes, depths_of, state_items
+from phalanx.autotune.probe_model import UNSHARDED
+from phalanx.autotune.run_size import (
+    HALF,
+    MODES,
+    Sizes,
+    assumed_micro_batch,
+    assumed_mode,
+    most_of_a_copy,
+    parts_of,
+    shape_in_words,
+    tables,
+)
+from phalanx.config.load import resolve, update
+from phalanx.config.schema import Config
+from phalanx.core.errors import ConfigError
+from phalanx.data.tokenizer import foreseen_vocabulary
+from phalanx.engine.interface import Precision
+from phalanx.engine.sharding_spec import Sharding
+from phalanx.models import layers as kernels
+from phalanx.models.counter_rng import Draws
+from phalanx.models.model import Model
+from phalanx.optim import gradients
+from phalanx.optim.make_rule import make_rule
+from phalanx.parallel.activations import check_horizon
+from phalanx.parallel.offload import Mover
+from phalanx.parallel.parallelize import DTYPES, cast_at_edges, change_blocks
+from phalanx.storage import files as storage
+from phalanx.tasks.language import LanguageModel
+from phalanx.tasks.task import Batch, Task
+from phalanx.workload import adapters, local_copies
+from phalanx.workload.custom import Own
+from phalanx.workload.custom_checks import check_own
+from phalanx.workload.engines import sharding_of
+from phalanx.workload.workload import Subject, class_of_run, spec_from_run, subject_of
+
+# What the loss makes at once is measured with the activations, with the head's gradient in it.
+MEASURED = "gradient of the head"
+
+
+def dry_run(config: Config, ranks: int) -> dict[str, Any]:
+    """Sizes of the run that `config` describes on `ranks` ranks, as JSON-able tables; bytes are of one rank.
+
+    Without a `train.dtype` it is reckoned for accelerators with bf16. Reads at most a tokenizer and a config.json.
+    Raises ConfigError for what the run itself would refuse before it looks at data.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        return _dry_run(_local(config, Path(temporary)), ranks)
+
+
+def _local(config: Config, temporary: Path) -> Config:
+    """The recipe with local folders for those at URLs; of `model.from_hf` only the config.json is fetched."""
+    url = config.model.from_hf
+    if url is not None and storage.is_url(url):
+        name = "config.json"
+        try:
+            storage.download(storage.join(url, name), temporary / name, config.resilience.storage_timeout_s)
+        except FileNotFoundError:
+            raise ConfigError(f"model.from_hf {url} has no {name}; name a Hugging Face folder") from None
+        config = update(config, {"model.from_hf": str(temporary)})
+    return local_copies.fetched(config)
+
+
+def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
+    config, _ = resolve(config, device="accelerator", world=ranks)
+    labels_assumed = config.task.kind in ("tag", "classify") and config.task.labels == "auto"
+    if labels_assumed:  # the data are not read
+        config = update(config, {"task.labels": ["one", "other"]})
+    config, subject, trained_vocabulary = _subject(config)
+    model, spec = subject.model(), subject.spec
+    counts = {name: each.numel() for name, each in model.named_parameters()}
+    parts = parts_of(counts) if spec is not None else _parts_by_name(counts)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+
+    dtype, rule = _compute_dtype(config), make_rule(config.optim)
+    copies = config.parallel.axes.data(ranks)
+    shard_over = 1 if config.parallel.data == "single" else copies
+    sharding = sharding_of(config) if config.parallel.data == "sharded" else None
+    shared = torch.float32 if config.train.dtype == "mixed" and ranks > 1 else dtype
+    held = all_held(subject, config)
+
+    def items(which: Held, how: Sharding | None) -> dict[str, int]:
+        return state_items(which.model, spec, Precision(dtype, shared), shard_over, rule, how)
+
+    zero_needs = {}
+    if (
+        sharding is not None and config.parallel.zero == "auto" and config.parallel.pipeline == 1
+    ):  # as probe.least_zero decides, once there is a device
+        for zero in (1, 2):
+            tried = sharding_of(update(config, {"parallel.zero": zero}))
+            zero_needs[str(zero)] = int(max(sum(items(each, tried).values()) for each in held) / HALF)
+    most, micro_batch = most_of_a_copy(config, ranks), assumed_micro_batch(config, ranks)
+    walked = {mode: walked_bytes(update(config, {"memory.activations": mode}), subject) for mode in _modes(config)}
+    if config.memory.activations == "offload":
+        check_horizon(len(model.blocks()), config.memory.horizon)
+    chosen = assumed_mode(config)
+    memories, sequences = [], {}
+    for each in held:
+        state = items(each, sharding)
+        head = state.pop(MEASURED)
+        kept = {mode: _kept(config, subject, each, walked[mode], mode, micro_batch, most) for mode in walked}
+        # Of the loss a stage has nothing without a head, and a slice of a head has no more gradient than that.
+        whole_head = state_items(model, spec, Precision(dtype, shared), 1, rule)[MEASURED]
+        loss = max(0, walked[chosen][0] - (whole_head - head)) if head or spec is None or not whole_head else 0
+        state["activations"] = kept[chosen][1]
+        state["loss and the head's gradient" if spec is not None else "loss"] = loss
+        memories.append(state)
+        sequences[len(memories) - 1] = {mode: one // micro_batch for mode, (one, _) in kept.items()}
+    fullest = max(range(len(held)), key=lambda number: sum(memories[number].values()))
+    found = Sizes(
+        shape=type(model).__name__ if spec is None else shape_in_words(spec),
+        parts=parts,
+        trained=trained,
+        zero=None if sharding is None else sharding.zero,
+        zero_needs=zero_needs,
+        micro_batch=micro_batch,
+        memory=memories[fullest],
+        committed=committed_bytes(held[fullest].model, Precision(dtype, shared), shard_over, rule, sharding),
+        sequence=sequences[fullest],
+        moments=len(rule.kinds),
+        unit=subject.unit,
+        positions=subject.positions,
+        flops=subject.flops() or (0, 0),
+        layout=_layout(config, copies, held, memories),
+        vocabulary_trained=trained_vocabulary,
+        labels_assumed=labels_assumed,
+    )
+    return tables(config, ranks, found)
+
+
+def _layout(
+    config: Config, copies: int, held: Sequence[Held], memories: Sequence[dict[str, int]]
+) -> dict[str, Any] | None:
+    """Who holds what, where several ranks hold one copy of the model; None where each holds all of it."""
+    if config.parallel.axes.model == 1:
+        return None
+    return {
+        "tensor": config.parallel.tensor,
+        "sequence": config.parallel.sequence is True,
+        "pipeline": config.parallel.pipeline,
+        "schedule": config.parallel.schedule,
+        "copies": copies,
+        "ranks": [
+            {
+                "stages": [[stage, layers.start, layers.stop] for stage, layers in each.layers.items()],
+                "parameters": each.parameters,
+                "memory": sum(memory.values()),
+            }
+            for each, memory in zip(held, memories, strict=True)
+        ],
+    }
+
+
+def _modes(config: Config) -> Sequence[str]:
+    """The modes of `memory.activations` that the run may have."""
+    if config.parallel.pipeline == 1:
+        return MODES
+    return ("none",) if config.parallel.schedule == "zero_bubble" else ("none", "selective", "full")
+
+
+def _kept(
+    config: Config, subject: Subject, held: Held, walked: tuple[int, int, int], mode: str, micro_batch: int, most: int
+) -> tuple[int, int]:
+    """Bytes of activations that a rank keeps of one micro-batch, and of all that it has under way; `most` is how many
+    samples a copy of the model has in a step."""
+    _, ends, block = walked
+    if subject.spec is None:
+        return (micro_batch * ends,) * 2
+    stream = subject.positions * subject.spec.hidden * _compute_dtype(config).itemsize
+    passes, mine = -(-most // micro_batch), micro_batch * of_slice(config, block, stream, mode)
+    behind = micro_batch * of_slice(config, ends, stream, "none")
+    return activations(config, held, passes, subject.spec.layers, behind, mine)
+
+
+def _subject(config: Config) -> tuple[Config, Subject, bool]:
+    """The configuration without `auto`s of the model, its subject, and whether a vocabulary is still to be trained."""
+    if config.task.kind == "own":
+        own = Own(config)
+        check_own(own, config)
+        return config, own, False
+    vocabulary = None
+    if config.model.vocab_size == "auto" and not config.model.preset and not config.model.from_hf:
+        vocabulary = foreseen_vocabulary(config.data)
+        config = update(config, {"model.vocab_size": vocabulary})
+    spec = spec_from_run(config)
+    if of_adapter := adapters.resolve(config, spec, class_of_run(config)):
+        config = update(config, {key: value for key, value, _ in of_adapter})
+        spec = spec_from_run(config)
+    to_train = vocabulary is not None and config.data.tokenizer in ("train", "auto")
+    return config, subject_of(config, spec), to_train
+
+
+def _compute_dtype(config: Config) -> torch.dtype:
+    """The compute type; of `mixed` that of the devices that have it in 16 bits."""
+    return DTYPES["bf16" if config.train.dtype == "mixed" else config.train.dtype]
+
+
+def walked_bytes(config: Config, subject: Subject) -> tuple[int, int, int]:
+    """What a forward and backward pass adds at its height, in bytes of the device: once, for each sample outside of
+    the blocks, and for each sample in each block; a network of a user's own is all outside.
+
+    Walked with one and two blocks and one and three samples, as the probe of `train.micro_batch` does with memory; for
+    what moves to the host with one more than stay and another.
+    """
+    depths = depths_of(subject, config)
+    peaks = {(depth, batch): _peak(config, subject, depth, batch) for depth in depths for batch in (1, 3)}
+    each = {depth: (peaks[depth, 3] - peaks[depth, 1]) // 2 for depth in depths}
+    once = max(peaks[depth, 1] - each[depth] for depth in depths)
+    first = each[depths[0]]
+    if subject.spec is None:
+        return once, first, 0
+    block = max(each[depths[1]] - first, 0)
+    return once, first - block * (depths[0] or 0), block
+
+
+def _peak(config: Config, subject: Subject, layers: int | None, batch: int) -> int:
+    """Bytes at the height of one forward and backward pass, beside parameters; a gradient goes as soon as it is made,
+    as what becomes of gradients is the engine's affair."""
+    model, task, dtype = subject.model(layers), subject.task(), _compute_dtype(config)
+    eager = update(config, UNSHARDED)
+    # Only what is done to the model's own code is wanted: there are no ranks and there is no state.
+    mover = change_blocks(model, eager)
+    if subject.spec is None:
+        cast_at_edges(model, dtype)
+    else:  # as on an accelerator: there a chunk of logits is larger than on a CPU
+        chunk = kernels.default_chunk(subject.spec.vocab_size, torch.device("meta"))
+        for module in model.losses():
+            module.cross_entropy_sum = functools.partial(kernels.cross_entropy_sum, chunk=chunk)
+    real = task.collate(subject.trial_samples(batch))
+    inputs: dict[str, torch.Tensor] = dict(real.inputs)
+    # Offsets of documents are walked by their values, which a fake tensor has not; here each row is one document.
+    if isinstance(task, LanguageModel):
+        inputs.pop("segments", None)
+    with FakeTensorMode() as fake:
+        _replace_by_fakes(model, dtype)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_forget)
+        inputs = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
+        return height_of(model, task, Batch(inputs, real.weight, fake.from_tensor(real.samples)), mover)
+
+
+def height_of(model: Model, task: Task, data: Batch, mover: Mover | None = None) -> int:
+    """Most bytes that a forward and backward pass of `model` holds beside its parameters and `data`, and beside what
+    `mover` has on the host."""
+    live = LiveBytes([*model.parameters(), *data.inputs.values(), data.samples])
+    if mover is not None:
+        mover.pool.make = live.elsewhere(mover.pool.make)
+    with live:
+        loss = task.loss_sum(model, data, Draws(0, 1, data.samples))
+        gradients.backward(loss, 1)
+    return live.peak
+
+
+def _forget(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _replace_by_fakes(model: nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            fake = torch.empty(parameter.shape, dtype=dtype)
+            module.register_parameter(name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make, until each is freed; those of `known` do not count."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._here = True
+        # By address: a storage is freed before its address can come again.
+        self._alive = dict.fromkeys((tensor.untyped_storage()._cdata for tensor in known), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for memory in _storages(made):
+            address, size = memory._cdata, memory.nbytes()
+            if address not in self._alive:
+                self._alive[address] = size = size if self._here else 0
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(memory, self._freed, address)
+        return made
+
+    def elsewhere(self, make: Callable[[int, bool], torch.Tensor]) -> Callable[[int, bool], torch.Tensor]:
+        """`make` for memory that is not the device's, and so does not count."""
+
+        def made(size: int, pinned: bool) -> torch.Tensor:
+            self._here = False
+            try:
+                return make(size, pinned)
+            finally:
+                self._here = True
+
+        return made
+
+    def _freed(self, address: int) -> None:
+        self.now -= self._alive.pop(address, 0)
+
+
+def _storages(made: Any) -> Iterator[torch.UntypedStorage]:
+    return (leaf.untyped_storage() for leaf in _pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor))
+
+
+def _parts_by_name(counts: dict[str, int]) -> dict[str, int]:
+    """Parameters of a network of a user's own, by the first part of their names."""
+    parts: dict[str, int] = {}
+    for name, count in counts.items():
+        part = name.partition(".")[0]
+        parts[part] = parts.get(part, 0) + count
+    return parts

@@ -1,0 +1,143 @@
+"""What a dry run tells of a run, as JSON-able tables, once its sizes are known. Pure, whoever has found them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.config.schema import Config
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.recovery.budget import keeps_of, told
+
+HALF = 0.5  # of the free memory, that `parallel.zero: auto` lets the state take: the rest is for activations
+MODES = ("none", "selective", "full", "offload")
+ADAPTERS = "adapters"  # the part of a model that they are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of a run on some ranks; bytes are of the rank that holds most."""
+
+    shape: str
+    parts: Mapping[str, int]  # parameters of each part of the model
+    trained: int  # parameters that are
+    zero: int | None  # None where the engine has none
+    zero_needs: Mapping[str, int]  # what must be free, for `auto` to become zero 1 or 2
+    micro_batch: int
+    memory: Mapping[str, int]
+    committed: int  # what is kept of a step
+    sequence: Mapping[str, int]  # activations of one sequence, by memory.activations
+    moments: int  # numbers that the update rule keeps of a parameter
+    unit: str
+    positions: int  # of one sequence
+    flops: tuple[int, int]  # of one position: all, and with causal attention
+    layout: Mapping[str, Any] | None = None
+    vocabulary_trained: bool = False
+    labels_assumed: bool = False
+    by_formula: bool = False  # memory by the planner's model of it, and not counted in a walk
+
+
+def tables(config: Config, ranks: int, found: Sizes) -> dict[str, Any]:
+    """The tables of a dry run of a resolved configuration on so many ranks."""
+    # Accelerators, for which this is reckoned, commit by copies, so that nothing is made again of gradients.
+    keeps = keeps_of(config.resilience.memory, config.resilience.replicate, several=ranks > 1, replays=False)[0]
+    tokens, steps = config.train.global_batch * found.positions, config.train.steps
+    master = 8 if config.train.dtype == "fp64" else 4
+    stored = {"fp32": 4, "fp64": 8}.get(config.train.dtype, 2)
+    adapters, parameters = found.parts.get(ADAPTERS, 0), sum(found.parts.values())
+    return {
+        "model": {
+            "shape": found.shape,
+            "parameters": parameters,
+            "trained": found.trained,
+            "parts": dict(found.parts),
+        },
+        "assumed": {
+            "ranks": ranks,
+            "engine": config.parallel.data,
+            "zero": found.zero,
+            "zero_needs": dict(found.zero_needs),
+            "dtype": config.train.dtype,
+            "micro_batch": found.micro_batch,
+            "micro_batch_measured": config.train.micro_batch == "auto",
+            "activations": assumed_mode(config),
+            "activations_measured": config.memory.activations == "auto",
+            "vocabulary_trained": found.vocabulary_trained,
+            "labels_assumed": found.labels_assumed,
+            "by_formula": found.by_formula,
+        },
+        "layout": found.layout,
+        "memory": dict(found.memory),
+        "memory_total": sum(found.memory.values()),
+        "host_memory": told(keeps, found.committed),
+        "sequence": dict(found.sequence),
+        "work": {
+            "unit": found.unit,
+            "sequences_per_step": config.train.global_batch,
+            "tokens_per_step": tokens,
+            "steps": steps,
+            "tokens": tokens * steps,
+            "flops_per_token": found.flops[0],
+            "flops_per_token_causal": found.flops[1],
+            "flops_per_step": found.flops[0] * tokens,
+            "flops": found.flops[0] * tokens * steps,
+        },
+        "disk": {
+            "checkpoint": found.trained * master * (1 + found.moments),
+            "checkpoints_kept": config.checkpoint.keep,
+            "export": (parameters - adapters) * stored,
+            "adapter": adapters * master,
+        },
+    }
+
+
+def most_of_a_copy(config: Config, ranks: int) -> int:
+    """Samples of a step that one copy of the model has at the most, where all copies are alike."""
+    return -(-config.train.global_batch // config.parallel.axes.data(ranks))
+
+
+def assumed_micro_batch(config: Config, ranks: int) -> int:
+    """Samples at a time that memory is reckoned for: one, where the run measures how many fit."""
+    wanted = 1 if config.train.micro_batch == "auto" else config.train.micro_batch
+    return min(wanted, most_of_a_copy(config, ranks))
+
+
+def assumed_mode(config: Config) -> str:
+    """What `memory.activations` is reckoned as: of `auto` the mode that a run tries first."""
+    return "none" if config.memory.activations == "auto" else config.memory.activations
+
+
+def shape_in_words(spec: ModelSpec) -> str:
+    return (
+        f"{spec.architecture}: {spec.layers} layers, width {spec.hidden}, {spec.heads} heads ({spec.kv_heads} kv) of "
+        f"{spec.head_dim}, feed-forward {spec.intermediate}, vocabulary {spec.vocab_size}"
+    )
+
+
+def parts_of(counts: Mapping[str, int]) -> dict[str, int]:
+    """Parameters by part of the model; names are those of models/llama.py."""
+    parts: dict[str, int] = {}
+    for name, count in counts.items():
+        if "lora_" in name:
+            part = ADAPTERS
+        elif "norm" in name:
+            part = "norms"
+        elif name.startswith("layers."):
+            part = name.split(".")[2]  # attention, mlp, or what a model of one's own calls it
+        else:
+            part = name.split(".")[0]  # embed, head
+        parts[part] = parts.get(part, 0) + count
+    return parts
+
+
+def held_alone(trained: int, frozen: int, state: int, width: int, master: int) -> dict[str, int]:
+    """Bytes that the engine of a single rank holds besides activations. Of its parameters some are `trained`, the
+    others `frozen`; `state`: bytes that the update rule keeps; `width` and `master`: of an element computed with and of
+    a master."""
+    narrow = width < master
+    items = {"master weights": trained * master, "optimizer state": state}
+    if frozen:
+        items["frozen weights"] = frozen * width
+    # Under bf16: the rounded copy, its gradient, and with several micro-batches their sum in fp32.
+    items["weights in use"] = trained * width if narrow else 0
+    items["gradients"] = trained * (master + width if narrow else master)
+    return items

@@ -1,0 +1,82 @@
+"""How many blocks each stage of a pipeline gets where devices are unlike: the slower, the fewer.
+
+Every rank tries one block by itself before the model is cut. What follows is kept in the run folder, and taken again by
+the same ranks: another cut adds up in another order.
+"""
+
+from typing import TYPE_CHECKING
+
+from phalanx.autotune.probe_model import trial
+from phalanx.comm.json_objects import JsonGroup
+from phalanx.comm.mesh import Mesh, alone
+from phalanx.core.errors import is_out_of_memory
+from phalanx.core.events import Kind
+from phalanx.core.run_paths import RunPaths
+from phalanx.parallel.model_part import plan_of
+from phalanx.system import accelerator
+from phalanx.workload.sinks import Records, resolved_before
+from phalanx.workload.workload import Subject
+
+if TYPE_CHECKING:
+    from phalanx.config.schema import Config
+
+KEY = "parallel.stages"
+# The slowest rank's seconds over the fastest's from which on devices count as unlike: of several kinds, and of one,
+# where a neighbour on the same machine may be all there is to it.
+UNLIKE, UNLIKE_OF_ONE_KIND = 1.15, 1.3
+PASSES = 5  # of which the fastest counts
+
+
+def settled(config: "Config", subject: Subject, mesh: Mesh, paths: RunPaths, records: Records) -> "Config":
+    """The configuration with the numbers of blocks of all stages, where the recipe has none and devices are unlike.
+    Collective, and the same on all ranks."""
+    if mesh.pipe is None or config.parallel.stages != "auto" or subject.spec is None:
+        return config
+    group = JsonGroup(mesh.checkpoint)
+    models = group.all_objects(accelerator.name(mesh.device))
+    if len(set(models)) == 1 and mesh.device.type != "cpu":
+        return config
+    parallel = config.parallel
+    of = {
+        "devices": models,
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "schedule": parallel.schedule,
+        "layers": subject.spec.layers,
+    }
+    numbers = group.broadcast_object(resolved_before(paths, KEY, of) if mesh.rank == 0 else None)
+    if numbers is None:
+        seconds = _by_stage(mesh, _block_s(config, subject, mesh))
+        alike = max(seconds) <= (UNLIKE if len(set(models)) > 1 else UNLIKE_OF_ONE_KIND) * min(seconds)
+        speeds = None if alike else [1.0 / taken for taken in seconds]
+        plan = plan_of(subject.spec, mesh.pipe.size, parallel.schedule, speeds=speeds)
+        numbers = [len(layers) for layers in plan.layers]
+        told = ", ".join(f"{1e3 * taken:.1f}" for taken in seconds)
+        why = f"a pass through one block takes the ranks of the pipeline {told} ms"
+        # Also where they are alike: the next start would measure anew, and might find them unlike.
+        why += ", nearly alike" if alike else ""
+        records.event(Kind.RESOLVED, {"key": KEY, "value": numbers, "reason": why, "of": of})
+    return config.model_copy(update={"parallel": parallel.model_copy(update={"stages": numbers})})
+
+
+def _by_stage(mesh: Mesh, mine: float) -> list[float]:
+    """The seconds of the slowest rank of each place in the pipeline."""
+    found = [0.0] * mesh.axes.pipeline
+    for rank, taken in enumerate(mesh.gather(mine)):
+        place = mesh.axes.place(rank, mesh.world).pipe
+        found[place] = max(found[place], taken)
+    return found
+
+
+def _block_s(config: "Config", subject: Subject, mesh: Mesh) -> float:
+    """Seconds of one sample's passes through the model with one block, on this rank alone; 1 where that does not fit,
+    so that such ranks count as alike."""
+    with alone(mesh) as single:
+        try:
+            with trial(config, subject, single, 1) as one:
+                one.seconds(1)  # what happens only once
+                return min(one.seconds(1) for _ in range(PASSES))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return 1.0

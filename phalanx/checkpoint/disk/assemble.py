@@ -1,0 +1,58 @@
+"""Any range of a parameter from pieces of it, in whatever columns they are and wherever they lie."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.disk.column_windows import Window, bands, covers, lift, project, rectangles
+
+Where = tuple[int, int, Window, str]  # elements [start, stop) of a window, and what they lie in
+
+_ELEMENTS = 1 << 22  # of columns that are read at a time, with what lies between them
+
+
+def assemble(
+    out: Tensor,
+    start: int,
+    stop: int,
+    asked: Window,
+    pieces: Sequence[Where],
+    values: Callable[[Where, int, int], Tensor],
+) -> None:
+    """Fill `out` with elements [start, stop) of the columns `asked`, which `pieces` cover; `values` gives elements
+    [first, last) of a piece, numbered from its own first."""
+    for band in bands((w for _, _, w, _ in pieces), asked):
+        at, end = project(start, asked, band), project(stop, asked, band)
+        here = [piece for piece in pieces if covers(piece[2], band)]
+        while at < end:
+            # Of all pieces that hold this element the one that reaches farthest, so that replicas are read once.
+            begun = (piece for piece in here if project(piece[0], piece[2], band) <= at)
+            piece = max(begun, key=lambda piece: project(piece[1], piece[2], band))
+            low, high, w, _ = piece
+            reach = min(project(high, w, band), end)
+            # Where all of them are the same columns, what is asked for is one run.
+            width = stop if band == w == asked else band[1] - band[0]
+            for begin, rows, count in rectangles(at, reach, width, _rows(w)):
+                source, target = lift(begin, band, w) - low, lift(begin, band, asked) - start
+                found = values(piece, source, source + _extent(rows, count, w))
+                into = out[target : target + _extent(rows, count, asked)]
+                with torch.no_grad():  # `out` may be a view of a parameter that wants gradients
+                    _grid(into, rows, count, asked).copy_(_grid(found, rows, count, w))
+            at = reach
+
+
+def _rows(window: Window) -> int:
+    """How many rows of a window are read at a time."""
+    return max(1, _ELEMENTS // (window[1] - window[0]))
+
+
+def _extent(rows: int, columns: int, window: Window) -> int:
+    """Elements of a window from the first to the last of a rectangle in it."""
+    return (rows - 1) * (window[1] - window[0]) + columns
+
+
+def _grid(flat: Tensor, rows: int, columns: int, window: Window) -> Tensor:
+    """That rectangle, as a view of them."""
+    step = flat.stride(0)
+    return flat.as_strided((rows, columns), ((window[1] - window[0]) * step, step))

@@ -1,0 +1,53 @@
+"""`phalanx config`: recipes and their keys."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.data import Overrides
+from phalanx.config import explain, load, schema
+
+config_app = typer.Typer(help="Look at recipes and their keys.", no_args_is_help=True)
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/demo.yaml.")]
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of a recipe, for editors."""
+    typer.echo(json.dumps(schema.Config.model_json_schema(), indent=2))
+
+
+@config_app.command("explain")
+def config_explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Such as optim.lr, or a section, such as optim.")] = "",
+) -> None:
+    """Say what a key means and which values it takes; of a section, or of all keys, what each means."""
+    # Elsewhere than in a terminal a line stays one, for grep.
+    width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 10_000
+    typer.echo(explain.explain(key, width))
+
+
+@config_app.command("show")
+def config_show(
+    recipe_path: RecipeFile,
+    overrides: Overrides = None,
+) -> None:
+    """Print a recipe with all defaults filled in; `auto` is what a run resolves when it starts."""
+    typer.echo(load.to_yaml(load.load(recipe_path, overrides or [])), nl=False)
+
+
+@config_app.command("presets")
+def config_presets() -> None:
+    """List the model shapes that `model.preset` knows."""
+    from phalanx.layout.model_shape import PRESETS, parameter_count
+    from phalanx.report import event_text
+
+    room = max(map(len, PRESETS))
+    for name, spec in PRESETS.items():
+        shape = f"{spec.layers} layers, width {spec.hidden}, {spec.heads} heads ({spec.kv_heads} kv)"
+        number = event_text.count(parameter_count(spec))
+        typer.echo(f"{name:{room}} {number:>6} parameters, {shape}, vocabulary {spec.vocab_size}")

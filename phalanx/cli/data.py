@@ -1,0 +1,221 @@
+"""The commands of `phalanx data`: prepare what a run trains on ahead of it, and look at it."""
+
+import dataclasses
+import json
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.cli import help
+from phalanx.config import load, schema
+from phalanx.core.errors import ConfigError
+from phalanx.core.run_paths import shown
+from phalanx.storage import files as storage
+
+if TYPE_CHECKING:
+    from phalanx.data.prepare import Prepared
+
+data_app = typer.Typer(help="Prepare training data ahead of a run, and look at it.", no_args_is_help=True)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Keys to change, such as optim.lr=3e-4.", autocompletion=help.keys),
+]
+
+
+@data_app.command("prepare")
+def data_prepare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="SOURCE|RECIPE", help="Sources as in data.source; or one recipe, and KEY=VALUE."),
+    ],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer folder. Default: byte-level BPE trained on the sources.")
+    ] = None,
+    vocab: Annotated[
+        int | None, typer.Option(min=257, max=2**20, help="Vocabulary of a trained tokenizer. Default: 4096.")
+    ] = None,
+    text_key: Annotated[
+        str | None, typer.Option(help="The key that holds the text of a record. Default: text.")
+    ] = None,
+    held_out: Annotated[
+        float | None, typer.Option(min=0.0, max=0.99, help="Share of documents kept for evaluation. Default: 0.02.")
+    ] = None,
+    cache: Annotated[
+        str | None, typer.Option(help="Where token files go, a folder or URL. Default: ~/.cache/phalanx.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that tokenise. Default: one per core.")] = None,
+) -> None:
+    """Tokenise sources, or all data of a recipe, into token files; a run with the same settings then starts at once.
+
+    May be stopped at any time and started again: finished parts are kept.
+    """
+    options = {
+        "tokenizer": tokenizer, "tokenizer_vocab": vocab, "text_key": text_key, "held_out": held_out, "cache": cache,
+        "workers": workers,
+    }  # fmt: skip
+    given = {key: value for key, value in options.items() if value is not None}
+    if _is_recipe(sources[0]):
+        if given:
+            key, value = next(iter(given.items()))
+            raise ConfigError(f"a recipe has its own settings; write data.{key}={value} behind it instead of an option")
+        wanted = _data_of(load.load(Path(sources[0]), sources[1:]))
+    else:
+        if recipes := [source for source in sources if _is_recipe(source)]:
+            raise ConfigError(
+                f"{recipes[0]} is a recipe and stands behind a source; prepare all data of a recipe by naming it alone"
+            )
+        # A whole recipe, so that it is checked as one; of its model nothing is asked.
+        model: dict[str, Any] = {"hidden": 2, "layers": 1, "heads": 1}
+        whole = load.check({"model": model, "data": {"source": sources, **given}}, "the command line")
+        if _are_shards(sources):
+            model["architecture"], given["format"] = "bert", "masked"
+            whole = load.check({"model": model, "data": {"source": sources, **given}}, "the command line")
+        wanted = _data_of(whole)
+    try:
+        done = _prepared(wanted)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the parts that are done are kept, and the same command goes on from there", err=True)
+        raise typer.Exit(128 + signal.SIGINT) from None
+    for name, folder in _sets_of(done).items():
+        typer.echo(_size_of(name, folder))
+
+
+@data_app.command("inspect")
+def data_inspect(
+    subject: Annotated[str, typer.Argument(metavar="SET|RECIPE", help="A folder of token files, or a recipe.")],
+    overrides: Overrides = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The tokenizer folder for samples. Default: the one the set was made with.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Documents of each set to show as text.")] = 2,
+) -> None:
+    """Show what token sets hold: counts, lengths, what is learnt, and some documents as text."""
+    from phalanx.data import inspect
+    from phalanx.data.packing import Form
+    from phalanx.report import dataset_tables
+    from phalanx.report.terminal import open_terminal
+
+    form = None
+    if _is_recipe(subject):
+        whole = _data_of(load.load(Path(subject), overrides or []))
+        done, wanted = _prepared(whole), whole.data
+        talks = wanted.format in ("chat", "prompt")
+        form = Form(wanted.seq_len, talks, wanted.isolate_documents, wanted.too_long == "drop")
+        folders, tokenizer = _sets_of(done), tokenizer or done.tokenizer_folder
+    elif overrides:
+        raise ConfigError(f"{overrides[0]} changes a recipe, but {subject} is none; leave it out")
+    elif storage.is_url(subject):
+        raise ConfigError(
+            f"{shown(subject)} is a URL, and token sets are looked at on this machine; name a folder, or a recipe "
+            "whose data.cache is that URL"
+        )
+    else:
+        folders, known = inspect.sets_of(Path(subject).expanduser().absolute())
+        tokenizer = tokenizer or known
+    found = [inspect.facts(name, folder, tokenizer, form, samples) for name, folder in folders.items()]
+    dataset_tables.show(open_terminal(), found)
+
+
+@data_app.command("batch")
+def data_batch(
+    recipe_path: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, or the config.yaml of a run.")],
+    overrides: Overrides = None,
+    step: Annotated[int, typer.Option(min=1, help="The step, as the console counts them: the first is 1.")] = 1,
+    skipped: Annotated[
+        int, typer.Option(min=0, help="Batches that the run had passed over by then, by its rolled_back events.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all token ids.")] = False,
+) -> None:
+    """Show the samples of a step's global batch: which source, which of its tokens, and how they begin.
+
+    The same on any number of ranks; in order of rank each takes a contiguous slice.
+    """
+    from phalanx.data import batch
+    from phalanx.data.loader import Loader
+    from phalanx.data.tokenizer import load_tokenizer
+    from phalanx.report import dataset_tables
+    from phalanx.report.terminal import open_terminal
+    from phalanx.workload.workload import spec_from_run, subject_of
+
+    wanted = _data_of(load.load(recipe_path, overrides or []))
+    done = _prepared(wanted, aside=as_json)
+    if wanted.model.vocab_size == "auto" and not wanted.model.from_hf and not wanted.model.preset:
+        wanted = load.update(wanted, {"model.vocab_size": done.vocab_size})
+    wanted, _ = load.resolve(wanted, device="cpu", world=1)
+    if wanted.task.kind in ("tag", "classify") and wanted.task.labels == "auto":
+        wanted = load.update(wanted, {"task.labels": ["one", "other"]})  # of which a batch's tokens do not depend
+    sets = subject_of(wanted, spec_from_run(wanted)).train(done.train)
+    found = batch.members(Loader(sets, wanted.train.global_batch, wanted.train.seed, rank=0), step - 1, skipped)
+    if as_json:
+        typer.echo(json.dumps({"step": step, "samples": [dataclasses.asdict(one) for one in found]}))
+        return
+    tokenizer = load_tokenizer(done.tokenizer_folder)
+    folders = [str(folder) for folder, _ in done.train]
+    dataset_tables.show_batch(open_terminal(), step, found, [batch.beginning(one, tokenizer) for one in found], folders)
+
+
+@data_app.command("megatron")
+def data_megatron(
+    token_set: Annotated[Path, typer.Argument(metavar="SET", help="A folder of token files.")],
+    prefix: Annotated[Path, typer.Argument(help="PREFIX.bin and PREFIX.idx are written.")],
+) -> None:
+    """Write a token set as an indexed dataset of Megatron's."""
+    from phalanx.data.megatron_dataset import write_pair
+    from phalanx.data.token_files import TokenFile
+
+    count = write_pair(TokenFile(token_set.expanduser()), prefix.expanduser())
+    typer.echo(f"{count:,} documents are now in {prefix}.bin and {prefix}.idx")
+
+
+def _is_recipe(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def _are_shards(sources: list[str]) -> bool:
+    """Whether HDF5 files are named, which hold nothing but masked sequences."""
+    from phalanx.data.sources import SHARDS, list_files
+
+    return any(file.kind == SHARDS for file in list_files(sources))
+
+
+def _data_of(whole: schema.Config) -> schema.Config:
+    """The recipe with its tokenizer chosen, for its data."""
+    from phalanx.data.tokenizer import default_tokenizer
+    from phalanx.workload import local_copies
+
+    if whole.task.code is not None:
+        raise ConfigError(
+            f"task.code {whole.task.code} reads its own data, as it is; there is nothing to prepare or to look at here"
+        )
+    wanted = local_copies.fetched(whole, weights=False)
+    if wanted.data.tokenizer == "auto":
+        chosen, _ = default_tokenizer(wanted.model.from_hf)
+        wanted = load.update(wanted, {"data.tokenizer": chosen})
+    return wanted
+
+
+def _prepared(wanted: schema.Config, aside: bool = False) -> "Prepared":
+    from phalanx.data.prepare_records import prepare_for
+    from phalanx.report.progress import phases
+
+    with phases(aside=aside) as progress:
+        return prepare_for(wanted, progress)
+
+
+def _sets_of(done: "Prepared") -> dict[str, Path]:
+    """The token sets by name; those of a mixture are numbered."""
+    several = len(done.train) > 1
+    train = {f"train {number}" if several else "train": folder for number, (folder, _) in enumerate(done.train, 1)}
+    return train | done.held_out
+
+
+def _size_of(name: str, folder: Path) -> str:
+    from phalanx.data.inspect import opened
+
+    file = opened(folder)
+    return (
+        f"{name}: {file.tokens:,} tokens in {file.documents:,} documents, vocabulary {file.vocab_size:,}, in {folder}"
+    )

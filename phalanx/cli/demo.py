@@ -1,0 +1,114 @@
+"""`phalanx demo`: the whole life of a run on two CPU cores: train, lose a rank, go on, evaluate, export, generate."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from phalanx.cli.data import Overrides
+from phalanx.core.errors import ConfigError, RunError
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import read_lines
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+
+PROMPT = "def read("
+VICTIM = 1
+
+
+def demo_command(
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path, typer.Option(metavar="DIR", help="The run folder; the export goes beside it. Nothing may be there yet.")
+    ] = Path("runs/demo"),
+) -> None:
+    """Show the life of a run in three minutes on two CPU cores: train, lose a rank, go on, export, generate.
+
+    Everything is done by the commands that it prints; the loss of a rank is a real SIGKILL. Nothing is downloaded.
+    """
+    export = run_dir.with_name(f"{run_dir.name}-export")
+    for folder in (run_dir, export):
+        if folder.exists():
+            raise ConfigError(
+                f"{folder} is there already, and the demo deletes nothing; remove it (rm -r {shlex.quote(str(folder))})"
+                " or name another folder with --run-dir"
+            )
+    began = time.monotonic()
+    say("this takes about three minutes on two idle CPU cores, and longer beside other work; GPUs are left alone")
+    say("1. copy a recipe, and train it on two ranks; half-way, one of them is killed with SIGKILL")
+    phalanx("recipes", "copy", "demo")
+    # The demo's small products run on two ranks of one thread each: the two cores that the demo asks for.
+    train(["train", "recipes/demo.yaml", "--ranks", "2", "--run-dir", str(run_dir), *(overrides or [])], run_dir)
+    say("2. export to a Hugging Face folder")
+    phalanx("export", str(run_dir), str(export))
+    say("3. load that folder with transformers and write some text")
+    generate(export)
+    say(f"done in {time.monotonic() - began:.0f} s; everything is here:")
+    paths = RunPaths(run_dir)
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    for name, path in (("run", run_dir), ("checkpoint", newest), ("export", export), ("report", paths.report)):
+        typer.echo(f"  {name:11}{path.resolve()}")
+
+
+def train(command: list[str], run_dir: Path) -> None:
+    """Run a training command, and meanwhile wait for the middle of the run to kill a rank."""
+    from phalanx.system.accelerator import HIDDEN  # imports torch
+
+    typer.echo(f"$ phalanx {shlex.join(command)}")
+    run = subprocess.Popen([sys.executable, "-m", "phalanx", *command], env=os.environ | HIDDEN)
+    killed = False
+    while run.poll() is None:
+        time.sleep(0.1)
+        if not killed and (pid := victim(RunPaths(run_dir))) is not None:
+            os.kill(pid, signal.SIGKILL)
+            killed = True
+    if run.returncode != 0 or not killed:
+        before = "" if killed else ", before the kill"
+        raise RunError(f"the demo's training ended with exit code {run.returncode}{before}; what it printed says why")
+
+
+def victim(paths: RunPaths) -> int | None:
+    """The process to kill, once half of the steps are done; None before."""
+    started = [event for event in read_lines(paths.events) if event["kind"] == Kind.RUN_STARTED]
+    attempts = [event for event in read_lines(paths.events) if event["kind"] == Kind.ATTEMPT_STARTED]
+    steps = read_steps(paths.metrics)
+    if not started or not attempts or not steps or steps[-1]["step"] < started[0]["steps"] // 2:
+        return None
+    return int(attempts[-1]["pids"][str(VICTIM)])
+
+
+def generate(export: Path) -> None:
+    """What anyone does with a Hugging Face folder; nothing of Phalanx is needed for it."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer: Any = AutoTokenizer.from_pretrained(export)
+    model: Any = AutoModelForCausalLM.from_pretrained(export)
+    typer.echo(f"loaded {type(model).__name__} with {model.num_parameters():,} parameters, {type(tokenizer).__name__}")
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    torch.manual_seed(0)
+    written = model.generate(
+        **inputs, max_new_tokens=80, do_sample=True, temperature=0.7, pad_token_id=tokenizer.eos_token_id
+    )
+    text = tokenizer.decode(written[0], skip_special_tokens=True)
+    typer.echo("\n".join(f"  | {line}" for line in text.splitlines()))
+
+
+def phalanx(*arguments: str) -> None:
+    """Run a command as a user would, and show it. Raises RunError where it fails."""
+    typer.echo(f"$ phalanx {shlex.join(arguments)}")
+    code = subprocess.run([sys.executable, "-m", "phalanx", *arguments]).returncode
+    if code != 0:
+        raise RunError(f"`phalanx {arguments[0]}` ended with exit code {code}; what it printed says why")
+
+
+def say(text: str) -> None:
+    typer.echo(f"\n== {text}")

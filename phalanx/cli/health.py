@@ -1,0 +1,146 @@
+"""`phalanx health`: looking at this node, or at several, for a user or for Slurm."""
+
+import dataclasses
+import json
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from phalanx.core.errors import ConfigError, PhalanxError, RunError
+from phalanx.core.placement import ExitCode
+from phalanx.elastic.supervisor.node_requests import Wanted
+from phalanx.health import checks, dcgm
+from phalanx.health.findings import Severity, at_least, is_usable, sentences, verdict
+from phalanx.launch.slurm import nodes
+from phalanx.report import health as shown
+from phalanx.report.terminal import open_terminal
+
+AsSlurm = Literal["healthcheck", "prolog", "epilog"]
+
+
+def health_command(
+    context: typer.Context,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also compute, copy and exchange on every device; nothing else may run.")
+    ] = False,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="With --deep: how long each device computes. Default: 10.")
+    ] = None,
+    diag_level: Annotated[
+        int | None,
+        typer.Option(min=1, max=4, help="With --deep: the level of `dcgmi diag`, where that is installed. Default: 2."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results as JSON.")] = None,
+    expect: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What this node should have, from --save-baseline.")
+    ] = None,
+    save_baseline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what this node has now, to be expected later.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A folder for runs: its disk and clock are looked at too.")
+    ] = None,
+    since: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Only what the kernel said in the last so many seconds. Default: since boot."),
+    ] = None,
+    node_count: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Nodes that look at each other too; one such command on each.")
+    ] = None,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Which of the nodes this one is, from 0.")] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where nodes meet: tcp://HOST:PORT of node 0, or file:///FOLDER they share."),
+    ] = None,
+    rendezvous_timeout: Annotated[
+        float | None, typer.Option(min=1.0, help="Seconds that nodes wait for a missing one. Default: 600.")
+    ] = None,
+    as_slurm: Annotated[
+        AsSlurm | None, typer.Option(help="Be Slurm's HealthCheckProgram, Prolog or Epilog: say little, drain.")
+    ] = None,
+) -> None:
+    """Look at this node: devices, driver, kernel log, disks, memory, limits, clock.
+
+    Exit code 0 where it may be trained on, 3 where not.
+    """
+    from phalanx.health import burn_in_report
+    from phalanx.launch import health_check, rendezvous_options
+
+    meeting = rendezvous_options.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj)
+    if not deep and (seconds is not None or diag_level is not None):
+        named = "--seconds" if seconds is not None else "--diag-level"
+        raise ConfigError(f"{named} is about what --deep does; give that too, or leave it out")
+    if as_slurm is not None:
+        if deep or as_json or save_baseline is not None or run_dir is not None or meeting is not None:
+            raise ConfigError(
+                "--as-slurm has to be short and quiet; leave --deep, --json, --save-baseline, --run-dir and --nodes out"
+            )
+        raise typer.Exit(_for_slurm(as_slurm, expect, out, since))
+    expected = None if expect is None else checks.read_baseline(expect)
+    findings = checks.looked_at(checks.Scope(run_dir, None, expected, since))
+    rows: burn_in_report.Rows = []
+    if save_baseline is not None:
+        _written(save_baseline, checks.baseline())
+    if deep:
+        found, rows = burn_in_report.looked_at(10.0 if seconds is None else seconds)
+        check = dcgm.diagnosis(2 if diag_level is None else diag_level)
+        findings += found if check is None else found + checks.carried_out([check])
+    result = checks.result(findings)
+    code = int(ExitCode.DONE if is_usable(verdict(findings)) else ExitCode.UNHEALTHY)
+    if meeting is not None:
+        meeting = dataclasses.replace(meeting, quiet=as_json)
+        code, result = health_check.looked_at(meeting, result | {"rows": rows}, as_json)
+    elif not as_json:
+        open_terminal().print(shown.table(result))
+    if out is not None:
+        _written(out, result)
+    if as_json:
+        open_terminal().out(json.dumps(result, indent=1), highlight=False)
+    raise typer.Exit(code)
+
+
+def _written(file: Path, tree: Mapping[str, Any]) -> None:
+    try:
+        checks.write(file, tree)
+    except OSError as error:
+        raise RunError(f"{file} cannot be written ({error.strerror or error}); choose another file") from None
+
+
+# ------------------------------------------------------------------------------------------------------------ for Slurm
+
+
+def _for_slurm(role: AsSlurm, expect: Path | None, out: Path | None, since: float | None) -> int:
+    """What Slurm's daemon runs on a node, as root and with hardly any environment.
+
+    A HealthCheckProgram drains the node itself and its exit code means nothing; of a Prolog and an Epilog the exit code
+    is all, by which slurmd drains the node, and they must not call Slurm. A fault of the check itself is never a reason
+    to lose a node: it is said, and the exit code is 0.
+    """
+    try:
+        expected = None if expect is None else checks.read_baseline(expect)
+        findings = checks.looked_at(checks.Scope(None, None, expected, since, network=False))
+        if out is not None:
+            _written(out, checks.result(findings))
+        unfit = at_least(findings, Severity.RESET)
+        if not unfit:
+            return ExitCode.DONE
+        reason = f"phalanx {verdict(findings)}: {'; '.join(sentences(unfit))}"
+        sys.stderr.write(f"{reason}\n")
+        if role != "healthcheck":
+            return ExitCode.UNHEALTHY
+        nodes.set_state(_own_name(), Wanted.DRAIN, reason)
+    except PhalanxError as error:
+        sys.stderr.write(f"phalanx health: {error}\n")
+    except Exception as error:
+        sys.stderr.write(f"phalanx health: {type(error).__name__}: {error}\n")
+    return ExitCode.DONE
+
+
+def _own_name() -> str:
+    """This node's name as Slurm has it: the host's, without a domain."""
+    return socket.gethostname().partition(".")[0]

@@ -1,0 +1,63 @@
+"""How the help of commands looks: by task, with one spelling of what options take; and what a shell can complete.
+
+`N` is a whole number, `X` any number, `PATH` a file or folder, `TEXT` anything else.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from phalanx.core.errors import ConfigError
+
+# Groups of commands, in the order of a project's life.
+TRAIN, WATCH, DATA, MODEL, MACHINES = (
+    "Train", "Look after runs", "Recipes and data", "Use a trained model", "Machines and layouts",
+)  # fmt: skip
+HELP = ["-h", "--help"]
+SEVERAL_NODES, TRYING = "Several nodes", "Trying things out"  # groups of options
+PLACEHOLDERS = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
+
+
+def spell_alike(command: Any) -> None:
+    """Give the options of a command, and of all below it, the same placeholders; flags have none."""
+    for parameter in [*command.params, command.get_help_option(command.context_class(command, help_option_names=HELP))]:
+        type_of = parameter.type_descriptor.annotation
+        kind = next((each for each in PLACEHOLDERS if type_of is each or each in get_args(type_of)), None)
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = _nothing  # its name says it already
+        elif parameter.is_flag:
+            parameter.metavar = ""
+        elif parameter.metavar is None and kind is not None:  # of a few words these are shown
+            parameter.metavar = PLACEHOLDERS[kind]
+    for child in getattr(command, "commands", {}).values():
+        spell_alike(child)
+
+
+def check_options(command: Any, arguments: list[str]) -> None:
+    """Raise ConfigError for an option that is none, and is called as a key of recipes: `--steps` for `train.steps=`."""
+    below = getattr(command, "commands", {}).get(arguments[0] if arguments else "")
+    if below is None or all(parameter.name != "overrides" for parameter in below.params):
+        return
+    known = {name for parameter in below.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    for name in (argument.partition("=")[0] for argument in arguments[1:]):
+        if not name.startswith("--") or name in known:
+            continue
+        word = name[2:].replace("-", "_")
+        if meant := [key[:-1] for key, _ in keys("") if word in (key[:-1], key[:-1].rpartition(".")[2])]:
+            raise ConfigError(
+                f"{name} is no option of `phalanx {arguments[0]}` but a key of the recipe; write "
+                f"{' or '.join(f'{key}=VALUE' for key in meant)}, without dashes"
+            )
+
+
+def _nothing(ctx: object) -> None:
+    return None
+
+
+def keys(incomplete: str) -> Iterator[tuple[str, str]]:
+    """Overrides that begin so, each with what its key means: `optim.lr=`."""
+    from phalanx.config.schema import leaves
+
+    for key, info in leaves():
+        if key.startswith(incomplete):
+            yield f"{key}=", str(info.description)

@@ -1,0 +1,300 @@
+"""The commands that start a run elsewhere than in this terminal, and look after it: launch, status, logs, cancel."""
+
+import contextlib
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli import help
+from phalanx.config import load
+from phalanx.core.errors import ConfigError
+from phalanx.core.run_paths import RunPaths, shown
+from phalanx.storage import files as storage
+from phalanx.storage import mirror, permissions
+
+jobs_app = typer.Typer()
+
+RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its URL.")]
+
+
+@jobs_app.command(rich_help_panel=help.TRAIN)
+def launch(
+    recipe_path: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/demo.yaml.")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]... [-- SBATCH OPTIONS]",
+            help="Keys to change, such as optim.lr=3e-4; behind -- options of sbatch, such as --constraint=a100.",
+        ),
+    ] = None,
+    node_count: Annotated[int, typer.Option("--nodes", min=1, help="Nodes that train.")] = 1,
+    spares: Annotated[int, typer.Option(min=0, help="Nodes that wait beside them to replace one that is lost.")] = 0,
+    partition: Annotated[
+        list[str] | None,
+        typer.Option("--partition", "-p", help="Where the job goes; again with NAME:NODES each for a mixed job."),
+    ] = None,
+    account: Annotated[str | None, typer.Option("--account", "-A", help="Whose share of the cluster it is.")] = None,
+    time_limit: Annotated[
+        str | None, typer.Option("--time", "-t", help="Limit of a job: minutes, H:MM:SS or D-HH:MM:SS.")
+    ] = None,
+    gpus_per_node: Annotated[str | None, typer.Option(help="Accelerators of a node, such as 8 or a100:4.")] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks of a node. Default: one per accelerator; one on a node without."),
+    ] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The run folder. Default: runs/ and the recipe's name.")
+    ] = None,
+    local: Annotated[bool, typer.Option("--local", help="On this machine, in the background, without Slurm.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Show the run until it ends; leave with its exit code.")] = False,
+    until_done: Annotated[
+        bool, typer.Option("--until-done", help="Start again after time limits, preemption and failures, until done.")
+    ] = False,
+    max_jobs: Annotated[
+        int | None, typer.Option(min=1, help="With --until-done: starts at most. Default: 100.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, and submit nothing.")] = False,
+) -> None:
+    """Give a run to Slurm: one job, in which each node has an agent, and no node's loss ends the others.
+
+    The keys of the recipe's section slurm say the same for good; an option comes before them.
+    """
+    from phalanx.launch import jobs
+    from phalanx.launch.slurm import script as slurm_script
+
+    if max_jobs is not None and not until_done:
+        raise ConfigError("--max-jobs bounds how often --until-done starts again; give that too, or leave it out")
+    if dry_run and wait:
+        raise ConfigError("--dry-run submits nothing that --wait could wait for; leave one of them out")
+    overrides, options = _split(words or [])
+    wanted = load.load(recipe_path, overrides)
+    given = {
+        "slurm.partition": partition or None,
+        "slurm.account": account,
+        "slurm.time": time_limit,
+        "slurm.gpus_per_node": gpus_per_node,
+        "slurm.extra": [*wanted.slurm.extra, *options] if options else None,
+    }
+    wanted = load.update(wanted, {key: value for key, value in given.items() if value is not None})
+    paths = RunPaths(_folder(run_dir, recipe_path))
+    wish = jobs.Wish(node_count, spares, ranks, until_done, max_jobs or jobs.MOST_STARTS)
+    if not dry_run:
+        permissions.apply(paths.root, wanted.storage.private)
+    if local:
+        _check_local(node_count + spares, given, dry_run)
+        pid = jobs.to_background(wanted, paths, wish, os.environ)
+        typer.echo(f"{paths.shown} is going on as process {pid}{_next(paths, wait)}")
+    elif dry_run:
+        typer.echo(slurm_script.script_of(jobs.ask(wanted, paths, wish)), nl=False)
+        return
+    else:
+        number = jobs.to_slurm(wanted, paths, wish, os.environ)
+        typer.echo(f"{paths.shown} is job {number} of Slurm{_next(paths, wait)}")
+    if wait:
+        raise typer.Exit(jobs.wait(paths, wanted))
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Overrides of the recipe, and behind the first word that begins with - options of sbatch."""
+    first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+    return words[:first], words[first:]
+
+
+def _folder(run_dir: str | None, recipe_path: Path) -> Path:
+    if run_dir is None:
+        return Path("runs") / recipe_path.stem
+    if not run_dir:
+        raise ConfigError("--run-dir is empty, so there is no folder to put the run into; name one or leave it out")
+    if storage.is_url(run_dir):
+        raise ConfigError(
+            f"--run-dir {shown(run_dir)} is a URL, but a launched run needs a folder, by which its nodes meet and are "
+            "looked after; name one on a file system that all nodes share, or give the URL to `phalanx train`"
+        )
+    return Path(run_dir)
+
+
+def _check_local(nodes: int, given: Mapping[str, object], dry_run: bool) -> None:
+    if nodes > 1:
+        raise ConfigError(
+            "--local is this machine alone; leave --nodes and --spares out, or give `phalanx train --nodes ...` on "
+            "each node"
+        )
+    named = {"slurm.partition": "--partition", "slurm.account": "--account", "slurm.time": "--time",
+             "slurm.gpus_per_node": "--gpus-per-node", "slurm.extra": "options of sbatch"}  # fmt: skip
+    for key, name in named.items():
+        if given[key] is not None:
+            raise ConfigError(f"{name} means nothing without Slurm; leave it out, or leave --local out")
+    if dry_run:
+        raise ConfigError("--dry-run shows the script of a Slurm job, and --local makes none; leave one of them out")
+
+
+def _next(paths: RunPaths, wait: bool) -> str:
+    return "" if wait else f"; phalanx status {paths.shown} and phalanx logs -f {paths.shown} show it"
+
+
+@jobs_app.command("keep", hidden=True)
+def keep(run: Annotated[Path, typer.Argument()]) -> None:
+    """What a launched run has on each of its nodes: an agent, kept going."""
+    from phalanx.launch import job_supervisor
+
+    try:
+        code = job_supervisor.keep(run, os.environ)
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        job_supervisor.give_up(os.environ)
+        code = error.exit_code
+    raise typer.Exit(code)
+
+
+@jobs_app.command(rich_help_panel=help.WATCH)
+def status(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="A run folder, or its URL. Default: a line for each run in runs/."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C.")] = False,
+) -> None:
+    """How a run stands, on one screen: progress, job, nodes, incidents, goodput."""
+    if as_json and watch:
+        raise ConfigError("--watch shows a screen again and again, and --json prints once; leave one of them out")
+    while True:
+        began = time.monotonic()
+        text = _status(run, as_json)
+        if watch and sys.stdout.isatty():
+            typer.echo("\x1b[2J\x1b[H", nl=False)
+        typer.echo(text, nl=False)
+        if not watch:
+            return
+        try:
+            time.sleep(max(2.0, 10 * (time.monotonic() - began)))  # records of long runs take long to read
+        except KeyboardInterrupt:
+            return
+
+
+def _status(run: str | None, as_json: bool) -> str:
+    from phalanx.elastic.supervisor import node_states
+    from phalanx.launch import jobs
+    from phalanx.report import status as run_status
+    from phalanx.report.terminal import open_terminal
+
+    now = time.time()
+    folders = list(map(str, _runs())) if run is None else [run]
+    found = []
+    for folder in folders:
+        try:
+            with mirror.records_of(folder) as paths:
+                nodes = node_states.rows(paths) if paths.events.exists() else []
+                found.append(run_status.standing(paths, now, jobs.scheduler_words(paths), nodes))
+        except PermissionError as error:
+            if run is not None:
+                raise
+            typer.echo(f"{folder} is left out: {error.filename} cannot be read ({error.strerror})", err=True)
+    if as_json:
+        return json.dumps(found[0] if run is not None else found, indent=2, default=str) + "\n"
+    terminal = open_terminal()
+    with terminal.capture() as captured:
+        if run is not None:
+            terminal.print(run_status.screen(found[0], now))
+        elif not found:
+            terminal.print("there are no runs in runs/; name the folder of one", markup=False)
+        else:
+            terminal.print(run_status.table(found))
+    return captured.get()
+
+
+def _runs() -> Iterator[Path]:
+    folders = sorted(Path("runs").iterdir()) if Path("runs").is_dir() else []
+    for folder in folders:
+        paths = RunPaths(folder)
+        with contextlib.suppress(PermissionError):  # another user's, closed to all others
+            if paths.events.exists() or paths.metrics.exists():
+                yield folder
+
+
+@jobs_app.command(rich_help_panel=help.WATCH)
+def logs(
+    run: RunFolder,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on showing what is written, until the end.")
+    ] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="What this rank says, in the newest attempt.")] = None,
+    node: Annotated[int | None, typer.Option(min=0, help="What the agent of this node says.")] = None,
+    first_error: Annotated[
+        bool, typer.Option("--first-error", help="What the rank said that died first in the newest incident.")
+    ] = False,
+) -> None:
+    """What a run says: its progress (the leading node's), or the words of a node, a rank, or of the first that died."""
+    from phalanx.report import logs as found
+
+    if sum([rank is not None, node is not None, first_error]) > 1:
+        raise ConfigError("--rank, --node and --first-error each say what to show; give one of them")
+    if first_error and follow:
+        raise ConfigError("--first-error is over already, so there is nothing to follow; leave --follow out")
+    with mirror.records_of(run) as paths:
+        if not paths.root.is_dir():
+            raise ConfigError(f"there is no run folder {run}; name the folder of a run")
+        if paths.url is not None:
+            mirror.list_logs(paths)
+        if first_error:
+            for line in found.first_error(paths, functools.partial(_fetch, paths)):
+                typer.echo(line)
+            return
+        _show_logs(paths, rank, node, follow)
+
+
+def _fetch(paths: RunPaths, file: Path) -> None:
+    if paths.url is not None:
+        mirror.refresh(paths, file)
+
+
+def _show_logs(paths: RunPaths, rank: int | None, node: int | None, follow: bool) -> None:
+    from phalanx.launch import jobs
+    from phalanx.report import logs as found
+
+    looked = -mirror.PUSH_S
+
+    def log() -> Path:
+        nonlocal looked
+        if paths.url is not None:
+            time.sleep(max(0.0, looked + mirror.PUSH_S - time.monotonic()))  # more often nothing is copied there
+            mirror.list_logs(paths)
+        leads = None if rank is not None or node is not None else jobs.leading(paths)
+        file = found.log_of(paths, rank, leads or node)  # of node 0 there may be others as well
+        if paths.url is not None:
+            mirror.refresh(paths, file)
+            looked = time.monotonic()
+        return file
+
+    if not follow:
+        text = found.tail(file := log())
+        typer.echo(text or f"{file} is empty; {found.ELSEWHERE}\n", nl=False, err=not text)
+        return
+    goes_on = jobs.Asking(paths)
+    with contextlib.suppress(KeyboardInterrupt):
+        if found.is_silent(paths) and goes_on():
+            typer.echo(f"{paths.shown} has said nothing yet; waiting until it does", err=True)
+            while found.is_silent(paths) and goes_on():
+                time.sleep(found.LOOK_S)
+        found.follow(log, lambda text: typer.echo(text, nl=False), lambda: not goes_on())
+
+
+@jobs_app.command(rich_help_panel=help.WATCH)
+def cancel(
+    run: RunFolder,
+    now: Annotated[bool, typer.Option("--now", help="End it at once; what is not in a checkpoint is lost.")] = False,
+) -> None:
+    """Ask a run to finish its step, save and leave; or end it at once. `phalanx launch` goes on with it."""
+    from phalanx.launch import jobs
+
+    if not storage.is_url(run):
+        permissions.apply(Path(run))
+    with mirror.records_of(run) as paths:
+        typer.echo(jobs.cancel(paths, now))

@@ -1,0 +1,120 @@
+"""`phalanx nodes`: listing the nodes of a run or of Slurm, taking one out of use and back."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.config.schema import DataSection
+from phalanx.core.errors import ConfigError, RunError
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.supervisor import node_requests, node_states
+from phalanx.elastic.supervisor.node_requests import Wanted
+from phalanx.launch.slurm import nodes
+from phalanx.report import health as shown
+from phalanx.report.terminal import open_terminal
+from phalanx.storage import files as storage
+from phalanx.storage import mirror
+
+nodes_app = typer.Typer(help="List nodes, take one out of use, or take it back.", invoke_without_command=True)
+
+RunOption = Annotated[
+    str | None, typer.Option("--run", metavar="RUN", help="The run folder that is meant. Default: Slurm's nodes.")
+]
+Node = Annotated[str, typer.Argument(metavar="NODE", help="A host name; with --run also a node's number in the run.")]
+Reason = Annotated[str | None, typer.Option(help="Why, for the people who read it.")]
+
+
+@nodes_app.callback()
+def nodes_command(
+    context: typer.Context,
+    run: RunOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the nodes of a run, or of Slurm: their state, health, and what is asked of them."""
+    if context.invoked_subcommand is not None:
+        if run is not None or as_json:
+            raise ConfigError(f"write the options behind the command: phalanx nodes {context.invoked_subcommand} NODE")
+        return
+    rows = _of_slurm() if run is None else _of_run(run)
+    if as_json:
+        open_terminal().out(json.dumps(rows, indent=1), highlight=False)
+    else:
+        open_terminal().print(shown.nodes(rows))
+
+
+def _of_slurm() -> list[dict[str, str]]:
+    try:
+        found = nodes.nodes()
+    except ConfigError as error:
+        raise ConfigError(f"{error}; without Slurm, name a run: phalanx nodes --run RUN") from None
+    return [{"node": node.name, "state": node.state, "health": "", "why": node.reason} for node in found]
+
+
+def _of_run(run: str) -> list[dict[str, str]]:
+    with mirror.records_of(run) as paths:
+        return node_states.rows(paths)
+
+
+def _folder(run: str) -> RunPaths:
+    """Where requests of a run are read. Raises ConfigError for a URL, where nobody looks."""
+    if not storage.is_url(run):
+        return RunPaths(Path(run))
+    working = mirror.working(run, DataSection.model_fields["cache"].default, storage.TIMEOUT_S)
+    raise ConfigError(
+        f"{working.shown} is a URL, where no run looks for what is asked of its nodes; on the machine of node 0 name "
+        f"the folder that it works in, --run {working.root} (below its own data.cache, where the recipe sets one)"
+    )
+
+
+@nodes_app.command("drain")
+def drain(node: Node, run: RunOption = None, reason: Reason = None) -> None:
+    """Have a node left out: by a run at its next occasion, or by Slurm for new jobs."""
+    _asked(node, Wanted.DRAIN, run, reason)
+
+
+@nodes_app.command("replace")
+def replace(node: Node, run: RunOption = None, reason: Reason = None) -> None:
+    """Have a node left out and another one taken: by a run that has a spare, or by whoever mends Slurm's nodes."""
+    _asked(node, Wanted.REPLACE, run, reason)
+
+
+@nodes_app.command("return")
+def give_back(node: Node, run: RunOption = None, reason: Reason = None) -> None:
+    """Have a node used again."""
+    _asked(node, Wanted.RETURN, run, reason)
+
+
+def _host(paths: RunPaths, node: str) -> str:
+    """The host that a number means now: in another start, on other machines, it is another one's. Where nodes have one
+    host, the number itself."""
+    rows = [row["node"].split() for row in node_states.rows(paths) if row["state"] != node_states.ELSEWHERE]
+    named = [host for number, host in rows if number == node]
+    return named[0] if named and sum(host == named[0] for _, host in rows) == 1 else node
+
+
+def _asked(node: str, wanted: Wanted, run: str | None, reason: str | None) -> None:
+    node_requests.check_name(node)
+    if run is not None:
+        paths = _folder(run)
+        node = _host(paths, node)
+        node_requests.ask(paths, node, wanted, reason or "no reason given")
+        there = [row for row in node_states.rows(paths) if row["state"] != node_states.ELSEWHERE]
+        said = ""
+        if len(there) == 1:
+            said = "; the run is on one node, so it has nowhere else to go and takes no notice"
+        elif not any(node in row["node"].split() for row in there):
+            said = "; none of the run's nodes is called so now (phalanx nodes --run lists them), so this waits for one"
+        open_terminal().print(f"{wanted} of node {node} is asked for in {paths.nodes}{said}", soft_wrap=True)
+        return
+    try:
+        nodes.set_state(node, wanted, reason)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; without Slurm, name the run that is to leave the node: --run RUN") from None
+    except RunError as error:
+        raise RunError(
+            f"{error}; this takes an operator's rights: ask an admin, leave the node out of your own jobs (--exclude), "
+            "or name a run (--run RUN)"
+        ) from None
+    open_terminal().print(f"Slurm has node {node} as: {nodes.STATES[wanted]}")

@@ -1,0 +1,399 @@
+"""`phalanx plan`: the layout of a recipe on a cluster, and what becomes of a job on a large one."""
+
+import contextlib
+import json
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.data import Overrides
+from phalanx.config import load
+from phalanx.config.resilience import ResilienceSection
+from phalanx.config.schema import Config
+from phalanx.core.errors import ConfigError
+from phalanx.core.json_lines import write_atomic
+from phalanx.core.placement import ExitCode
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.layout import hardware
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models import hf_config
+from phalanx.planner import (
+    advice,
+    large_jobs,
+    measured_cluster,
+    observed_failures,
+    parse_cluster,
+    plan_file,
+    present_cluster,
+    tables,
+)
+from phalanx.planner import calibrate as calibration
+from phalanx.planner.advice import Question
+from phalanx.planner.cluster import Cluster
+from phalanx.planner.constants import DEFAULT
+from phalanx.planner.cost import Keep
+from phalanx.planner.failures import DEVICE_MTBF_S, LEAST_S, Failures
+from phalanx.planner.observed_failures import Experience
+from phalanx.planner.recipe_keys import free
+from phalanx.planner.search import Found
+from phalanx.report.terminal import open_terminal
+from phalanx.storage import files as storage
+from phalanx.storage import mirror
+
+STEP_S = 10.0  # of a job of which nobody says what it trains
+CHECKPOINT_S = 10.0
+KEPT: dict[Keep, str] = {
+    "checkpoints": "checkpoints alone", "memory": "steps in the memory of their node", "copies": "copies of steps",
+}  # fmt: skip
+# Parameters that only a simulation reads; only a plan; and only a plan's question, which a simulation may do without.
+SIMULATED = (
+    "gpus", "per_node", "days", "keep", "detect", "restart", "checkpoint_time", "commit_time", "copies_every", "spares",
+    "stragglers_every", "stalls_every", "seed",
+)  # fmt: skip
+SAID = ("tokens", "price", "wish", "out")
+ASKED = ("cluster_text", "hardware_path")
+
+
+def plan_command(
+    context: typer.Context,
+    recipe_path: Annotated[
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/llama-3-8b.yaml."),
+    ] = None,
+    overrides: Overrides = None,
+    cluster_text: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="TEXT", help="Such as '4x(8xA100-80GB), 2x(8xV100-32GB), 200Gb/s'."),
+    ] = None,
+    hardware_path: Annotated[
+        Path | None, typer.Option("--hardware", metavar="FILE", help="What `phalanx hardware` wrote, instead.")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="How much is to be trained on, such as 300B.")] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Of one device for an hour, in any money.")] = None,
+    wish: Annotated[
+        str | None, typer.Option("--explain", metavar="KEY=VALUE", help="Say what this costs against the best layout.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("plan.json"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, what is written.")] = False,
+    simulate: Annotated[
+        bool,
+        typer.Option(
+            "--simulate", help="Instead: a job with failures, over weeks; with a recipe, of the plan's steps."
+        ),
+    ] = False,
+    gpus: Annotated[int | None, typer.Option(min=1, help="With --simulate: devices. Default: the plan's.")] = None,
+    per_node: Annotated[int, typer.Option(min=1, help="With --simulate: devices of a node.")] = 8,
+    mtbf: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Mean time between failures of the whole job, such as 3h.")
+    ] = None,
+    days: Annotated[float, typer.Option(min=0.01, max=3650.0, help="With --simulate: how long.")] = 30.0,
+    keep: Annotated[
+        Keep | None,
+        typer.Option(
+            help="With --simulate: what outlives a failure: checkpoints, each step in memory, or that on two nodes. "
+            "Default: as the recipe's resilience says; without a recipe, checkpoints."
+        ),
+    ] = None,
+    detect: Annotated[str, typer.Option(metavar="TIME", help="With --simulate: until a failure is noticed.")] = "1s",
+    restart: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="With --simulate: from then on to the first new step. Default: 60s, or as in --run."
+        ),
+    ] = None,
+    checkpoint_time: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="With --simulate: for how long a checkpoint holds training up."),
+    ] = None,
+    commit_time: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="With --simulate, without a recipe: what keeping a step in memory adds to it."
+        ),
+    ] = None,
+    copies_every: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=large_jobs.MOST_STEPS,
+            help="With --simulate --keep copies, without a recipe, whose resilience.replicate says it: two nodes keep "
+            "one of so many steps.",
+        ),
+    ] = 1,
+    spares: Annotated[int, typer.Option(min=0, help="With --simulate: nodes that wait beside the others.")] = 4,
+    stragglers_every: Annotated[
+        str | None, typer.Option(metavar="TIME", help="With --simulate: how often a node is slow for an hour.")
+    ] = None,
+    stalls_every: Annotated[
+        str | None, typer.Option(metavar="TIME", help="With --simulate: how often all wait for half a minute.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="With --simulate: the same seed, the same failures.")] = 0,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="RUN", help="Reckon with recoveries and checkpoints as long as in this run."),
+    ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            "--calibrate", metavar="RUN", help="Learn from the steps of a run, and write --hardware (hardware.json)."
+        ),
+    ] = None,
+) -> None:
+    """Find the fastest layout of a recipe on a cluster, and say what to expect of it. Starts nothing.
+
+    Keys given as KEY=VALUE are held fixed; those of the recipe that are about layout are chosen anew.
+    """
+    if calibrate is not None:
+        if recipe_path is not None:
+            raise ConfigError("--calibrate only learns from a run, and plans nothing; leave the recipe out")
+        _refuse_unread(context, (*SIMULATED, *SAID, "cluster_text", "simulate", "mtbf", "run"), "with --calibrate")
+        _learn(calibrate, Path("hardware.json") if hardware_path is None else hardware_path, as_json)
+        return
+    if not simulate:
+        _refuse_unread(context, SIMULATED, "without --simulate")
+    else:
+        _refuse_unread(context, SAID, "with --simulate, which writes no plan")
+        if recipe_path is None:
+            _refuse_unread(context, ASKED, "without a recipe")
+            if keep != "copies":
+                _refuse_unread(context, ("copies_every",), "without --keep copies")
+            if keep in (None, "checkpoints"):
+                _refuse_unread(context, ("commit_time",), "without --keep memory or copies")
+        else:
+            _refuse_unread(context, ("per_node",), "for a plan's own devices")
+            _refuse_unread(context, ("commit_time",), "for a recipe, whose plan says what keeping a step takes")
+            _refuse_unread(context, ("copies_every",), "for a recipe, whose resilience.replicate says it")
+    mtbf_s = None if mtbf is None else parse_cluster.seconds(mtbf, "--mtbf")
+    lived = None if run is None else _lived(run)
+    failures = Failures(mtbf_s) if lived is None else lived.failures(mtbf_s)
+    wanted = plan_file.Wanted(None if tokens is None else parse_cluster.amount(tokens, "--tokens"), price, wish, lived)
+    if price is not None and not price <= parse_cluster.MOST_AMOUNT:
+        raise ConfigError(f"--price {price} is no price; give what a device takes for an hour, such as 2.5")
+    if price is not None and tokens is None:
+        raise ConfigError("--price needs to know how much is trained on; give --tokens, such as --tokens 300B")
+    if recipe_path is None and not simulate:
+        raise ConfigError(
+            "there is no recipe to plan for; name one, such as recipes/llama-3-8b.yaml, or add --simulate"
+        )
+    found = None
+    if recipe_path is not None:
+        found = _planned(recipe_path, overrides or [], cluster_text, hardware_path, keep, failures)
+    terminal = open_terminal()
+    if found is not None and not found[2].plans:
+        question, cluster, nothing = found
+        if nothing.short is None:
+            raise ConfigError(advice.none_even(question, cluster))
+        told = plan_file.short_record(question, cluster, nothing.short)
+        if as_json:
+            typer.echo(json.dumps(told, indent=2))
+        else:
+            terminal.print(tables.short(told))
+        raise typer.Exit(ExitCode.CONFIG)
+    if simulate:
+        job = _job(found, gpus, per_node, mtbf_s, days, keep, spares, seed, lived)
+        if commit_time is not None:
+            job = replace(job, commit_s=parse_cluster.seconds(commit_time, "--commit-time"))
+        if found is None:
+            job = replace(job, copies_every=copies_every)
+        job = replace(
+            job,
+            detect_s=parse_cluster.seconds(detect, "--detect"),
+            restart_s=job.restart_s if restart is None else parse_cluster.seconds(restart, "--restart"),
+            checkpoint_s=job.checkpoint_s
+            if checkpoint_time is None
+            else parse_cluster.seconds(checkpoint_time, "--checkpoint-time"),
+            straggler_every_s=_every(stragglers_every, "--stragglers-every"),
+            stall_every_s=_every(stalls_every, "--stalls-every"),
+        )
+        resilience = ResilienceSection() if found is None else found[0].config.resilience
+        told = large_jobs.simulated(job, resilience, found)
+        terminal.print(tables.simulated(told)) if not as_json else typer.echo(json.dumps(told, indent=2))
+        return
+    assert found is not None and recipe_path is not None
+    question, cluster, plans = found
+    told = plan_file.plan_record(question, cluster, plans, wanted, recipe_path.name)
+    text = json.dumps(told, indent=1, allow_nan=False) + "\n"
+    try:
+        write_atomic(_file(out, "--out"), text)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written ({error.strerror}); name another file with --out") from None
+    if as_json:
+        typer.echo(text, nl=False)
+    else:
+        terminal.print(tables.plan({**told, "out": str(out)}))
+
+
+def _refuse_unread(context: typer.Context, unread: Collection[str], why: str) -> None:
+    """Raises ConfigError for options on the command line that would change nothing, by their parameters' names."""
+    said = [each.opts[0] for each in context.command.params if each.name in unread and _is_given(context, each.name)]
+    if said:
+        raise ConfigError(
+            f"{' and '.join(said)} would change nothing {why}; leave {'it' if said[1:] == [] else 'them'} out"
+        )
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _planned(
+    path: Path, overrides: list[str], text: str | None, file: Path | None, keep: Keep | None, failures: Failures
+) -> tuple[Question, Cluster, Found]:
+    """The question that a command line asks, and what was found."""
+    if (text is None) == (file is None):
+        raise ConfigError(
+            "a plan is for one cluster; give --cluster, such as --cluster '4x(8xA100-80GB), 200Gb/s', or --hardware "
+            "with a file that `phalanx hardware` wrote"
+        )
+    known = None if file is None else hardware.read(_file(file, "--hardware"))
+    if known is None:
+        cluster = parse_cluster.cluster(str(text)).gathered()
+    else:
+        cluster = measured_cluster.cluster_of(known, measured_cluster.constants_of(known))
+    config = free(load.load(path, overrides), overrides)
+    if keep is not None:
+        config = load.update(config, large_jobs.keys_for(keep, config.resilience))
+    constants = DEFAULT if known is None else measured_cluster.constants_of(known)
+    question = Question(config, _folder_spec(config), tuple(overrides), constants, failures=failures)
+    return question, cluster, question.on(cluster)
+
+
+def _folder_spec(config: Config) -> ModelSpec | None:
+    """The shapes of a Hugging Face folder."""
+    folder = config.model.from_hf
+    if folder is None:
+        return None
+    if storage.is_url(folder):
+        raise ConfigError(f"model.from_hf {folder} is a URL; fetch its config.json into a folder, and name that")
+    return hf_config.spec_from_config(hf_config.read_config(Path(folder).expanduser()), folder)
+
+
+def _job(
+    found: tuple[Question, Cluster, Found] | None, gpus: int | None, per_node: int, mtbf_s: float | None, days: float,
+    keep: Keep | None, spares: int, seed: int, lived: Experience | None = None,
+) -> large_jobs.Job:  # fmt: skip
+    """What is simulated: the plan's devices and steps, or as many as the command line says, of an assumed step."""
+    job = large_jobs.Job(
+        devices=gpus or 0, per_node=per_node, mtbf_s=0.0, days=days, step_s=STEP_S, step_assumed=True,
+        keep=keep or "checkpoints", checkpoint_s=CHECKPOINT_S, spares=spares, seed=seed,
+    )  # fmt: skip
+    if lived is not None:
+        # Of a recovery it is not known how long it took to notice the failure.
+        restart_s = job.restart_s if lived.recovery_s is None else lived.recovery_s
+        checkpoint_s = job.checkpoint_s if lived.checkpoint_s is None else max(LEAST_S, lived.checkpoint_s)
+        job = replace(job, restart_s=restart_s, checkpoint_s=checkpoint_s)
+    if found is None:
+        if gpus is None:
+            raise ConfigError(
+                "--simulate needs to know how many devices there are; give --gpus, or a recipe and a cluster"
+            )
+        large_jobs.refuse_others(gpus, per_node)
+        if gpus <= per_node:
+            job = replace(job, possible=tuple(each for each in large_jobs.ALL if each != "copies"))
+        if job.keep not in job.possible:
+            raise ConfigError(
+                f"--keep {job.keep} needs another node to keep them, and --gpus {gpus} are one of {per_node} devices; "
+                "leave it out, or give more --gpus"
+            )
+    if found is not None:
+        question, _, plans = found
+        best = plans.best
+        if gpus not in (None, best.devices):
+            raise ConfigError(
+                f"--gpus {gpus} and a plan for {best.devices} devices are two clusters; leave one of them out"
+            )
+        kept = best.estimate.kept
+        if keep not in (None, kept):
+            raise ConfigError(
+                f"--keep {keep} cannot be on {parse_cluster.text_of(best.cluster)}: the plan has {KEPT[kept]}, since "
+                "there is no other node, or no room for more; leave it out"
+            )
+        alone = best.cluster.node_of(best.devices - 1) == 0  # some devices of one node are lost together
+        job = replace(
+            job.of_plan(best, question),
+            devices=best.devices,
+            per_node=best.devices if alone else math.gcd(best.devices, *best.cluster.crowds),
+            checkpoint_s=question.failures.saving(best.estimate, best.devices).checkpoint_s,
+            keep=kept,
+            group=best.choice.tensor * best.choice.pipeline,
+        )
+    return replace(job, mtbf_s=mtbf_s if mtbf_s is not None else DEVICE_MTBF_S / job.devices)
+
+
+def _file(path: Path, option: str) -> Path:
+    """Where the file that an option names is. Raises ConfigError for what can be no file's name."""
+    if not path.name:
+        raise ConfigError(f"{option} {path} is a folder; name a file in it")
+    return _there(path, option)
+
+
+def _there(path: Path, what: str) -> Path:
+    """With the folder of a user in place of ~. Raises ConfigError for one whom this machine does not know."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{what} {path} is in the folder of a user whom this machine does not know; write where it is"
+        ) from None
+
+
+def _every(text: str | None, what: str) -> float:
+    return math.inf if text is None else parse_cluster.seconds(text, what)
+
+
+@contextlib.contextmanager
+def _records_of(run: str) -> Iterator[RunPaths]:
+    """The files of a run that is only read, a folder that is there or a URL."""
+    with mirror.records_of(run if storage.is_url(run) else str(_there(Path(run), "the run"))) as paths:
+        yield paths
+
+
+def _lived(run: str) -> Experience:
+    with _records_of(run) as paths:
+        return observed_failures.of_run(paths)
+
+
+def _learn(run: str, out: Path, as_json: bool) -> None:
+    """Write what a run has shown of its devices, links and host."""
+    file = _file(out, "--hardware")
+    with _records_of(run) as paths:
+        lesson = calibration.learn(_run_of(paths))
+    try:
+        hardware.write(file, lesson.hardware)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written ({error.strerror}); name another file with --hardware") from None
+    if as_json:
+        typer.echo(json.dumps(hardware.to_json(lesson.hardware) | {"said": list(lesson.said)}, indent=2))
+        return
+    for line in calibration.in_words(lesson):
+        typer.echo(line)
+    typer.echo(f"written to {out}; phalanx plan --hardware {out} uses it")
+
+
+def _run_of(paths: RunPaths) -> calibration.Run:
+    """What a run folder says of its run. Raises ConfigError where it lacks what a plan needs."""
+    try:
+        told = json.loads(paths.plan.read_text(encoding="utf-8"))
+        nodes = present_cluster.read(told["for"]["nodes"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        raise ConfigError(
+            f"{paths.shown} has no {paths.plan.name} that says on which devices the run was, so there is nothing to "
+            "learn from; name the folder of a run of a built-in model that `phalanx train` has started itself"
+        ) from None
+    if not paths.config.exists():
+        raise ConfigError(
+            f"{paths.shown} has no {paths.config.name} that says what was run there, so there is nothing to learn "
+            "from; name the folder of a run"
+        )
+    config = load.load_saved(paths.config)
+    spec = None
+    if config.model.from_hf is not None:
+        spec = hf_config.spec_from_config(hf_config.read_config(paths.hf_config.parent), str(paths.hf_config))
+    steps = calibration.steps_of_newest(read_steps(paths.metrics))
+    return calibration.Run(paths.name, config, nodes, hardware.read_if_any(paths.hardware), steps, spec)

@@ -1,0 +1,208 @@
+"""What a group of the backend is made of: its connections, and the thread that does its collectives in their order."""
+
+import contextlib
+import datetime
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.abortable_gloo import Guarded
+from phalanx.comm.topology import Topology, this_host
+from phalanx.comm.two_level import Moving, PeerError, Program, TwoLevel
+from phalanx.system import accelerator
+
+AT_ONCE = 4  # collectives of a group under way: the next begins while the end of the last is awaited
+
+
+class Call(dist.Work):
+    """A collective that is queued, under way or done."""
+
+    def __init__(
+        self, make: Callable[[], Program], result: Any, group: Guarded, devices: Sequence[torch.device] = ()
+    ) -> None:
+        """`devices`: those other than the host that have a part in `result`."""
+        super().__init__()
+        self.make, self._result, self._group = make, result, group
+        self._devices: list[Any] = list(devices)
+        self.moving: Moving | None = None
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._asking = threading.Lock()
+
+    def end(self, error: BaseException | None) -> None:
+        """Let those go on who wait."""
+        self._error = error
+        self._over.set()
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Return when the result is there. After `timeout`, where it is not zero, the group ends, as gloo's does."""
+        if not self._over.wait(timeout.total_seconds() or None):
+            raise self._group.fail(RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s for a collective"))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+    def is_success(self) -> bool:
+        return self._over.is_set() and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        return self._result
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        with self._asking:
+            if self._future is None:
+                # With its devices: what hangs on it runs there, in streams of its own that whoever waits comes after.
+                self._future = torch.futures.Future(devices=self._devices)
+                # What hangs on a future runs where that is set, and may wait for another collective of the group.
+                threading.Thread(target=self._resolve, args=(self._future,), name="phalanx-future", daemon=True).start()
+            return self._future
+
+    def _resolve(self, future: "torch.futures.Future[Any]") -> None:
+        self._over.wait()
+        with torch.accelerator.device_index(self._devices[0].index) if self._devices else contextlib.nullcontext():
+            if self._error is None:
+                future.set_result(self._result)
+            else:
+                future.set_exception(self._error)
+
+
+class Letter(dist.Work):
+    """A message of the user's own, to a rank or from one."""
+
+    def __init__(self, work: dist.Work, peer: int | None, group: Guarded, then: Callable[[], object]) -> None:
+        super().__init__()
+        self._work, self._peer, self._group, self._then = work, peer, group, then
+        self._done = False
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        if not self._done:
+            try:
+                self._work.wait(timeout) if timeout else self._work.wait()
+            except RuntimeError as error:
+                raise self._group.fail(error, self._peer) from None
+            self._then()
+            self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    source_rank = _source_rank
+
+
+class Line:
+    """What a group is made of: its connections, and the thread that does its collectives, one after the other."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, host: str) -> None:
+        self.host, self.rank, self.world, self.timeout = host, rank, world, timeout
+        self.native_calls = 0
+        self._store = dist.PrefixStore("devices", store)
+        hosts = dist.PrefixStore("hosts", store)
+        hosts.set(str(rank), host)
+        self.topology = Topology.of([hosts.get(str(other)).decode() for other in range(world)])
+        self._native: dist.ProcessGroup | None = None
+        self.guarded = Guarded(store, rank, world, timeout, self._drop_native)
+        self.two_level = TwoLevel(self.guarded.group, self.topology)
+        self._own: dict[frozenset[int], bool] = {}  # whether these ranks have each a device of their own
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._closed = False
+        self._worker = threading.Thread(target=self._work, name="phalanx-collectives", daemon=True)
+        self._worker.start()
+
+    def call(self, make: Callable[[], Program], result: Any, devices: Sequence[torch.device] = ()) -> Call:
+        """Queue a collective; `devices` as `Call` has them."""
+        if self.guarded.failed is not None:
+            raise self.guarded.failed
+        if self._closed:
+            raise RuntimeError("this process group was destroyed; make another one")
+        call = Call(make, result, self.guarded, devices)
+        self._calls.put(call)
+        return call
+
+    def native(self, device: torch.device, peers: Iterable[int]) -> dist.ProcessGroup | None:
+        """The group of the accelerator's own collectives; None where these ranks have not each a device of their own,
+        and where their kind of device has no such group.
+
+        The first call waits for that of the others: they tell each other which devices they have.
+        """
+        if device.type == "cpu":
+            return None
+        if self.guarded.failed is not None:
+            raise self.guarded.failed
+        ranks = frozenset(peers) | {self.rank}
+        if ranks not in self._own:
+            self._store.set(str(self.rank), f"{device.type} {accelerator.hardware(device, this_host())}")
+            found = [self._store.get(str(rank)).decode() for rank in sorted(ranks)]
+            self._own[ranks] = len({each.split()[0] for each in found}) == 1 and len(set(found)) == len(found)
+            if self._own[ranks] and self._native is None:
+                self._native = accelerator.native_group(device, self._store, self.rank, self.world, self.timeout)
+                if self.guarded.failed is not None:  # meanwhile
+                    self._drop_native()
+                    raise self.guarded.failed
+        return self._native if self._own[ranks] else None
+
+    def close(self) -> None:
+        """Leave the group, after what is under way if that ends soon."""
+        self._closed = True
+        self._calls.put(None)
+        self._worker.join(1.0 if self.guarded.failed is None else 0.0)
+        self.guarded.close()
+        if self.guarded.failed is not None:
+            self._drop_native()
+        elif self._native is not None:
+            self._native.shutdown()
+
+    def _drop_native(self) -> None:
+        """End what an accelerator's own collectives wait for: they notice no lost rank by themselves."""
+        native, self._native = self._native, None
+        if native is not None:
+            native.abort()
+
+    def _work(self) -> None:
+        begun: deque[Call] = deque()
+        leaving = False
+        # In inference mode, so that tensors of users who are in it can be written.
+        with torch.inference_mode():
+            while begun or not leaving:
+                if not leaving and len(begun) < AT_ONCE and (not begun or not self._calls.empty()):
+                    call = self._calls.get()
+                    leaving = call is None
+                    if call is not None:
+                        begun.append(call)
+                        self._try(begun, self._begin)
+                elif begun:
+                    self._try(begun, self._step)
+                while begun and begun[0].moving is not None and begun[0].moving.done:
+                    begun.popleft().end(None)
+
+    def _begin(self, begun: deque[Call]) -> None:
+        begun[-1].moving = self.two_level.begin(begun[-1].make())
+
+    def _step(self, _: deque[Call]) -> None:
+        self.two_level.step()
+
+    def _try(self, begun: deque[Call], act: Callable[[deque[Call]], None]) -> None:
+        try:
+            act(begun)
+        except Exception as error:
+            raised = self.guarded.fail(error, error.peer if isinstance(error, PeerError) else None)
+            while begun:
+                begun.popleft().end(raised)

@@ -1,0 +1,194 @@
+"""A lane: one thread that moves data while the main thread computes, in the order in which it is told.
+
+On an accelerator it queues its work in a stream of its own, and a `Mark` joins the two streams without either host
+thread waiting for the device. On a CPU the thread itself does the work.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from phalanx.comm.collectives import Traffic
+from phalanx.system import accelerator
+
+END_S = 1.0  # that a lane gets to end
+POLL_S = 1.0  # how often who waits for a mark looks whether the lane is still at work
+
+
+class Lane:
+    """Runs what it is given, one after the other, in a thread of its own and without gradients.
+
+    The first exception ends it: it is raised again wherever somebody waits for the lane, and nothing more is run.
+    """
+
+    def __init__(self, device: torch.device, traffic: Traffic | None = None) -> None:
+        """`traffic` is the main thread's."""
+        self.device = device
+        self._traffic = traffic or Traffic()
+        if device.type != "cpu":
+            self._traffic.turn = self.rest
+        self._stream = accelerator.side_stream(device)
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._awaits: Callable[[], bool] | None = None  # says whether what the lane waits for is there; None: it works
+        self.error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a wait of the main thread for this one, for those who look at its pulse."""
+        return self._traffic.waiting("lane")
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "a model on the sharded engine cannot be copied or pickled as a whole; take its state_dict() within "
+            "full_parameters()"
+        )
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Run `task` behind all that was put before."""
+        self.check()
+        with self._changed:
+            assert not self._closed, "the lane is closed"
+            self._tasks.append(task)
+            self._changed.notify_all()
+        if self._thread is None:  # not before it is needed: whoever forks must have one thread
+            # Not waited for at exit: it may be held up by a peer that is gone.
+            self._thread = threading.Thread(target=self._run, name="phalanx-lane", daemon=True)
+            self._thread.start()
+
+    def check(self) -> None:
+        """Raise what ended the lane, if anything did."""
+        if self.error is not None:
+            raise self.error
+
+    def follow(self) -> None:
+        """What is put from now on comes behind what this thread has queued on the device."""
+        if self._stream is not None:
+            here = Mark(self)
+            here.set()
+            self.put(here.wait)
+
+    def fail(self, error: BaseException) -> None:
+        """End the lane by an error of the main thread, for which it would wait for ever, and others for it."""
+        with self._changed:
+            self.error = self.error or error
+            self._tasks.clear()
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Wait until all that was put has been done; what this thread queues next comes behind it."""
+        if self._thread is not None:
+            done = Mark(self)
+            self.put(done.set)
+            done.wait()
+        self.check()
+
+    def rest(self) -> None:
+        """Wait until the lane has queued on the device all that it can before this thread reaches another mark.
+
+        Where the lane and this thread both start collectives of the device, in groups of their own, all ranks must
+        start them in one order: a device that has one queue for all streams would else wait for ever for another one.
+        """
+        if self._thread is None or self._thread is threading.current_thread():
+            return
+        with self.waiting(), self._changed:
+            while not self._changed.wait_for(self._rests, POLL_S):
+                pass
+        self.check()
+
+    def _rests(self) -> bool:
+        if self.error is not None or not (self._thread and self._thread.is_alive()):
+            return True
+        return self._awaits is not None and not self._awaits()
+
+    @contextlib.contextmanager
+    def awaiting(self, there: Callable[[], bool]) -> Iterator[None]:
+        """Surrounds a wait of the lane's own thread for something of which `there` tells whether it has come."""
+        if threading.current_thread() is not self._thread:
+            yield
+            return
+        with self._changed:
+            self._awaits = there
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._awaits = None
+
+    def close(self) -> None:
+        """Let the thread end after what it was given; it takes no more. Not waited for long: a peer may be gone."""
+        self._traffic.turn = None
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is None:
+            return
+        self._thread.join(END_S)
+        if self._stream is not None and self.error is None and not self._thread.is_alive():
+            # What this thread queues next may be in memory that the lane still uses.
+            torch.accelerator.current_stream(self.device).wait_stream(self._stream)
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad(), self._stream if self._stream is not None else contextlib.nullcontext():
+                while (task := self._next()) is not None:
+                    task()
+                    del task  # and what it holds, for the next may be long in coming
+        except BaseException as error:
+            with self._changed:
+                self.error = self.error or error
+                self._tasks.clear()
+                self._changed.notify_all()
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._changed, self.awaiting(lambda: bool(self._tasks) or self._closed):
+            self._changed.wait_for(lambda: self._tasks or self._closed)
+            return self._tasks.popleft() if self._tasks else None
+
+
+class Mark:
+    """A point that one thread reaches and another waits for. Set again, it is where that thread is then."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._reached = threading.Event()
+        self._event: Any = None  # of the device's stream
+
+    def set(self) -> None:
+        """Reached, by all that this thread has queued so far."""
+        if self._lane.device.type != "cpu":
+            # Used again, not made anew: who waits for a mark that is set again must find an event that was recorded.
+            self._event = self._event or torch.Event(self._lane.device)
+            self._event.record()
+        self._reached.set()
+
+    @property
+    def reached(self) -> bool:
+        return self._reached.is_set()
+
+    def wait(self, traffic: Traffic | None = None) -> None:
+        """Hold this thread until the mark was set, and what it queues next until the device is there.
+
+        The host's time goes into `traffic`. Raises what ended the lane.
+        """
+        if not self._reached.is_set():
+            start = time.perf_counter()
+            with self._lane.waiting(), self._lane.awaiting(self._reached.is_set):
+                while not self._reached.wait(POLL_S):
+                    self._lane.check()
+            if traffic is not None:
+                traffic.waited(time.perf_counter() - start)
+        self._lane.check()
+        if self._event is not None:
+            torch.accelerator.current_stream(self._lane.device).wait_event(self._event)

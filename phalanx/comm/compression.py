@@ -1,0 +1,166 @@
+"""Collectives that send less: what crosses nodes is encoded (codec.py), and so is whatever is gathered.
+
+A number must be rounded once on its way, not at every stop. So a sum does not grow from node to node here: the ranks of
+a node add up their parts exactly, at the relay of each range (two_level.py), which sends its node's sum, encoded,
+straight to the owner. The owner rounds its own node's sum, too, and adds up what it decodes in the order of the nodes,
+so that a sum does not depend on whose it is; on one node nothing is rounded. With even shards that takes no more bytes
+than a ring; with uneven ones the owner of the share s receives (M - 1) s B from M nodes.
+
+What is gathered is encoded by its owner and decoded by all, the owner included, and within a node, too: every rank has
+the same bits, and they are the same for any number of nodes.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from phalanx.comm.codec import BLOCK, PLAIN, Codec
+from phalanx.comm.topology import Topology
+from phalanx.comm.two_level import Event, Moving, Piece, Program, TwoLevel, Way, even, finishing, part_of
+
+# What goes straight to its owner gains nothing by many pieces; those of an encoded tensor are short anyway.
+PIECE_BYTES = 2**20  # before it is encoded
+PIECES = 4
+
+
+class Compressed:
+    """Transfers over `line`, which may be used for exact ones, too, in the same order on all ranks."""
+
+    def __init__(self, line: TwoLevel, codec: Codec) -> None:
+        self._line, self._codec = line, codec
+
+    @property
+    def rank(self) -> int:
+        return self._line.rank
+
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Moving:
+        """Begin to sum `tensor`, flat, which is overwritten; `into` receives the range [cuts[rank], cuts[rank + 1])."""
+        return self._line.counted(self._reducing(tensor, cuts, into), self._elsewhere(cuts), "reduce")
+
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Moving:
+        """Begin to fill `tensor`, flat, with what decoding makes of all ranges, the own one among them."""
+        return self._line.counted(self._gathering(tensor, cuts), self._elsewhere(cuts), "gather")
+
+    def all_reduce(self, tensor: torch.Tensor) -> Moving:
+        """Begin to sum `tensor`, flat, in place. What nodes have summed is rounded, and so is the sum of all."""
+        blocks = even(-(-tensor.numel() // BLOCK), self._line.world)
+        cuts = [min(block * BLOCK, tensor.numel()) for block in blocks]
+        own = tensor[cuts[self.rank] : cuts[self.rank + 1]]
+
+        def both() -> Program:
+            yield from self._reducing(tensor, cuts, own)
+            yield from self._gathering(tensor, cuts)
+
+        return self._line.counted(both(), 2 * self._elsewhere(cuts), "reduce")
+
+    # ------------------------------------------------------------------------------------------------------- programs
+
+    def _reducing(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Program:
+        line = self._line
+        blocks = line.blocks(tensor, cuts, BLOCK, PIECES)
+        parts, sums = self._divided(blocks)
+        ready = [event for event in sums if not event.sources and event.owner != self.rank]
+        arriving = [self._arriving(piece) for piece in blocks[self.rank]]
+        room = line.room(sums, tensor.element_size())
+        waiting = line.expect(deque(event for event in sums if event.sources), room, tensor)
+        sent = [line.send(tensor[piece.start : piece.stop], target, piece.tag) for target, piece in parts]
+        sent += [self._send(tensor[event.piece.start : event.piece.stop], event) for event in ready]
+        yield
+        for event in sums[len(ready) :]:
+            piece, own = event.piece, event.owner == self.rank
+            mine = tensor[piece.start : piece.stop]
+            total = into[piece.start - cuts[self.rank] : piece.stop - cuts[self.rank]] if own else mine
+            for work, memory in zip(event.works, event.memory, strict=True):
+                work.wait()
+                torch.add(mine, part_of(memory, piece, tensor), out=total)
+                mine = total
+            room.extend(event.memory)
+            line.expect(waiting, room, tensor)
+            if own:
+                if not event.memory and total.data_ptr() != mine.data_ptr():
+                    total.copy_(mine)
+                if arriving[event.number]:
+                    self._add_nodes(total, arriving[event.number])
+            else:
+                sent.append(self._send(total, event))
+            yield
+        line.spare.extend(room)
+        yield from finishing(sent)
+
+    def _add_nodes(self, total: torch.Tensor, arriving: Sequence[tuple[int, Way, torch.Tensor]]) -> None:
+        """`total` holds the sum of the own node; it becomes that of all, each rounded, in the order of the nodes."""
+        coded = {node: coded for node, _, coded in arriving}
+        coded[self._line.node] = torch.empty(self._codec.size(total.numel()), dtype=torch.uint8)
+        self._codec.encode(total, coded[self._line.node])
+        for _, way, _ in arriving:
+            way.wait()
+        decoded = torch.empty_like(total)
+        for number, node in enumerate(sorted(coded)):
+            self._codec.decode(coded[node], decoded if number else total)
+            if number:
+                total.add_(decoded)
+
+    def _gathering(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Program:
+        ranges = list(pairwise(cuts))
+        coded_cuts = list(accumulate((self._codec.size(stop - start) for start, stop in ranges), initial=0))
+        coded = torch.empty(coded_cuts[-1], dtype=torch.uint8)
+        own = slice(*ranges[self.rank])
+        self._codec.encode(tensor[own], coded[coded_cuts[self.rank] : coded_cuts[self.rank + 1]])
+        yield from self._line.gathering(coded, coded_cuts)
+        for (start, stop), (first, last) in zip(ranges, pairwise(coded_cuts), strict=True):
+            self._codec.decode(coded[first:last], tensor[start:stop])
+
+    def _divided(self, blocks: Sequence[Sequence[Piece]]) -> tuple[list[tuple[int, Piece]], list[Event]]:
+        """The pieces that go to relays beside this rank, and to whom; and those of which this rank adds up its node's
+        parts, in order: those of others, each beginning at another node, then its own."""
+        line, topology = self._line, self._line.topology
+        parts: list[tuple[int, int, int, Piece]] = []
+        sums: list[tuple[int, Event]] = []
+        for owner, pieces in enumerate(blocks):
+            relay = topology.relay(line.node, owner)
+            away = (topology.node_of[owner] - line.node) % len(topology.nodes)
+            for number, piece in enumerate(pieces):
+                if relay == self.rank:
+                    sums.append((away, Event(int(owner == self.rank), number, owner, piece, line.beside, True)))
+                else:
+                    parts.append((number, away, relay, piece))
+        parts.sort(key=lambda part: part[:3])
+        sums.sort(key=lambda one: (one[1].stage, one[0], one[1].number, one[1].owner))
+        return [(relay, piece) for _, _, relay, piece in parts], [event for _, event in sums]
+
+    def _arriving(self, piece: Piece) -> list[tuple[int, Way, torch.Tensor]]:
+        """The encoded sums of the other nodes for a piece of the own range, with their numbers."""
+        line, found = self._line, []
+        for away in range(1, len(line.topology.nodes)):
+            coded = torch.empty(self._codec.size(piece.stop - piece.start), dtype=torch.uint8)
+            node = (line.node + away) % len(line.topology.nodes)
+            source = line.topology.relay(node, self.rank)
+            found.append((node, line.receive(coded, source, piece.tag), coded))
+        return found
+
+    def _send(self, total: torch.Tensor, event: Event) -> Way:
+        coded = torch.empty(self._codec.size(total.numel()), dtype=torch.uint8)
+        self._codec.encode(total, coded)
+        return self._line.send(coded, event.owner, event.piece.tag)
+
+    def _elsewhere(self, cuts: Sequence[int]) -> int:
+        sizes = [self._codec.size(stop - start) for start, stop in pairwise(cuts)]
+        return sum(sizes) - sizes[self.rank]
+
+
+def other_nodes(compress: str, before: Any, topology: Topology) -> str | None:
+    """What to tell a user whose run goes on where ranks share nodes otherwise than `before` (the node of each rank, as
+    a checkpoint's header has it; None: not known); None where that changes nothing.
+
+    The sum of each node is rounded, so who shares one is part of the algorithm. On one node no sum is.
+    """
+    now = list(topology.node_of)
+    if compress == PLAIN or before in (None, now) or max(*before, *now) == 0:
+        return None
+    return (
+        f"compress: {compress} rounds the sum of each node, and the ranks share nodes otherwise than when the "
+        "checkpoint was saved, so the curve may differ a little from here on"
+    )

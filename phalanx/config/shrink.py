@@ -1,0 +1,163 @@
+"""The same recipe in tiny: every part of it takes the same path through the code, in seconds and on a few CPU ranks."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from phalanx.config.load import update
+from phalanx.config.model import RopeScalingSection
+from phalanx.config.schema import SHAPE_FIELDS, Config, SourceSection, get, leaves, spec_of
+from phalanx.core.errors import ConfigError
+from phalanx.layout.model_shape import ModelSpec
+
+STEPS, GLOBAL_BATCH, EVERY = 10, 8, 5
+SEQ_LEN, CHAT_SEQ_LEN = 64, 256  # a conversation needs some room for its roles
+LAYERS, HEAD_DIM, MOST_GROUPS = 2, 16, 4
+VOCAB = 512
+HELD_OUT = 0.1  # of little data a small share would be nothing
+SAMPLES = {"text": "stdlib", "chat": "stdlib-chat"}  # stand in for sources that are not here
+STANDIN_BERT = ModelSpec(  # for a folder of a BERT that is not here
+    architecture="bert", vocab_size=VOCAB, hidden=64, layers=LAYERS, heads=4, kv_heads=4, head_dim=16, intermediate=256,
+    max_seq_len=512, norm_eps=1e-12, tie_embeddings=True, objective="masked", segment_kinds=2,
+)  # fmt: skip
+STANDIN = ModelSpec(  # for a Hugging Face folder that is not here to be asked
+    vocab_size=VOCAB, hidden=64, layers=LAYERS, heads=4, kv_heads=2, head_dim=16, intermediate=176, max_seq_len=4096
+)  # fmt: skip
+
+
+def tiny_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
+    """A model of the same kind: ratios of heads, key heads and widths stay as far as they can, options all do."""
+    groups = spec.heads // spec.kv_heads
+    kv_heads = min(spec.kv_heads, 2 if groups > 1 else 4)
+    heads = kv_heads * min(groups, MOST_GROUPS)
+    head_dim = min(spec.head_dim, HEAD_DIM)
+    ratio = spec.hidden / (spec.heads * spec.head_dim)  # not 1 in Qwen3
+    hidden = heads * max(2, 2 * round(head_dim * ratio / 2))
+    layers = min(spec.layers, LAYERS)
+    return replace(
+        spec,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=max(8, 8 * round(hidden * spec.intermediate / spec.hidden / 8)),
+        sliding_window=None if spec.sliding_window is None else max(1, min(spec.sliding_window, seq_len // 4)),
+        full_attention_layers=tuple(layer for layer in spec.full_attention_layers if layer < layers),
+    )
+
+
+def shrunk(config: Config, here: Callable[[str], bool], tiny_hf: tuple[str, bool] | None = None) -> Config:
+    """`config` in tiny. `here(source)` says whether a data source or folder is on this machine.
+
+    A source that is not is replaced by a sample of this Python's own files, a tokenizer that is not by a trained one.
+    `tiny_hf` stands for `model.from_hf`: a folder with a tiny model of its kind, and whether the original has a
+    tokenizer. Raises ConfigError where the result is no legal recipe.
+    """
+    if config.task.code is not None:
+        raise ConfigError(
+            "--shrink cannot make the network of task.code smaller; write options for a small one, such as "
+            "'task.options={width: 8}'"
+        )
+    model, data, train = config.model, config.data, config.train
+    seq_len = min(data.seq_len, SEQ_LEN if data.format == "text" else CHAT_SEQ_LEN)
+    if data.format == "masked":
+        seq_len = data.seq_len  # its rows are as long as they are
+    holds = config.task.kind if config.task.kind in ("tag", "classify") else data.format
+    steps = min(train.steps, STEPS)
+    batch = min(train.global_batch, GLOBAL_BATCH)
+    validation = {name: paths for name, paths in data.validation.items() if all(map(here, paths))}
+    kept_back = data.held_out > 0 or (data.validation and not validation)  # something must be evaluated on
+    new: dict[str, Any] = {
+        "data.seq_len": seq_len,
+        "data.source": [_source(source, holds, here) for source in data.source],
+        "data.validation": validation,
+        "data.held_out": max(data.held_out, HELD_OUT) if kept_back else 0.0,
+        "data.tokenizer_vocab": min(data.tokenizer_vocab, VOCAB),
+        "train.steps": steps,
+        "train.global_batch": batch,
+        "train.micro_batch": train.micro_batch if train.micro_batch == "auto" else min(train.micro_batch, batch),
+        "train.eval_every": min(train.eval_every, EVERY),
+        "train.eval_sequences": min(train.eval_sequences, GLOBAL_BATCH),
+        "train.memory_snapshot": min(train.memory_snapshot, max(steps - 1, 0)),
+        "train.profile": _profile(train.profile, steps),
+        "optim.warmup_steps": min(config.optim.warmup_steps, steps // 5),
+        "optim.decay_steps": config.optim.decay_steps
+        if config.optim.decay_steps == "auto"
+        else min(config.optim.decay_steps, max(steps, 1)),
+        "checkpoint.every": min(config.checkpoint.every, EVERY),
+    }
+    if config.memory.activations == "offload":  # of so few blocks nothing would move to the host with more
+        new["memory.horizon"] = min(config.memory.horizon, LAYERS - 1)
+    if new["data.source"] != [_plain(source) for source in data.source]:
+        new |= {"data.text_key": "text", "data.messages_key": "messages"}
+    if tiny_hf is not None:
+        folder, has_tokenizer = tiny_hf
+        new["model.from_hf"] = folder
+        if data.tokenizer == "auto":
+            new["data.tokenizer"] = model.from_hf if has_tokenizer else "train"
+    if data.tokenizer not in ("auto", "train") and not here(data.tokenizer):
+        new["data.tokenizer"] = "train"
+    trains = new.get("data.tokenizer", data.tokenizer) in ("auto", "train")
+    if trains and data.format != "text" and (data.chat_template is None or not here(data.chat_template)):
+        new["data.chat_template"] = "chatml"  # which a trained tokenizer lacks
+    if model.lora is not None and model.lora.adapter is not None:
+        new["model.lora.adapter"] = None  # its matrices are those of the large model
+    if tiny_hf is None:
+        new |= _shapes(config, seq_len, new["data.tokenizer_vocab"] if trains else None)
+    return update(config, new)
+
+
+def changes(before: Config, after: Config) -> list[str]:
+    """What differs, a line for each key."""
+    found = []
+    for key, _ in leaves():
+        old, now = get(before, key), get(after, key)
+        if old != now:
+            found.append(f"{key}: {_shown(old)} -> {_shown(now)}")
+    return found
+
+
+def _shapes(config: Config, seq_len: int, trained_vocab: int | None) -> dict[str, Any]:
+    """The shapes of a recipe that names a preset or gives them itself, in tiny and all given."""
+    model = config.model
+    known = config if model.preset or model.vocab_size != "auto" else update(config, {"model.vocab_size": VOCAB})
+    spec = tiny_spec(spec_of(known), seq_len)
+    given = {name: getattr(spec, name) for name in SHAPE_FIELDS}
+    if spec.rope_scaling is not None:
+        fields = RopeScalingSection.model_fields
+        given["rope_scaling"] = {name: value for name, value in asdict(spec.rope_scaling).items() if name in fields}
+    if trained_vocab is None:
+        given["vocab_size"] = spec.vocab_size if model.preset else model.vocab_size
+    else:
+        given["vocab_size"] = "auto" if model.vocab_size == "auto" else min(model.vocab_size, trained_vocab)
+    if model.max_seq_len is None and model.preset is None:
+        given["max_seq_len"] = None  # data.seq_len, as before
+    return {"model.preset": None, **{f"model.{name}": value for name, value in given.items()}}
+
+
+def _plain(source: str | SourceSection) -> Any:
+    return source if isinstance(source, str) else source.model_dump(mode="json")
+
+
+def _source(source: str | SourceSection, form: str, here: Callable[[str], bool]) -> Any:
+    """The source itself where all of it is here or nothing can stand in for it, else the sample."""
+    paths = [source] if isinstance(source, str) else source.path
+    if all(map(here, paths)) or form not in SAMPLES:
+        return _plain(source)
+    return SAMPLES[form] if isinstance(source, str) else {"path": [SAMPLES[form]], "weight": source.weight}
+
+
+def _profile(window: str | None, steps: int) -> str | None:
+    """The window itself where it fits, else the second and third step."""
+    if window is None or int(window.partition("-")[2]) <= steps:
+        return window
+    return "2-3" if steps >= 3 else None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(_shown(item) for item in value)
+    if isinstance(value, SourceSection):
+        return f"{', '.join(value.path)} ({value.weight:g})"
+    return "null" if value is None else str(value)

@@ -1,0 +1,398 @@
+"""Combinations of knobs that cannot work, as sentences; pure numbers and no files."""
+
+from phalanx.config import optimizers
+from phalanx.config.schema import (
+    SHAPE_FIELDS,
+    Config,
+    SourceSection,
+    TrainSection,
+    is_bert,
+    shape_of,
+    shape_problems,
+    unknown_preset,
+)
+from phalanx.core.errors import ConfigError
+from phalanx.layout import balance
+from phalanx.layout.model_shape import PRESETS
+
+LABELLED = ("tag", "classify")  # task.kind of records with labels
+
+
+def problems(config: Config) -> list[str]:
+    """Combinations that cannot work, as sentences; pure numbers and no files."""
+    found = []
+    train, optim, data = config.train, config.optim, config.data
+    found += _own_problems(config) if is_own(config) else _model_problems(config)
+    found += _task_problems(config)
+    found += _callback_problems(config)
+    if train.micro_batch != "auto" and train.micro_batch > train.global_batch:
+        found.append(
+            f"train.micro_batch {train.micro_batch} is larger than train.global_batch {train.global_batch}; lower it"
+        )
+    work = config.balance.work
+    if isinstance(work, list) and sum(work) != train.global_batch:
+        found.append(
+            f"balance.work gives the ranks {sum(work)} sequences of a step together, but train.global_batch is "
+            f"{train.global_batch}; make them equal"
+        )
+    found += _sharding_problems(config) + _list_problems(config) + _model_parallel_problems(config)
+    found += _layout_problems(config)
+    changed = {key for key, info in type(optim).model_fields.items() if getattr(optim, key) != info.default}
+    found += optimizers.problems(optim.model_dump(), changed)
+    if data.held_out == 0 and not data.validation and train.eval_sequences > 0 and train.eval_every > 0:
+        found.append("train.eval_every asks for evaluations but data.held_out is 0; set data.held_out or eval_every=0")
+    if "held_out" in data.validation:
+        found.append("data.validation names a set held_out, as what data.held_out keeps back is called; rename it")
+    found += _mixture_problems(data.source)
+    if config.resilience.replicate not in ("auto", "off") and config.resilience.memory is False:
+        found.append(
+            f"resilience.replicate {config.resilience.replicate} keeps on a second node what resilience.memory keeps "
+            "on the first, and that is false; set resilience.memory=true or auto, or replicate=off"
+        )
+    if not data.cache:
+        found.append("data.cache is empty, so token files would lie all over the working folder; name a folder or URL")
+    if data.format in ("text", "masked"):
+        unread = {"chat_template": None, "loss_on": "assistant", "too_long": "truncate"}
+        if config.task.kind in LABELLED:
+            del unread["too_long"]
+        for name in [name for name, default in unread.items() if getattr(data, name) != default]:
+            found.append(f"data.{name} is for conversations and prompts, but data.format is {data.format}; remove it")
+    return found + _inside_problems(train)
+
+
+def _sharding_problems(config: Config) -> list[str]:
+    """What is asked of the sharded engine, where its twin was chosen. One rank alone has nothing to shard, and a recipe
+    for many should run there."""
+    if config.parallel.zero == 3 and config.optim.slots == 2:
+        return [
+            "optim.slots 2 has no effect with parallel.zero 3, whose parameters are gathered anew for each pass; set "
+            "optim.slots=1, or parallel.zero=2"
+        ]
+    if config.comm.compress != "none" and config.parallel.data in ("single", "fsdp2"):
+        return [
+            f"comm.compress {config.comm.compress} has no effect with parallel.data {config.parallel.data}; remove it, "
+            "or set parallel.data=sharded"
+        ]
+    if config.parallel.data != "fsdp2":
+        return []
+    return [
+        f"{key} has no effect with parallel.data fsdp2; remove it, or set parallel.data=sharded"
+        for key in _asked_of_sharded(config)
+    ]
+
+
+def _asked_of_sharded(config: Config) -> list[str]:
+    """Keys that were set and that only the sharded engine reads."""
+    is_set = {
+        "parallel.zero": config.parallel.zero != "auto",
+        "parallel.reduce": config.parallel.reduce != "auto",
+        "parallel.shard_degree": config.parallel.shard_degree != "auto",
+        "balance.state": isinstance(config.balance.state, list),
+        "optim.slots": config.optim.slots != 1,
+    }
+    return [key for key, asked in is_set.items() if asked]
+
+
+def unused(config: Config, several: bool = True) -> list[str]:
+    """What a user has set for nothing, as sentences, where that is no mistake: what one rank is told of many, or one
+    node where there are not `several`."""
+    keys = _asked_of_sharded(config) if config.parallel.data == "single" else []
+    why = "has no effect with parallel.data single, which shards nothing; remove it, or set parallel.data=auto"
+    found = [f"{key} {why}" for key in keys] + _unused_of_resilience(config)
+    replicate = config.resilience.replicate
+    if not several and replicate not in ("auto", "off"):
+        found.append(
+            f"resilience.replicate {replicate} has no effect on one node, which has no second one to keep anything; "
+            "if it is lost, the run goes back to a checkpoint"
+        )
+    if config.train.tf32 and config.train.dtype not in ("fp32", "mixed"):
+        dtype = config.train.dtype
+        found.append(f"train.tf32 rounds products in fp32 and has no effect with train.dtype {dtype}; remove it")
+    return found
+
+
+def _unused_of_resilience(config: Config) -> list[str]:
+    """What says more about something that is not asked for."""
+    given = config.resilience
+    reads = {
+        "spike_factor": (given.on_spike != "off", "on_spike off; set resilience.on_spike"),
+        "rollback_steps": (
+            "rollback" in (given.on_nan, given.on_spike),
+            f"on_nan {given.on_nan} and on_spike {given.on_spike}; set one of them to rollback",
+        ),
+        "wait_for_node_s": ("wait" in given.on_lost_node, "an on_lost_node without wait; add that"),
+    }
+    return [
+        f"resilience.{key} has no effect with {why}, or remove resilience.{key}"
+        for key, (is_read, why) in reads.items()
+        if not is_read and getattr(given, key) != type(given).model_fields[key].default
+    ]
+
+
+def _layout_problems(config: Config) -> list[str]:
+    """What only a layout of one's own can have, where the planner shall choose one."""
+    if config.parallel.layout != "auto":
+        return []
+    asked = {
+        "parallel.data fsdp2": config.parallel.data == "fsdp2",
+        "parallel.stages": config.parallel.stages != "auto",
+        "balance.work": isinstance(config.balance.work, list),
+        "balance.state": isinstance(config.balance.state, list),
+    }
+    return [
+        f"{what} is for a layout that the recipe gives, but parallel.layout is auto; remove one of them"
+        for what, is_set in asked.items()
+        if is_set
+    ]
+
+
+def _list_problems(config: Config) -> list[str]:
+    """Lists in order of rank that cannot both be right, on any number of ranks."""
+    work, state, degree = config.balance.work, config.balance.state, config.parallel.shard_degree
+    found = []
+    if isinstance(state, list) and degree not in ("auto", len(state)):
+        found.append(
+            f"balance.state has numbers for {len(state)} ranks, but with parallel.shard_degree {degree} so many hold a "
+            f"copy of the state together; give it {degree} numbers"
+        )
+    if isinstance(work, list) and isinstance(state, list) and degree == "auto" and len(work) != len(state):
+        found.append(
+            f"balance.work has numbers for {len(work)} ranks and balance.state for {len(state)}; give both one for "
+            "each rank"
+        )
+    if isinstance(work, list) and degree != "auto" and len(work) > 1 and len(work) % degree:
+        found.append(
+            f"balance.work has numbers for {len(work)} ranks, which parallel.shard_degree {degree} does not divide; "
+            "choose a divisor, or set parallel.shard_degree=auto"
+        )
+    return found
+
+
+def problems_with(config: Config, world: int) -> list[str]:
+    """What cannot be with so many ranks, as sentences; `parallel.data` is resolved."""
+    found = []
+    if config.parallel.data == "single" and world > 1:
+        found.append(f"parallel.data single trains on one rank, but there are {world}; set parallel.data=auto")
+    try:
+        copies = config.parallel.axes.data(world)
+    except ConfigError as error:
+        return [*found, str(error)]
+    degree = config.parallel.shard_degree
+    if degree not in ("auto", 1) and copies == 1 < world:  # one rank alone has nothing to shard
+        found.append(
+            f"parallel.shard_degree {degree} shards the state over {degree} copies of the model, but there is 1; set "
+            "parallel.shard_degree=auto"
+        )
+    elif degree != "auto" and copies > 1 and copies % degree:
+        ranks = f"{world} ranks" if copies == world else f"{copies} ranks that hold the same part of the model"
+        found.append(
+            f"parallel.shard_degree {degree} does not divide the {ranks}, so they cannot hold whole copies of "
+            "the state; choose a divisor, or set parallel.shard_degree=auto"
+        )
+    together = copies if degree == "auto" or copies == 1 else degree
+    lists = (("balance.work", config.balance.work, copies), ("balance.state", config.balance.state, together))
+    for key, numbers, count in lists:
+        if not isinstance(numbers, list) or len(numbers) == count:
+            continue
+        there = "is 1" if count == 1 else f"are {count}"
+        whose = "ranks that hold a copy of the state together"
+        if count == copies:
+            whose = "ranks" if copies == world else "copies of the model"
+        found.append(
+            f"{key} has a number for each of {len(numbers)} {whose}, but there {there}; give each rank one, or set "
+            f"{key}=auto"
+        )
+    return found
+
+
+def _model_parallel_problems(config: Config) -> list[str]:
+    """What several ranks that hold one model together cannot do, and keys of theirs where there are none."""
+    parallel, balance_of = config.parallel, config.balance
+    found = []
+    unread = {
+        "tensor": {"parallel.sequence": parallel.sequence is True},
+        "pipeline": {"parallel.schedule": parallel.schedule != "1f1b", "parallel.stages": parallel.stages != "auto"},
+    }
+    for axis, keys in unread.items():
+        found += [
+            f"{key} has no effect with parallel.{axis} 1; remove it, or set parallel.{axis}"
+            for key, is_set in keys.items()
+            if is_set and getattr(parallel, axis) == 1
+        ]
+    together = [name for name in ("tensor", "pipeline") if getattr(parallel, name) > 1]
+    if not together:
+        return found
+    what = " and ".join(f"parallel.{name}" for name in together)
+    if parallel.data in ("single", "fsdp2"):
+        found.append(f"{what} cannot be combined with parallel.data {parallel.data}; set parallel.data=sharded")
+    if is_own(config) or is_bert(config) or (config.model.code is not None and parallel.tensor == 1):
+        kind = "a task of one's own" if is_own(config) else "a BERT" if is_bert(config) else "model.code"
+        cuts, it = ("cut", "them") if len(together) > 1 else ("cuts", "it")
+        found.append(f"{what} {cuts} models of the Llama family only, not that of {kind}; remove {it}")
+    if config.model.lora is not None and parallel.tensor == 1:
+        found.append(f"{what} cannot be combined with model.lora; remove one of them")
+    if parallel.tensor > 1 and config.optim.rule == "adamw8bit":
+        found.append(
+            "optim.rule adamw8bit rounds the moments of whole rows of a matrix together, which parallel.tensor cuts; "
+            "set optim.rule=adamw"
+        )
+    if parallel.pipeline > 1 and config.resilience.on_spike == "skip":
+        found.append(
+            "resilience.on_spike skip needs the loss of a step before its last backward pass, which a pipeline begins "
+            "before; set resilience.on_spike=rollback"
+        )
+    if parallel.pipeline > 1 and parallel.zero == 3:
+        found.append(
+            "parallel.zero 3 would gather every block again for each micro-batch of a pipeline; set parallel.zero=2"
+        )
+    if parallel.pipeline > 1 and parallel.reduce == "per_micro_batch":
+        found.append(
+            "parallel.reduce per_micro_batch cannot be combined with parallel.pipeline, whose micro-batches overlap; "
+            "set parallel.reduce=per_step"
+        )
+    if balance_of.work == "measured-once" or balance_of.hardware is not None:
+        key = "balance.work measured-once" if balance_of.work == "measured-once" else "balance.hardware"
+        found.append(
+            f"{key} rests on measuring the whole model on each device, but with {what} none holds it; remove it"
+        )
+    return found
+
+
+def _inside_problems(train: TrainSection) -> list[str]:
+    """What is wrong with the steps that are to be looked into."""
+    found = []
+    snapshot = train.memory_snapshot
+    if snapshot > train.steps:
+        found.append(f"train.memory_snapshot {snapshot} comes after the last step {train.steps}; lower it")
+    if train.profile is not None:
+        first, last = (int(part) for part in train.profile.split("-"))
+        if first > last:
+            found.append(f"train.profile {train.profile} ends before it begins; write the first step first")
+        elif last > train.steps:
+            found.append(f"train.profile {train.profile} goes beyond the last step {train.steps}; lower it")
+        elif first <= snapshot <= last:
+            found.append(
+                f"train.memory_snapshot {snapshot} lies within train.profile {train.profile}, and both trace; choose a "
+                "step outside"
+            )
+    return found
+
+
+def _mixture_problems(sources: list[str | SourceSection]) -> list[str]:
+    weights = [source.weight if isinstance(source, SourceSection) else 1.0 for source in sources]
+    if not any(isinstance(source, SourceSection) for source in sources):
+        return []
+    least = sum(weights) / balance.MIXTURE_BLOCK
+    # Raising it raises the sum, too, and what is rounded must be rounded up.
+    enough = sum(weight for weight in weights if weight >= least) / max(1, balance.MIXTURE_BLOCK - len(weights)) * 1.01
+    return [
+        f"data.source gives {', '.join(source.path)} the weight {source.weight:g}, less than one sequence in "
+        f"{balance.MIXTURE_BLOCK}; raise it to {enough:.3g} or more, or remove that source"
+        for source in sources
+        if isinstance(source, SourceSection) and source.weight < least
+    ]
+
+
+def is_own(config: Config) -> bool:
+    """Whether the task is of a user's own."""
+    return config.task.code is not None
+
+
+def _callback_problems(config: Config) -> list[str]:
+    if config.callback.options and config.callback.code is None:
+        return ["callback.options are arguments of the class Callback of callback.code, which is not set; remove them"]
+    return []
+
+
+def _task_problems(config: Config) -> list[str]:
+    task, found = config.task, []
+    if task.kind == "own" and task.code is None:
+        found.append("task.kind own needs task.code, the Python file with the class Task; set it")
+    if task.code is not None and task.kind not in ("auto", "own"):
+        found.append(f"task.code brings a task of its own, but task.kind is {task.kind}; remove one of them")
+    found += _encoder_problems(config)
+    if task.options and task.code is None:
+        found.append("task.options are arguments of the class Task of task.code, which is not set; remove them")
+    return found
+
+
+def _encoder_problems(config: Config) -> list[str]:
+    """Keys that only some tasks of a BERT read."""
+    task, data, found = config.task, config.data, []
+    kind = "masked" if task.kind == "auto" and is_bert(config) else task.kind
+    readers = {
+        "task.mask_share": ("masked",),
+        "task.whole_word": ("masked",),
+        "task.next_sentence": ("masked",),
+        "task.labels": LABELLED,
+        "data.tokens_key": ("tag",),
+        "data.tags_key": ("tag",),
+        "data.label_key": ("classify",),
+        "data.pair_key": ("classify",),
+    }
+    for key, kinds in readers.items():
+        section, name = key.split(".")
+        given = getattr(config, section)
+        if getattr(given, name) != type(given).model_fields[name].default and kind not in kinds:
+            found.append(f"{key} is for task.kind {' and '.join(kinds)}, but it is {kind}; remove it")
+    if kind in ("masked", *LABELLED):
+        if data.format != "text" and (kind, data.format) != ("masked", "masked"):
+            found.append(f"data.format {data.format} is for task.kind language, but it is {kind}; remove it")
+        if data.isolate_documents:
+            found.append(f"data.isolate_documents is for task.kind language, but it is {kind}; remove it")
+        if data.seq_len < 8:
+            found.append(f"data.seq_len is {data.seq_len}, but a sequence of BERT's needs 8 tokens at least; raise it")
+    if data.format == "masked" and kind != "masked":
+        found.append(f"data.format masked is for task.kind masked of a BERT, but it is {kind}; set that, or remove it")
+    if data.format == "masked" and task.whole_word:
+        found.append("task.whole_word chooses what is masked, but with data.format masked that is done; remove it")
+    if kind == "masked" and task.mask_share == 0:
+        found.append("task.mask_share is 0, so nothing would be predicted; set it to 0.15, say")
+    if task.labels != "auto" and len(set(task.labels)) < len(task.labels):
+        found.append("task.labels names a label twice; name each once")
+    return found
+
+
+def _own_problems(config: Config) -> list[str]:
+    """Keys of the built-in models and data, which a task of a user's own does without."""
+    found = []
+    for name, kept in (("model", ()), ("data", ("cache",))):
+        section = getattr(config, name)
+        given = [
+            key
+            for key, info in type(section).model_fields.items()
+            if key not in kept and getattr(section, key) != info.default
+        ]
+        if given:
+            found.append(
+                f"{', '.join(f'{name}.{key}' for key in given)} cannot be set together with task.code, which brings a "
+                f"{'network' if name == 'model' else 'data set'} of its own; remove it, or make it one of task.options"
+            )
+    return found
+
+
+def _model_problems(config: Config) -> list[str]:
+    found, model = [], config.model
+    shape_given = [name for name in SHAPE_FIELDS if getattr(model, name) is not None]
+    if model.preset and model.from_hf:
+        found.append("model.preset and model.from_hf both say what the shapes are; remove one of them")
+    elif model.from_hf and (shape_given or model.vocab_size != "auto"):
+        named = ", ".join(
+            f"model.{name}" for name in [*shape_given, *(["vocab_size"] if model.vocab_size != "auto" else [])]
+        )
+        found.append(f"{named} cannot be set together with model.from_hf, whose folder fixes the shapes; remove it")
+    elif not model.preset and not model.from_hf:
+        missing = [f"model.{name}" for name in ("hidden", "layers", "heads") if getattr(model, name) is None]
+        if missing:
+            found.append(f"{', '.join(missing)} must be set, or model.preset, or model.from_hf")
+        else:
+            # A vocabulary that is not known yet has about as many tokens as one that would be trained.
+            found += shape_problems(config, shape_of(config, None, vocab_size=config.data.tokenizer_vocab))
+    elif model.preset and model.preset not in PRESETS:
+        found.append(unknown_preset(model.preset))
+    elif model.preset:
+        found += shape_problems(config, shape_of(config, None))
+    if model.lora is not None and not model.from_hf:
+        why = "model.lora trains adapters beside frozen weights, and weights that were only drawn are worth no adapter"
+        found.append(f"{why}; set model.from_hf to the folder of a trained model, or remove model.lora")
+    return found

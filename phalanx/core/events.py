@@ -1,0 +1,56 @@
+"""Events: what happens to a run, a line each in `events.jsonl`."""
+
+import enum
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.json_lines import append_line
+
+
+class Kind(enum.StrEnum):
+    """Kinds of lines in `events.jsonl`."""
+
+    RUN_STARTED = "run_started"
+    RESOLVED = "resolved"  # an `auto` got its value: key, value, reason
+    PLANNED = "planned"  # layout, keys, step_s, why, basis, again
+    COMPARED = "compared"  # step, steps, basis, predicted_s, measured_s, terms, off, memory
+    ATTEMPT_STARTED = "attempt_started"  # pids by rank
+    RESUMED = "resumed"  # step, checkpoint or memory
+    MEASURING = "measuring"  # ranks, reason
+    MEASURED = "measured"  # devices (rank, model, most, sequences_per_s), seconds
+    DEVICES_CHANGED = "devices_changed"  # reason
+    MEMORY_LIMITED = "memory_limited"  # most, by rank
+    CHECKPOINT_SAVED = "checkpoint_saved"  # step, bytes, seconds
+    CHECKPOINT_FAILED = "checkpoint_failed"  # step, reason
+    CHECKPOINT_SKIPPED = "checkpoint_skipped"  # step, reason
+    CHECKPOINT_REFUSED = "checkpoint_refused"  # step, reason
+    SHARED = "shared"  # step, shares, parts, why: what an attempt begins with
+    ORDERED = "ordered"  # step (the first with this order of transfers), bytes_per_s, compute_s, transfers_s
+    RESHARED = "reshared"  # step (the first with these shares), shares, parts, why, before_s, after_s
+    EVALUATED = "evaluated"  # step, set, loss, tokens, seconds, scores, unit
+    STEP_SKIPPED = "step_skipped"  # step, reason
+    ROLLED_BACK = "rolled_back"  # step, from_step, reason, first, last: the steps whose data are passed over
+    CORRUPTED = "corrupted"  # step, ranks, parameters, devices, repaired
+    SLOW = "slow"  # rank, host, factor, seconds
+    INJECTED = "injected"  # rank, step, fault
+    WORKER_DIED = "worker_died"  # rank, pid, signal or exit_code, reason; of a signal also what it was doing
+    RESTARTED = "restarted"  # attempt
+    GAVE_UP = "gave_up"  # reason: why no other attempt is made
+    NODE_JOINED = "node_joined"  # node, host, ranks
+    NODE_LOST = "node_lost"  # node, host, reason
+    INCIDENT = "incident"  # what, done, seconds, step, phases
+    SIGNALLED = "signalled"  # signal
+    STOPPED = "stopped"  # step
+    FINISHED = "finished"  # step, seconds (if rank 0 has said so itself)
+    EXPORTED = "exported"  # folder
+    PROFILED = "profiled"  # first, last, phases, operators, folder
+    MEMORY_RECORDED = "memory_recorded"  # step, peak_bytes, phases, folder
+    HEALTH = "health"  # host, after, verdict, findings
+    WARNING = "warning"  # message
+
+
+def write_event(path: Path, kind: str, attempt: int, **details: Any) -> dict[str, Any]:
+    """Append an event (kind, time, attempt and details) to `events.jsonl` and return it."""
+    append_line(path, event := {"kind": str(kind), "time": time.time(), "attempt": attempt, **details})
+    return event

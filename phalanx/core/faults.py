@@ -1,0 +1,153 @@
+"""Faults that a user asks for, to see what a run does about them: `--inject kill:rank=1,step=7`.
+
+This module says what they are and reads them; `workload/injection.py` makes them happen. No torch here.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.core.errors import ConfigError
+
+# What each kind does, and which keys it takes beside rank, step, attempt and every.
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "kill": ("the rank kills itself by SIGKILL", ("phase",)),
+    "crash": ("it dies by SIGSEGV, as a fault in native code does", ("phase",)),
+    "exception": ("it raises a RuntimeError", ("phase",)),
+    "hang": ("it sleeps for ever", ("phase",)),
+    "freeze": ("it stops itself by SIGSTOP", ("phase",)),
+    "node-down": ("its node's agent and all its ranks are gone at once, as when a machine crashes", ("phase",)),
+    "oom": ("it raises what the device's allocator raises when memory runs out", ("phase",)),
+    "slow": ("its forward and backward passes take `factor` times as long, for `steps` steps", ("factor", "steps")),
+    "nan": ("its loss is not a number", ()),
+    "spike": ("its loss is `factor` times as large", ("factor",)),
+    "bit-flip": ("a bit of a parameter changes in its memory, behind the step", ("parameter", "element", "bit")),
+    "disk-full": ("its part of the next checkpoint finds no room on the disk", ()),
+    "corrupt-checkpoint": ("a byte of its file of the next checkpoint changes when that is saved", ()),
+}
+WHERE = ("data", "forward", "backward", "update")  # phases of a step at the beginning of which a rank can fail
+EXAMPLE = "such as kill:rank=1,step=7"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. `attempt` is the one that it happens in, once; with `every` it happens in each, whenever the step
+    comes."""
+
+    kind: str
+    step: int
+    rank: int = 0
+    attempt: int = 1
+    every: bool = False
+    phase: str = "forward"
+    factor: float = 3.0
+    steps: int = 10
+    parameter: str | None = None
+    element: int | None = None
+    bit: int = 20
+
+    @property
+    def text(self) -> str:
+        """As a user writes it, without what is left as it is by default."""
+        told: list[tuple[str, Any]] = [("rank", self.rank), ("step", self.step)]
+        for field in dataclasses.fields(self)[3:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                told.append((field.name, str(value).lower() if isinstance(value, bool) else value))
+        return f"{self.kind}:{','.join(f'{name}={value}' for name, value in told)}"
+
+    @property
+    def last(self) -> int:
+        """The last step that it concerns."""
+        return self.step + self.steps - 1 if self.kind == "slow" else self.step
+
+    def is_of(self, attempt: int) -> bool:
+        return self.every or attempt == self.attempt
+
+
+def parse(texts: Iterable[str]) -> list[Fault]:
+    """The faults that options name, several in one with `;` between. Raises ConfigError for the first mistake."""
+    return [_fault(one.strip()) for text in texts for one in text.split(";") if one.strip()]
+
+
+def _fault(text: str) -> Fault:
+    kind, _, rest = text.partition(":")
+    if kind not in KINDS:
+        near = difflib.get_close_matches(kind, KINDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(KINDS)}"
+        raise ConfigError(f"--inject {text}: there is no fault {kind!r}; {hint}")
+    allowed = ("rank", "step", "attempt", "every", *KINDS[kind][1])
+    values: dict[str, Any] = {}
+    for pair in filter(None, rest.split(",")):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not value:
+            raise ConfigError(f"--inject {text}: {pair!r} is no key=value; write it {EXAMPLE}")
+        if name not in allowed:
+            raise ConfigError(f"--inject {text}: {kind} takes no {name}; it takes {', '.join(allowed)}")
+        if name in values:
+            raise ConfigError(f"--inject {text}: {name} is given twice; leave one out")
+        values[name] = _value(text, name, value)
+    if "step" not in values:
+        raise ConfigError(f"--inject {text}: it needs a step to happen in, {EXAMPLE}")
+    return Fault(kind, **values)
+
+
+def _value(text: str, name: str, value: str) -> Any:
+    least = {"rank": 0, "step": 1, "attempt": 1, "steps": 1, "element": 0, "bit": 0}
+    if name in least:
+        if not value.isdecimal() or not value.isascii() or len(value) > 15 or int(value) < least[name]:
+            raise ConfigError(f"--inject {text}: {name} must be a whole number from {least[name]}, not {value!r}")
+        return int(value)
+    if name == "every":
+        if value not in ("true", "false"):
+            raise ConfigError(f"--inject {text}: every is true or false, not {value!r}")
+        return value == "true"
+    if name == "factor":
+        try:
+            factor = float(value)
+        except ValueError:
+            factor = 0.0
+        if not 1.0 < factor <= 1e6:
+            raise ConfigError(f"--inject {text}: factor must be a number above 1, and 1e6 at most, not {value!r}")
+        return factor
+    if name == "phase" and value not in WHERE:
+        raise ConfigError(f"--inject {text}: phase is one of {', '.join(WHERE)}, not {value!r}")
+    return value
+
+
+def check(faults: Sequence[Fault], world: int, steps: int, local: bool, nodes: int = 1) -> None:
+    """Raise ConfigError for the first fault that could not happen in a run of `world` ranks and `steps` steps, whose
+    folder is a `local` one or at a URL, and that has agents on so many `nodes`."""
+    for fault in faults:
+        given = f"--inject {fault.text}"
+        if fault.rank >= world:
+            ranks = "rank 0" if world == 1 else f"ranks 0 to {world - 1}"
+            raise ConfigError(f"{given}: there is no rank {fault.rank} in a run of {ranks}; name one of these")
+        if fault.step > steps:
+            raise ConfigError(f"{given}: the run has {steps} steps (train.steps); choose one of these")
+        if fault.kind == "corrupt-checkpoint" and not local:
+            raise ConfigError(f"{given}: checkpoints at a URL are not touched; use a run folder on a disk")
+        if fault.kind == "node-down" and nodes < 2:
+            raise ConfigError(f"{given}: without another node (--nodes) nobody would be left; use kill")
+
+
+def absolute(faults: Iterable[Fault], first_attempt: int) -> tuple[Fault, ...]:
+    """Faults whose attempts count from the first one of a run folder, given those that count from the first one of a
+    command."""
+    return tuple(dataclasses.replace(fault, attempt=first_attempt + fault.attempt - 1) for fault in faults)
+
+
+def plain(faults: Iterable[Fault]) -> list[dict[str, Any]]:
+    """JSON-able, for other nodes."""
+    return [dataclasses.asdict(fault) for fault in faults]
+
+
+def from_plain(rows: Iterable[Mapping[str, Any]]) -> tuple[Fault, ...]:
+    return tuple(Fault(**row) for row in rows)
+
+
+def missed(faults: Sequence[Fault], happened: Collection[str]) -> list[Fault]:
+    """Faults that did not happen; `happened` has the texts of those that did."""
+    return [fault for fault in faults if fault.text not in happened]

@@ -1,0 +1,179 @@
+"""Collectives of all ranks, by their own backend and through the host: do the values arrive, and how fast?"""
+
+import functools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.comm.collectives import Traffic, all_gather, all_reduce, reduce_scatter
+from phalanx.comm.mesh import Mesh, join
+from phalanx.comm.p2p import Messages
+from phalanx.core import round_robin
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import write_atomic
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.doctor.isolation import note_end
+from phalanx.doctor.results import CheckState, Line
+from phalanx.elastic.node import agent
+from phalanx.elastic.node.job import Job
+from phalanx.report import event_text
+from phalanx.system import accelerator
+
+TIMEOUT_S = 60.0  # of a collective
+PARTS = (1, 1000, 2**16)  # numbers of each rank's part of a tensor
+ROUNDS = 3
+TIMED_BYTES, TIMED_BYTES_ON_HOST = 2**24, 2**22
+OWN, THROUGH_HOST = "own", "host"
+REMEDIES = {
+    OWN: "see what NCCL_DEBUG=INFO says of it, and try NCCL_P2P_DISABLE=1, and then with NCCL_SHM_DISABLE=1",
+    THROUGH_HOST: "have the host's memory looked at (`phalanx health --deep`), and what filters loopback",
+}
+NAMES = {OWN: "collectives", THROUGH_HOST: "collectives-host"}
+
+
+def exchanged(folder: Path, devices: Sequence[str]) -> list[Line]:
+    """Run collectives and messages of all ranks, one for each of `devices`."""
+    if len(devices) == 1:
+        return [Line("collectives", CheckState.SKIPPED, "there is one device, and nobody to exchange anything with")]
+    died: list[str] = []
+
+    def note(kind: str, details: dict[str, Any]) -> None:
+        if kind == Kind.WORKER_DIED:
+            died.append(event_text.sentence({"kind": kind, **details}))
+
+    folder.mkdir()
+    job = Job(
+        world=len(devices),
+        worker=functools.partial(_rank, folder),
+        paths=RunPaths(folder),
+        devices=list(devices),
+        on_event=note,
+        grace_s=1.0,
+    )
+    code = agent.run(job)
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    failed = "" if code == ExitCode.DONE else "; ".join(died) or f"exit code {code}"
+    if failed:
+        for log in sorted(folder.glob("logs/*/*.log")):
+            note_end(log)
+    return judged(rows, len(devices), failed)
+
+
+def judged(rows: Sequence[dict[str, Any]], world: int, failed: str) -> list[Line]:
+    """What the ranks' files tell; `failed` says what went wrong, empty where nothing did."""
+    if failed:
+        text = f"{world} ranks could not exchange anything ({failed}); {REMEDIES[OWN]}"
+        return [Line("collectives", CheckState.WRONG, text)]
+    lines, rates = [], {}
+    for way in (OWN, THROUGH_HOST):
+        told = [row[way] for row in rows if way in row]
+        if not told:
+            continue
+        wrong = sorted({what for each in told for what in each["wrong"]})
+        rates[way] = min(each["bytes_per_s"] for each in told)
+        backend = told[0]["backend"]
+        if wrong:
+            text = f"{world} ranks got other values than were sent by {backend}, in {', '.join(wrong)}"
+            lines.append(Line(NAMES[way], CheckState.WRONG, f"{text}; {REMEDIES[way]}"))
+            continue
+        text = f"{world} ranks exchange by {backend}, and the values are exact ({rates[way] / 1e9:.3g} GB/s reduced)"
+        lines.append(Line(NAMES[way], CheckState.OK, text, rates[way]))
+    if rates.get(OWN, 0.0) < rates.get(THROUGH_HOST, 0.0) and OWN in rates:
+        text = "the devices' own collectives are slower than through the host's memory; NCCL_DEBUG=INFO says which way "
+        lines.append(
+            Line("collectives speed", CheckState.SLOW, f"{text}they take, and `nvidia-smi topo -m` which there are")
+        )
+    return lines
+
+
+def _rank(folder: Path, placement: Placement) -> int:
+    device = torch.device(placement.device)
+    accelerator.use(device, accelerator.threads_of(placement.threads, placement.local_world))
+    found: dict[str, Any] = {}
+    with join(placement, TIMEOUT_S) as mesh:
+        for way, group in _groups(mesh):
+            found[way] = {
+                "backend": str(dist.get_backend(group)),
+                "wrong": sorted(_wrong(mesh, group)),
+                "bytes_per_s": _rate(mesh, group),
+            }
+    write_atomic(folder / f"rank-{placement.rank}.json", json.dumps(found))
+    return ExitCode.DONE
+
+
+def _groups(mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    if not mesh.on_host and dist.get_backend(mesh.transfers) != "gloo":
+        yield OWN, mesh.transfers
+    yield THROUGH_HOST, mesh.split(mesh.world, through_host=True)[0]
+
+
+def _given(count: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """Whole numbers, the sums of which are exact in the type, on up to 85 ranks."""
+    numbers = torch.arange(count) % 3 + rank % 2 if dtype == torch.bfloat16 else torch.arange(count) % 1021 + 3 * rank
+    return numbers.to(dtype)
+
+
+def _wrong(mesh: Mesh, group: dist.ProcessGroup) -> set[str]:
+    """Which operations gave other values than they must."""
+    wrong = set()
+    for dtype in (torch.float32, torch.bfloat16):
+        for part in PARTS:
+            count = part * mesh.world
+            everyone = [_given(count, rank, dtype) for rank in range(mesh.world)]
+            total = torch.stack([each.double() for each in everyone]).sum(0)
+            mine, own = everyone[mesh.rank], slice(mesh.rank * part, (mesh.rank + 1) * part)
+            for _ in range(ROUNDS):
+                # Computed by the device right before: what is sent too early is another number.
+                summed = mine.to(mesh.device) * 2 - mine.to(mesh.device)
+                gathered, shard = torch.empty_like(summed), torch.empty_like(summed[own])
+                scattered = summed.clone()
+                pending = [
+                    all_gather(gathered, summed[own].clone(), group, Traffic()),
+                    reduce_scatter(shard, scattered, group, Traffic()),
+                    all_reduce(summed, group, Traffic()),
+                ]
+                for each in pending:
+                    each.wait()
+                expected = torch.cat([each[r * part : (r + 1) * part] for r, each in enumerate(everyone)])
+                for name, result, right in (
+                    ("all-gather", gathered, expected.double()),
+                    ("reduce-scatter", shard, total[own]),
+                    ("all-reduce", summed, total),
+                ):
+                    if not torch.equal(result.cpu().double(), right):
+                        wrong.add(f"{name} of {str(dtype).removeprefix('torch.')}")
+    return wrong | _wrong_messages(mesh, group)
+
+
+def _wrong_messages(mesh: Mesh, group: dist.ProcessGroup) -> set[str]:
+    letters, wrong = Messages(group, mesh.device, Traffic(), most=1), set()
+    for other in round_robin.meetings(mesh.rank, mesh.world):
+        if other is not None:
+            mine, theirs = (_given(PARTS[-1], rank, torch.float32) for rank in (mesh.rank, other))
+            got = letters.exchange(mine.to(mesh.device), other)
+            if not torch.equal(got.cpu(), theirs):
+                wrong.add(f"messages between {min(mesh.rank, other)} and {max(mesh.rank, other)}")
+    letters.close()
+    return wrong
+
+
+def _rate(mesh: Mesh, group: dist.ProcessGroup) -> float:
+    """Bytes a second of an all-reduce over all ranks."""
+    tensor = torch.zeros(
+        TIMED_BYTES_ON_HOST if mesh.on_host else TIMED_BYTES, dtype=torch.uint8, device=mesh.device
+    ).view(torch.float32)
+    best_s = float("inf")
+    for _ in range(ROUNDS):
+        mesh.sum([0.0])  # all begin together
+        begun = time.perf_counter()
+        all_reduce(tensor, group, Traffic()).wait()
+        accelerator.wait(mesh.device)
+        best_s = min(best_s, time.perf_counter() - begun)
+    return tensor.nbytes / best_s

@@ -1,0 +1,157 @@
+"""What this machine is and has, as far as that can be seen without training on it."""
+
+import os
+import platform
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from phalanx import __version__
+from phalanx.core.errors import ConfigError, RunError
+from phalanx.doctor.results import CheckState, Line, of_finding
+from phalanx.health import checks
+from phalanx.health import host as host_health
+from phalanx.health.devices import Device
+from phalanx.health.findings import Severity
+from phalanx.launch.slurm import commands as slurm
+
+SENT_BYTES = 2**20  # over loopback and back
+LOOPBACK_S = 5.0
+
+
+def python() -> list[Line]:
+    """Versions, and whether this system can run Phalanx."""
+    libc = " ".join(platform.libc_ver()).strip() or "an unknown C library"
+    text = (
+        f"Phalanx {__version__} on Python {platform.python_version()}, {platform.system()} {platform.release()} "
+        f"({platform.machine()}), {libc}"
+    )
+    if sys.platform != "linux":
+        return [Line("python", CheckState.WRONG, f"{text}; Phalanx runs on Linux alone")]
+    return [Line("python", CheckState.OK, text)]
+
+
+def node(run_dir: Path, cache: Path) -> list[Line]:
+    """All that `phalanx health` looks at, and the disk of the data's cache."""
+    findings = checks.looked_at(checks.Scope(folder=run_dir))
+    room = checks.Check(
+        "cache folder", lambda: host_health.disk(cache, what="cache folder"), checks.DISK_S, Severity.RESET
+    )
+    return [of_finding(finding) for finding in [*findings, *checks.carried_out([room])]]
+
+
+def network(interfaces: Path = Path("/sys/class/net"), cards: Path = Path("/sys/class/infiniband")) -> list[Line]:
+    """Whether processes of this machine reach each other, and which networks lead to others."""
+    try:
+        lines = [_loopback()]
+    except OSError as error:
+        text = (
+            f"processes cannot reach each other over 127.0.0.1 ({error.strerror or error}); bring the interface lo up"
+        )
+        lines = [Line("loopback", CheckState.WRONG, f"{text}, and let a firewall pass it")]
+    found = [_interface(place) for place in sorted(interfaces.glob("*")) if place.name != "lo"]
+    shown = [name for name in found if name]
+    rdma = sorted(card.name for card in cards.glob("*"))
+    if not shown and not rdma:
+        return [
+            *lines,
+            Line("network", CheckState.MISSING, "there is no interface that is up, but lo: one machine alone"),
+        ]
+    with_rdma = f"; RDMA by {', '.join(rdma)}" if rdma else "; none with RDMA"
+    return [*lines, Line("network", CheckState.OK, f"{', '.join(shown) or 'no Ethernet'}{with_rdma}")]
+
+
+def _interface(place: Path) -> str:
+    """An interface with its speed, empty where it is down."""
+    try:
+        if (place / "operstate").read_text().strip() == "down":
+            return ""
+        speed = int((place / "speed").read_text())
+    except (OSError, ValueError):  # a virtual one, which has no speed
+        speed = -1
+    return f"{place.name} ({speed / 1000:g} Gbit/s)" if speed > 0 else place.name
+
+
+def _loopback() -> Line:
+    data = os.urandom(SENT_BYTES)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(LOOPBACK_S)
+        with socket.create_connection(listener.getsockname(), LOOPBACK_S) as client:
+            server, _ = listener.accept()
+            server.settimeout(LOOPBACK_S)
+            with server:
+                sending = threading.Thread(target=client.sendall, args=(data,), daemon=True)
+                sending.start()
+                received = bytearray()
+                while len(received) < len(data) and (part := server.recv(1 << 16)):
+                    received += part
+                sending.join(LOOPBACK_S)
+    if received != data:
+        raise OSError(5, "other bytes have arrived than were sent")
+    return Line("loopback", CheckState.OK, "processes reach each other over 127.0.0.1")
+
+
+def scheduler() -> list[Line]:
+    """Whether Slurm is here, and answers."""
+    try:
+        partitions = slurm.partitions()
+    except ConfigError:
+        return [Line("slurm", CheckState.MISSING, "there is no Slurm here; `phalanx train` needs none")]
+    except RunError as error:
+        text = f"Slurm's commands are here, and do not answer ({error}); `phalanx launch` can give it no run"
+        return [Line("slurm", CheckState.MISSING, text)]
+    names = ", ".join(f"{each.name} ({each.nodes} nodes)" for each in partitions) or "none"
+    return [Line("slurm", CheckState.OK, f"Slurm answers; its partitions: {names}")]
+
+
+def pytorch() -> list[Line]:
+    """PyTorch, which must be imported already."""
+    import torch
+
+    from phalanx.system import accelerator
+
+    return [Line("torch", CheckState.OK, f"PyTorch {torch.__version__}, built for {accelerator.built_for()}")]
+
+
+def devices(
+    found: Mapping[str, Device], accelerators: Sequence[str], insisted: bool, gpus_of_driver: int | None
+) -> list[Line]:
+    """What ranks may run on. `insisted`: accelerators are asked for; `gpus_of_driver`: what NVIDIA's driver knows."""
+    if not accelerators:
+        return [_none(found["cpu"], insisted, gpus_of_driver or 0)]
+    lines = []
+    for model in sorted({found[name].model for name in accelerators}):
+        names = [name for name in accelerators if found[name].model == model]
+        first = found[names[0]]
+        shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        text = f"{len(names)} x {model} ({shown}), {first.memory_bytes / 2**30:.1f} GiB of memory each"
+        bf16 = "computes in bf16" if first.bf16 else "does not compute in bf16, so runs take fp16"
+        lines.append(Line("devices", CheckState.OK, f"{text}; {bf16}", len(names)))
+    if gpus_of_driver is not None and gpus_of_driver > len(accelerators):
+        text = (
+            f"NVIDIA's driver knows {gpus_of_driver} GPUs and PyTorch {len(accelerators)} of them: the job, the "
+            "container or a variable of the environment hides the others; give them back if they are meant"
+        )
+        lines.append(Line("devices", CheckState.SLOW, text, len(accelerators)))
+    return lines
+
+
+def _none(cpu: Device, insisted: bool, gpus_of_driver: int) -> Line:
+    from phalanx.system import accelerator
+
+    built = accelerator.built_for()
+    here = f"the CPU: {cpu.cores} cores, {cpu.memory_bytes / 2**30:.1f} GiB"
+    if not insisted and not gpus_of_driver:
+        return Line("devices", CheckState.OK, f"there is no accelerator; ranks run on {here}", 0)
+    if built == accelerator.CPUS:
+        why = "is built for CPUs only; install a PyTorch that is built for the accelerators of this machine"
+    else:
+        why = (
+            f"is built for {built}: look at the driver, at what the container or the job was given, and for a variable "
+            "of the environment that hides devices"
+        )
+    known = f", although NVIDIA's driver knows {gpus_of_driver}" if gpus_of_driver else ""
+    text = f"PyTorch finds no accelerator{known}, so ranks run on {here}; this PyTorch {why}"
+    return Line("devices", CheckState.WRONG if insisted else CheckState.SLOW, text, 0)

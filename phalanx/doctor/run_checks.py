@@ -1,0 +1,213 @@
+"""All checks of `phalanx doctor` in their order, each carried out in a process of its own, and told of as it ends.
+
+The process of the command never imports torch, which may crash as it is loaded: a child does, the examiner, and forks a
+process for each check that needs it. It tells what it does in a file of lines, which the command follows.
+"""
+
+import functools
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from phalanx.core.errors import PhalanxError
+from phalanx.core.json_lines import read_lines
+from phalanx.core.run_paths import RunPaths
+from phalanx.doctor import isolation, machine_checks
+from phalanx.doctor.results import LIBRARY, PROOFS, Check, CheckState, Line, from_json
+from phalanx.elastic.node import agent
+from phalanx.health.devices import DEVICES_TIMEOUT_S, PRELOAD, Device, warmed
+from phalanx.recovery import shared_memory
+from phalanx.system.fork import fork_call
+
+RUNS = "runs"
+IMPORT_S = 180.0
+CPU_RANKS = 2
+ARITHMETIC_S, ARITHMETIC_ON_HOST_S = 3.0, 0.5
+PROOF_S, PROOF_ON_HOST_S = 150.0, 90.0
+BESIDE_S = 30.0  # beyond a check's own limit, after which the examiner itself must hang
+DRIVER = "look at the driver's log (dmesg, nvidia-smi), reboot the machine if that does not help"
+
+
+class Audience(Protocol):
+    """Who is told of the examination as it goes on."""
+
+    def begin(self, name: str) -> None:
+        """A check begins."""
+
+    def line(self, line: Line) -> None:
+        """A check has said something."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is examined. `insisted`: it is about accelerators, and wrong where there is none; `only`: these checks, all
+    if there is none."""
+
+    insisted: bool
+    run_dir: Path
+    cache: Path
+    only: tuple[str, ...] = ()
+
+    def wants(self, name: str) -> bool:
+        return not self.only or name in self.only
+
+
+def examine(scope: Scope, folder: Path, audience: Audience) -> list[Line]:
+    """Carry all checks of a scope out, with files in `folder`; tells of each line, and returns all."""
+    lines: list[Line] = []
+    for check in _of_machine(scope):
+        if scope.wants(check.name):
+            audience.begin(check.name)
+            for line in isolation.carried_out(check, folder):
+                audience.line(line)
+                lines.append(line)
+    if scope.insisted or any(scope.wants(name) for name in (*LIBRARY, *PROOFS)):
+        gpus = [line.value for line in lines if line.check == "gpus" and isinstance(line.value, int | float)]
+        try:
+            lines += _examined(scope, folder, audience, int(gpus[0]) if gpus else None)
+        finally:
+            for run in folder.glob(f"{RUNS}/*"):  # one that was ended has not taken away what it kept there
+                if (kept := shared_memory.folder_of(RunPaths(run))) is not None:
+                    shutil.rmtree(kept, ignore_errors=True)
+    return lines
+
+
+def _of_machine(scope: Scope) -> list[Check]:
+    waits = "look for what it waits on (ps shows state D)"
+    return [
+        Check("python", machine_checks.python, 10.0, waits),
+        Check("health", functools.partial(machine_checks.node, scope.run_dir, scope.cache), 200.0, waits),
+        Check("network", machine_checks.network, 30.0, "look at the interface lo, and at what filters its packets"),
+        Check("slurm", machine_checks.scheduler, 45.0, "look at Slurm's controller (`scontrol ping`)"),
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------- with the library
+
+
+@dataclass
+class _Follower:
+    """What the examiner has written, read on by the command."""
+
+    file: Path
+    audience: Audience
+    lines: list[Line]
+    seen: int = 0
+    name: str = "torch"
+    until: float = 0.0
+
+    def poll(self) -> None:
+        """Raises PhalanxError where the examiner itself says nothing for too long."""
+        told = list(read_lines(self.file))[self.seen :] if self.file.exists() else []
+        self.seen += len(told)
+        for each in told:
+            if "begin" in each:
+                self.name, self.until = each["begin"], time.monotonic() + each["limit_s"] + BESIDE_S
+                self.audience.begin(self.name)
+            else:
+                self.say(from_json(each))
+        if self.until and time.monotonic() > self.until:
+            raise PhalanxError(f"{self.name} has hung")
+
+    def say(self, line: Line) -> None:
+        self.lines.append(line)
+        self.audience.line(line)
+
+
+def _examined(scope: Scope, folder: Path, audience: Audience, gpus_of_driver: int | None) -> list[Line]:
+    follower = _Follower(folder / "lines.jsonl", audience, [])
+    try:
+        fork_call(_examiner, scope, folder, gpus_of_driver, timeout_s=None, meanwhile=follower.poll)
+        follower.poll()
+    except (PhalanxError, RuntimeError, OSError) as error:
+        how = "no answer in time, so it was ended" if isinstance(error, PhalanxError) else isolation.ended(error)
+        check = Check(follower.name, list, 0.0, f"install PyTorch anew, or {DRIVER}; nothing more was tried")
+        follower.say(*isolation.finished([isolation.failed(check, how)], 0.0, folder / "examiner.log"))
+    return follower.lines
+
+
+def _examiner(scope: Scope, folder: Path, gpus_of_driver: int | None) -> None:
+    """In a child: import torch, find the devices, and have a process for each proof."""
+    isolation.quiet(str(folder / "examiner.log"))
+    with open(folder / "lines.jsonl", "a", encoding="utf-8") as file:
+
+        def tell(tree: dict[str, Any]) -> None:
+            file.write(json.dumps(tree) + "\n")
+            file.flush()
+
+        def directly(check: Check) -> bool:
+            """By this process itself, for what it leaves behind; returns whether to go on."""
+            tell({"begin": check.name, "limit_s": check.limit_s})
+            begun = time.monotonic()
+            try:
+                lines = check.look()
+            except Exception as error:
+                lines = [isolation.failed(check, isolation.reason(error))]
+            lines = isolation.finished(lines, time.monotonic() - begun, folder / "examiner.log")
+            for line in lines:
+                tell(line.to_json())
+            return all(line.state != CheckState.WRONG for line in lines)
+
+        found: dict[str, Any] = {}
+        again = "install PyTorch anew, of the version that Phalanx asks for (pip install --force-reinstall torch)"
+        if not directly(Check("torch", _library, IMPORT_S, again)):
+            return
+        look = functools.partial(_devices, scope, gpus_of_driver, found)
+        if not directly(Check("devices", look, DEVICES_TIMEOUT_S, DRIVER)):
+            return
+        for check in _proofs(found["devices"], folder):
+            if scope.wants(check.name):
+                tell({"begin": check.name, "limit_s": check.limit_s})
+                for line in isolation.carried_out(check, folder):
+                    tell(line.to_json())
+
+
+def _library() -> list[Line]:
+    agent.preload(PRELOAD)
+    return machine_checks.pytorch()
+
+
+def _devices(scope: Scope, gpus_of_driver: int | None, found: dict[str, Any]) -> list[Line]:
+    devices, accelerators = warmed(on_cpu=False)
+    names = accelerators or ["cpu"] * CPU_RANKS
+    found["devices"] = [devices[name] for name in names]
+    return machine_checks.devices(devices, accelerators, scope.insisted, gpus_of_driver)
+
+
+def _proofs(devices: Sequence[Device], folder: Path) -> list[Check]:
+    """The proofs for ranks on devices, one for each."""
+    from phalanx.doctor import collective_checks, device_checks, training_checks
+
+    names = [device.name for device in devices]
+    own, on_cpu = list(dict.fromkeys(names)), names[0] == "cpu"
+    limit_s, seconds = (PROOF_ON_HOST_S, ARITHMETIC_ON_HOST_S) if on_cpu else (PROOF_S, ARITHMETIC_S)
+    first, place = names[0], training_checks.Place(folder / RUNS, tuple(names))
+    place.folder.mkdir()
+
+    def check(name: str, function: Callable[..., list[Line]], *arguments: Any, remedy: str = DRIVER) -> Check:
+        return Check(name, functools.partial(function, *arguments), limit_s, remedy)
+
+    train = functools.partial(check, remedy="the report has what it said; do not train here before this is found")
+    no_copies = [Line("copies", CheckState.SKIPPED, "ranks on the CPU copy nothing to a device")]
+    return [
+        check("arithmetic", device_checks.arithmetic, seconds, len(names), devices),
+        check("copies", (lambda: no_copies) if on_cpu else functools.partial(device_checks.copies, own)),
+        check("attention", device_checks.attend, first, remedy="use another version of PyTorch"),
+        check("compile", device_checks.compile_blocks, first, remedy="train with train.compile=false"),
+        check("memory-limit", device_checks.memory_limit, own),
+        check(
+            "collectives",
+            collective_checks.exchanged,
+            folder / "exchange",
+            names,
+            remedy=collective_checks.REMEDIES[collective_checks.OWN],
+        ),
+        train("one-rank", training_checks.one_rank, place),
+        *(train(f"zero-{zero}", training_checks.shards, place, zero) for zero in (1, 2, 3)),
+        train("resume", training_checks.resume, place),
+        train("time-limit", training_checks.hang, place),
+    ]

@@ -1,0 +1,89 @@
+"""What a node says of itself to the one that leads, and whether it fits. Pure, but for the reading of this process."""
+
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx.core.run_paths import shown
+from phalanx.elastic.membership.channel import Message
+from phalanx.elastic.membership.messages import problem_of_hello
+
+
+def own_hello(node: int, nodes: int, devices: list[Any], versions: Message, recipe: Message) -> Message:
+    """What a node says of itself: `devices` has name, model and bf16 of each rank; `nodes` counts spares too."""
+    return {
+        "role": "node", "node": node, "nodes": nodes, "host": platform.node(), "pid": os.getpid(), "devices": devices,
+        "versions": versions, "recipe": recipe,
+    }  # fmt: skip
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A recipe as dotted keys and values, as a hello has it."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def objection(hello: Message, leader: Message, to_node_0: bool) -> str | None:
+    """Why a node cannot take part with the one whose hello is `leader`, as a sentence for its user.
+
+    `to_node_0`: whether that is node 0 at the first meeting, whose number nobody else may have.
+    """
+    if (wrong := problem_of_hello(hello)) is not None:
+        return f"a node sent a greeting that makes no sense ({wrong}); use the same version of Phalanx on all nodes"
+    node, host, nodes = hello["node"], hello["host"], hello["nodes"]
+    versions, recipe, devices = hello["versions"], hello["recipe"], hello["devices"]
+    kinds = {kind_of(device) for device in [*devices, *leader["devices"]]}
+    who, there = f"node {node} ({host})", f"node {leader['node']}"
+    if nodes != leader["nodes"]:
+        return f"--nodes is {nodes} on {who} and {leader['nodes']} on {there}; give all nodes the same number"
+    if not (node > 0 if to_node_0 else node >= 0) or node >= nodes:
+        return f"{host} wants to be node {node} of {nodes}; give it a --node-rank that is not taken"
+    for name, version in leader["versions"].items():
+        if versions.get(name) != version:
+            theirs = versions.get(name, "missing")
+            return f"{name} is {theirs} on {who} and {version} on {there}; install the same version on all nodes"
+    different = [key for key in sorted({*recipe, *leader["recipe"]}) if recipe.get(key) != leader["recipe"].get(key)]
+    if different:
+        both = [(key, told(recipe.get(key)), told(leader["recipe"].get(key))) for key in different[:3]]
+        said = "; ".join(f"{key} is {theirs!r} on {who} and {here!r} on {there}" for key, theirs, here in both)
+        return f"{said}; start all nodes with the same recipe and the same keys"
+    if len(kinds) > 1:
+        return (
+            f"{who} trains on {kind_of(devices[0])} and {there} on {kind_of(leader['devices'][0])}, between which "
+            "nothing can be exchanged; hide the accelerators of all nodes, or of none"
+        )
+    return None
+
+
+def kind_of(device: list[Any]) -> str:
+    """The kind of a device of a hello: "cpu", or an accelerator's."""
+    return str(device[0]).partition(":")[0]
+
+
+def taken(node: int, holder: str, claimant: Message) -> str:
+    """What to say to the second of two that have the same number."""
+    return (
+        f"process {claimant['pid']} on {claimant['host']} says it is node {node}, which {holder} is already; give each "
+        "node a --node-rank of its own"
+    )
+
+
+def crowd(host: str, node: int) -> str:
+    """What to say of strangers who call again and again."""
+    return (
+        f"connections from {host} keep coming to node {node} without the job's secret; they are closed, and the job "
+        "goes on: find out what runs there, or keep it from the ports of the nodes by a firewall"
+    )
+
+
+def told(value: Any) -> Any:
+    """A value of a recipe as others may read it: without what is secret in a URL."""
+    if isinstance(value, dict):
+        return {key: told(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [told(each) for each in value]
+    return shown(value) if isinstance(value, str) else value

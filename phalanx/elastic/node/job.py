@@ -1,0 +1,154 @@
+"""What an agent runs on its node, and what it knows of the other nodes of the same job."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from phalanx.core.placement import Address, Kept, Placement, StoreAddress
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership.channel import Channel, Message
+from phalanx.elastic.node.watchdog import Blame, Known, Patience, Word
+
+
+class Others(Protocol):
+    """The other nodes of a job, as the agent of one sees them; nothing here waits."""
+
+    def descriptors(self) -> Mapping[int, int]:
+        """What poll() has to look at, and for what."""
+
+    def tend(self) -> None:
+        """Do all that can be done without waiting."""
+
+    def begin(self, number: int, port: int | None) -> StoreAddress | None:
+        """An attempt begins. Node 0 gives the loopback port of its store; another node gets the store's address."""
+
+    def due_s(self) -> float:
+        """Seconds until it is to be seen whether one of them is lost, if nothing is heard before."""
+
+    def broken(self) -> bool:
+        """Whether this attempt has to end here because of what happened elsewhere."""
+
+    def explained(self) -> bool:
+        """Whether it is known why, so that no rank here is waited for that might say it."""
+
+    def tell(self, number: int, word: Word) -> None:
+        """Tell what this node sees of its ranks of an attempt, so that it is known who hangs."""
+
+    def hung(self) -> list[Blame]:
+        """Ranks of this attempt, here or elsewhere, that have been found to hang since the last call."""
+
+    def stops(self) -> list[str]:
+        """Names of stop signals that other nodes got since the last call."""
+
+    def tell_stop(self, name: str) -> None:
+        """This node got a stop signal."""
+
+
+class Leading(Protocol):
+    """What the node that leads does beside its part."""
+
+    def tend(self) -> None:
+        """Do all that can be done without waiting."""
+
+    def hear(self, node: int, message: Message) -> None:
+        """Take what a member says."""
+
+    def greet(self, channel: Channel, hello: Message) -> None:
+        """Take a caller who is no member."""
+
+    def descriptors(self) -> Mapping[int, int]:
+        """What poll() has to look at, and for what."""
+
+    def close(self, over: tuple[int, str] | None) -> None:
+        """Leave nothing behind; who was about to come hears how the job ended, exit code and words, if it is `over`."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a job's ranks that one node has."""
+
+    node: int
+    first_rank: int
+    world: int  # ranks of the whole job
+    interface: str | None  # the network interface that leads to the other nodes, where it is known
+    nodes: int = 1  # that have ranks
+    partner: Address | None = None  # where the agent of the next one of them is
+    epoch: int | None = None  # in which its attempt was ordered
+
+
+def _nothing() -> None:
+    return None
+
+
+def _none() -> int:
+    return 0
+
+
+def _no() -> bool:
+    return False
+
+
+def _not_less(rank: int, tried: int, steps: int) -> None:
+    return None
+
+
+def _nothing_kept() -> None:
+    return None
+
+
+def _no_event(kind: str, details: dict[str, Any]) -> None:
+    return None
+
+
+@dataclass
+class Job:
+    """What an agent runs: `world` ranks of `worker` on this node, started anew up to `max_restarts` times in a row.
+
+    `progress` says how far the run has come for good (the last committed step, or that of the newest checkpoint); when
+    it has grown since the failure before, the count of restarts begins again. Ranks that fail `same_crash` times in the
+    same step at the same place are not started again. `kept` says what an attempt goes on from that is in shared
+    memory; it is asked when no rank lives. `after_out_of_memory` says whether, after a rank ran out of
+    memory, another attempt asks for less than the one before: then it is made, whatever the count.
+    `after_kernel_kill` is told of a rank that the kernel has killed for want of memory, of the sequences of its largest
+    micro-batch and of the steps that it had done in its attempt; it returns what to say where that is why it ran out of
+    memory, and has it ask for less if that can be. None: it is a death like any other.
+
+    `devices` has one name per rank (none given: all on the CPU). `paths` says where logs and causes of death go (None:
+    standard error, and no causes), `logs` whether ranks have logs or write to where their agent does. `held`: signals
+    that wait until a rank unblocks them, as one that trains does once it can heed them. `on_event(kind, details)` gets
+    the events; details always hold `attempt`. `on_idle` is called about every 0.1 s. `grace_s`: seconds that workers
+    get, after a stop signal, to finish their step and save, before they are killed. `part` and `others` belong to a job
+    on several nodes. `shared`: a folder in this node's shared memory, which outlives the ranks, where they may keep
+    their state if it `keeps` that; there their pulses are, by which ranks are ended for which nothing has changed for
+    longer than `patience` (None: for ever); `known` is what attempts of this job before
+    have shown of their steps.
+    """
+
+    world: int
+    worker: Callable[[Placement], int]
+    paths: RunPaths | None = None
+    devices: Sequence[str] = ()
+    max_restarts: int = 0
+    on_event: Callable[[str, dict[str, Any]], None] = _no_event
+    on_idle: Callable[[], None] = _nothing
+    first_attempt: int = 1
+    grace_s: float = 60.0
+    progress: Callable[[], int] = _none
+    after_out_of_memory: Callable[[], bool] = _no
+    after_kernel_kill: Callable[[int, int, int], str | None] = _not_less
+    part: Part | None = None
+    others: Others | None = None
+    shared: Path | None = None
+    keeps: bool = True
+    patience: Patience | None = None
+    known: Known = field(default_factory=Known)
+    kept: Callable[[], Kept | None] = _nothing_kept
+    same_crash: int = 3
+    logs: bool = True
+    held: Collection[int] = ()
+
+    def __post_init__(self) -> None:
+        self.devices = list(self.devices) or ["cpu"] * self.world
+        assert len(self.devices) == self.world >= 1, f"{self.world} ranks need as many devices, not {self.devices}"
+        assert (self.part is None) == (self.others is None), "a part of a job has other parts"

@@ -1,0 +1,124 @@
+"""Processes that are forked early: those that will be the next ranks, should the ones that run fail.
+
+A fork of the warm agent takes about 10 ms, so it is done while nobody waits for it. What is forked shares its agent's
+memory, does nothing until it is told which rank it is, and dies with its agent, as every rank does.
+"""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from phalanx.core.placement import ExitCode, Kept, KeptFile, Placement, StoreAddress
+from phalanx.elastic.node.job import Job
+from phalanx.elastic.node.worker import run_worker
+from phalanx.recovery.replica_client import receive, send
+from phalanx.system.fork import fork, kill_group
+
+LATER_S = 2.0  # after an attempt has begun: its own ranks come first
+TOLD_S = 5.0  # what one that waits gets to take its order
+
+Worker = Callable[[Placement], int]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    worker: Worker
+    pid: int
+    pidfd: int
+    told: socket.socket
+
+    def ended(self) -> bool:
+        return os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+class Early:
+    """Those that wait, as their agent sees them."""
+
+    def __init__(self) -> None:
+        self._waiting: list[_Waiting] = []
+        self._missing, self._not_before = 0, 0.0
+
+    def begin(self, job: Job) -> None:
+        """A job's ranks have been forked: as many may be needed again. Who waits for anything else is killed."""
+        self.close()
+        self._missing, self._not_before = job.world, time.monotonic() + LATER_S
+
+    def tend(self, job: Job) -> None:
+        """Fork one of those that are missing, if it is time and there is room; who has ended is not replaced."""
+        if self._missing and time.monotonic() >= self._not_before:
+            self._missing -= 1
+            try:
+                ours, theirs = socket.socketpair()
+            except OSError:  # no room for it: ranks are forked when they are needed, or it is said why not
+                return
+            ours.settimeout(TOLD_S)
+            with theirs:
+                try:
+                    pid, pidfd = fork(lambda: _wait(theirs, job), [theirs.fileno()], held=job.held)
+                except OSError:
+                    ours.close()
+                    return
+            self._waiting.append(_Waiting(job.worker, pid, pidfd, ours))
+
+    def take(self, job: Job, placement: Placement, interface: str | None) -> tuple[int, int] | None:
+        """Have one of them be a rank of a job; (pid, pidfd). None where nobody waits for that."""
+        while self._waiting:
+            each = self._waiting.pop(0)
+            if each.worker is job.worker and not each.ended():
+                listen_fd = None if placement.store is None else placement.store.listen_fd
+                with each.told, contextlib.suppress(OSError):  # it has just died, or does not take it: a dead rank
+                    socket.send_fds(each.told, [b"s"], [] if listen_fd is None else [listen_fd])
+                    send(each.told, {"placement": asdict(placement), "interface": interface})
+                return each.pid, each.pidfd
+            _end(each)
+        return None
+
+    def close(self) -> None:
+        """Kill those that still wait."""
+        while self._waiting:
+            _end(self._waiting.pop())
+        self._missing = 0
+
+
+def _end(each: _Waiting) -> None:
+    kill_group(each.pid)
+    os.waitpid(each.pid, 0)
+    os.close(each.pidfd)
+    each.told.close()
+
+
+def _wait(told: socket.socket, job: Job) -> int:
+    """In a child: be told which rank it is, and be that."""
+    with told:
+        _, descriptors, _, _ = socket.recv_fds(told, 1, 1)
+        try:
+            message = receive(told)
+        except OSError:  # its agent could not tell it; who is not needed is killed
+            return int(ExitCode.FAILED)
+    placement = _placement_of(message["placement"])
+    if placement.store is not None and placement.store.listen_fd is not None:
+        if not descriptors:  # no room for it here, and the agent's number of it means something else
+            return int(ExitCode.FAILED)
+        os.set_inheritable(descriptors[0], False)
+        placement = replace(placement, store=replace(placement.store, listen_fd=descriptors[0]))
+    return run_worker(job.worker, placement, job.paths, message["interface"], job.logs)
+
+
+def _placement_of(tree: dict[str, Any]) -> Placement:
+    """Read what `asdict` makes of a placement and JSON of that."""
+    store, kept, partner = tree["store"], tree["kept"], tree["partner"]
+    files = tuple(KeptFile(**{**each, "address": _address(each["address"])}) for each in kept["files"]) if kept else ()
+    told = {
+        "store": None if store is None else StoreAddress(**store),
+        "kept": None if kept is None else Kept(kept["step"], files),
+        "partner": _address(partner),
+    }
+    return Placement(**{**tree, **told})
+
+
+def _address(told: list[Any] | None) -> tuple[str, int] | None:
+    return None if told is None else (str(told[0]), int(told[1]))

@@ -1,0 +1,108 @@
+"""Requests to leave a node of a run out, to have it replaced, or to take it back: files in the run folder, one a node.
+
+Whoever watches the run reads them. A file names what is wanted now; the last one written holds.
+"""
+
+import enum
+import getpass
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.core.errors import ConfigError, RunError
+from phalanx.core.json_lines import write_atomic
+from phalanx.core.run_paths import RunPaths
+from phalanx.system import symlinks
+
+VERSION = 1
+BY_HEALTH = "its health check"  # who asks where no user does: heeded only where a spare takes the node's place
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+
+
+class Wanted(enum.StrEnum):
+    """What may be asked of a node."""
+
+    DRAIN = "drain"  # to be left at the next occasion
+    REPLACE = "replace"  # the same, and another one taken instead
+    RETURN = "return"  # to be used again
+
+
+@dataclass(frozen=True)
+class Request:
+    """`node` is a host name, or a number of the run's nodes; `time` in seconds since the epoch; `by` for people."""
+
+    node: str
+    wanted: Wanted
+    reason: str
+    time: float
+    by: str
+
+
+def check_name(node: str) -> None:
+    """Raises ConfigError for what cannot be a node's name, and so must not become a file's."""
+    if _NAME.fullmatch(node) is None:
+        raise ConfigError(f"{node!r} cannot be the name of a node; give a host name, or a node's number in the run")
+
+
+def ask(paths: RunPaths, node: str, wanted: Wanted, reason: str, by: str | None = None) -> Request:
+    """Write a request into a run folder, in the name of this user unless `by` says whose it is. Raises ConfigError for
+    a bad name, RunError where it cannot be written."""
+    check_name(node)
+    if not paths.events.exists():
+        raise RunError(f"{paths.shown} holds no run, so no node can be asked for there; name a run folder with --run")
+    symlinks.check(paths)
+    by = by or f"{_user()} on {socket.gethostname()}"
+    request = Request(node, wanted, reason, time.time(), by)
+    tree = {"version": VERSION, **vars(request)}
+    try:
+        paths.nodes.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(paths.node_request(node), json.dumps(tree) + "\n")
+    except OSError as error:
+        raise RunError(f"the request cannot be written to {paths.nodes} ({error.strerror}); mend its rights") from None
+    return request
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in a container that knows no name for it
+        return f"user {os.getuid()}"
+
+
+def requests(paths: RunPaths) -> list[Request]:
+    """All requests in a run folder, in order of time; a file that cannot be read asks for nothing."""
+    found = []
+    for path in sorted(paths.nodes.glob("*.json")):
+        try:
+            tree: Any = json.loads(path.read_text(encoding="utf-8"))
+            names = ("node", "wanted", "reason", "time", "by")
+            node, wanted, reason, when, by = (tree[name] for name in names)
+            request = Request(str(node), Wanted(wanted), str(reason), float(when), str(by))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if path.name == f"{request.node}.json":
+            found.append(request)
+    return sorted(found, key=lambda request: request.time)
+
+
+def newest_of(asked: Iterable[Request], number: int | str, host: str) -> Request | None:
+    """The last of these requests that names a node, by its number or its host; None where none does."""
+    named = [request for request in asked if request.node in (str(number), host)]
+    return max(named, key=lambda request: request.time, default=None)
+
+
+def health_reports(paths: RunPaths) -> dict[str, dict[str, Any]]:
+    """The newest results of each host's checks in a run folder, by host."""
+    found = {}
+    for path in sorted(paths.nodes.glob("*.health")):
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+            found[str(tree["host"])] = tree
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return found

@@ -1,0 +1,384 @@
+"""What a rank holds of one bucket while it trains: whole parameters, gradients on their way, and its own range."""
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from phalanx.comm.comm_thread import POLL_S, Lane, Mark
+from phalanx.engine.interface import Precision
+from phalanx.layout.buckets import Bucket, Fragment, Member
+from phalanx.system import accelerator
+
+IN_FLIGHT = 3  # gradient buffers of one size: one that is filled, one that is sent, one between
+IN_FLIGHT_RELEASED = 2  # where parameters are released: the backward pass waits for the link anyway
+
+
+Working = Callable[[int, torch.dtype], torch.Tensor | None]  # elements and type -> memory with any content
+
+
+def nothing(elements: int, dtype: torch.dtype) -> None:
+    """Where there is no other memory than new one."""
+    return None
+
+
+class Pool:
+    """Gradient buffers that are given back when they are summed. Who computes faster than the lane sends waits here,
+    but never for a lane that itself waits for the main thread."""
+
+    def __init__(self, most: int = IN_FLIGHT, keeps: bool = True) -> None:
+        """`most` buffers of one size, where their number is limited; `keeps`: those given back are used again, else
+        their memory is for anybody."""
+        self._most, self._keeps = most, keeps
+        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Mark]]] = {}
+        self._taken: dict[tuple[int, torch.dtype], int] = {}
+        self._changed = threading.Condition()
+        self._awaited: list[Mark] = []  # by the lane
+
+    def take(self, like: torch.Tensor, elements: int, lane: Lane, limited: bool) -> torch.Tensor:
+        """A buffer of `elements`, with any content; `limited`: wait if there are as many as may be of that size."""
+        size = (elements, like.dtype)
+        with lane.waiting(), self._changed:
+            while limited and self._taken.get(size, 0) >= self._most and all(mark.reached for mark in self._awaited):
+                self._changed.wait(POLL_S)
+                lane.check()
+            self._taken[size] = self._taken.get(size, 0) + 1
+            free = self._free.setdefault(size, [])
+            if not free:
+                return like.new_empty(elements)
+            buffer, given_back = free.pop()
+        given_back.wait()  # the device, not the host: it was set before
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor, lane: Lane) -> None:
+        """On the lane."""
+        size = (buffer.numel(), buffer.dtype)
+        if not self._keeps:
+            accelerator.used_here(buffer)
+        here = Mark(lane)
+        here.set()
+        with self._changed:
+            self._taken[size] -= 1
+            if self._keeps:
+                self._free[size].append((buffer, here))
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def starving(self, mark: Mark) -> Iterator[None]:
+        """The lane waits for the main thread to reach a mark."""
+        with self._changed:
+            self._awaited.append(mark)
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._awaited.remove(mark)
+
+
+@dataclass
+class Gradient:
+    """A bucket's gradient from its first micro-batch until it is summed over the ranks."""
+
+    first: bool  # of the step
+    buffer: torch.Tensor | None
+    ready: Mark
+    touched: set[int] = field(default_factory=set)  # members that have one, from any micro-batch
+    left: set[int] = field(default_factory=set)  # members that this micro-batch has none for yet
+    closed: bool = False  # it is the lane's now
+
+
+class Held:
+    """One bucket on one rank."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        rank: int,
+        device: torch.device,
+        precision: Precision,
+        lane: Lane,
+        pool: Pool | None,
+        released: bool,
+        working: Working = nothing,
+    ) -> None:
+        """`rank` among those that a copy of the state is sharded over. Without a `pool` the buffer for gradients is the
+        bucket's own for good; `released`: whole parameters are there only between `gathering` and `release`.
+        `working`: memory that may be had for what stays."""
+        self.bucket, self.fragments = bucket, tuple(bucket.fragments(rank))
+        self.names = [member.parameter.name for member in bucket.members]
+        self._own = [part.range(rank) for part in bucket.parts]  # elements of the bucket
+        self._precision, self._lane, self._pool = precision, lane, pool
+        own = None if released else working(bucket.elements, precision.compute)
+        self.values = torch.empty(bucket.elements, dtype=precision.compute, device=device) if own is None else own
+        self._released = released
+        self._bytes = self.values.untyped_storage().nbytes()
+        self._travelling: torch.Tensor | None = None
+        self._absent: torch.Tensor | None = None  # what stands for parameters that are released
+        # A frozen bucket that is released keeps its own range here.
+        kept = released and not bucket.trained
+        self._kept = self._by_part(self.values.new_zeros(bucket.share(rank), dtype=precision.shared)) if kept else None
+        self._parameters: list[nn.Parameter] = []
+        self._views: list[torch.Tensor] = []  # of the bucket, by parameter
+        self.used: set[str] = set()  # in this step, on this rank
+        if not bucket.trained:
+            return
+        # With any content: what no gradient comes for is zeroed when it is handed over.
+        self._sums = None if pool is not None else working(bucket.elements, precision.master)
+        if pool is None and self._sums is None:
+            self._sums = self.values.new_empty(bucket.elements, dtype=precision.master)
+        # The sum over the ranks of each part's own range.
+        self.reduced = (
+            self._by_part(self._new(bucket.share(rank)))
+            if self._sums is None
+            else [self._sums[start:stop] for start, stop in self._own]
+        )
+        self.gradient = Gradient(True, self._sums, Mark(lane), closed=True)
+
+    def _new(self, elements: int) -> torch.Tensor:
+        return torch.zeros(elements, dtype=self._precision.master, device=self.values.device)
+
+    def _by_part(self, own: torch.Tensor) -> list[torch.Tensor]:
+        return list(own.split([stop - start for start, stop in self._own]))
+
+    # ------------------------------------------------------------------------------------------------------- parameters
+
+    def take(self, parameters: Sequence[nn.Parameter], replaced: dict[int, nn.Parameter]) -> None:
+        """Make whole parameters views of the bucket. Those on meta cannot be: `replaced` gets what takes their place,
+        by the id of the old ones."""
+        with torch.no_grad():
+            for gap in self.bucket.gaps:  # all else is filled or gathered before anything reads it
+                self.values[gap].zero_()
+            for member, parameter in zip(self.bucket.members, parameters, strict=True):
+                # `data`: what is gathered into it later must not look to autograd like a change of the parameter.
+                view = self.values[member.at : member.end].view(member.parameter.shape).data
+                self._views.append(view)
+                if parameter.is_meta:
+                    replaced[id(parameter)] = nn.Parameter(view, requires_grad=parameter.requires_grad)
+                else:
+                    view.copy_(parameter)
+                    parameter.data = view
+        self._parameters = [replaced.get(id(parameter), parameter) for parameter in parameters]
+
+    def watch(self, fold: Callable[["Held", int, torch.Tensor], None]) -> list[RemovableHandle]:
+        """Call the method `fold` with the number of each member whose gradient a backward pass has completed."""
+        # What a tensor's hooks hold the garbage collector does not see: without weak references the model, and all that
+        # is held of it here, would never be given back.
+        here, method = weakref.ref(self), weakref.WeakMethod(fold)
+
+        def completed(index: int, parameter: torch.Tensor) -> None:
+            held, call = here(), method()
+            if held is not None and call is not None:
+                call(held, index, parameter)
+
+        return [
+            parameter.register_post_accumulate_grad_hook(functools.partial(completed, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def members(self) -> Iterator[tuple[Member, torch.Tensor]]:
+        """Each parameter with its whole values, flat."""
+        for member in self.bucket.members:
+            yield member, self.values[member.at : member.end]
+
+    def own(self, fragment: Fragment) -> torch.Tensor:
+        """The whole parameter's elements that a fragment is, as the model computes with them; of a frozen one that is
+        released, as they are kept."""
+        return self._of(self._kept, fragment) if self._kept is not None else _at(self.values, fragment)
+
+    def release(self) -> None:
+        """Give the memory of the whole parameters back; who reads them now, which nobody should, reads NaN."""
+        nothing = self.values.new_full((), torch.nan) if self._absent is None else self._absent
+        self._absent = nothing
+        for parameter in self._parameters:
+            parameter.data = nothing.expand(parameter.shape)
+        self.values.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take that memory again, with any content but a frozen bucket's own range."""
+        self.values.untyped_storage().resize_(self._bytes)
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.data = view
+        if self._kept is not None:
+            departing = self._departing()
+            for (start, stop), kept in zip(self._own, self._kept, strict=True):
+                departing[start:stop].copy_(kept)
+
+    def round(self, masters: Sequence[torch.Tensor]) -> None:
+        """Put the masters of the own range, by fragment, where the gathering takes them from."""
+        departing = self._departing()
+        for gap in self.bucket.gaps:  # what is rounded with others must not be anything
+            departing[gap].zero_()
+        targets = [_at(departing, fragment) for fragment in self.fragments]
+        pairs = [(t, m) for t, m in zip(targets, masters, strict=True) if t.data_ptr() != m.data_ptr()]
+        if pairs:
+            torch._foreach_copy_([target for target, _ in pairs], [master for _, master in pairs])
+
+    def _departing(self) -> torch.Tensor:
+        """Where the gathering takes the own range from: the parameters, unless they travel in another type."""
+        if self._precision.shared == self._precision.compute:
+            return self.values
+        self._travelling = self.values.new_empty(self.bucket.elements, dtype=self._precision.shared)
+        return self._travelling
+
+    def gathering(self, number: int) -> tuple[torch.Tensor, Callable[[], None]]:
+        """What to gather of part `number`, and what to do when it is there."""
+        part, travelling = self.bucket.parts[number], self._travelling
+        if travelling is None:
+            return self.values[part.start : part.stop], lambda: None
+        arriving = travelling[part.start : part.stop]
+
+        def arrived() -> None:
+            self.values[part.start : part.stop].copy_(arriving)
+            if part is self.bucket.parts[-1]:
+                self._travelling = None
+
+        return arriving, arrived
+
+    @property
+    def memories(self) -> tuple[int, ...]:
+        """What identifies the memory of parameters, whole and released; the same while its bytes come and go."""
+        return tuple(int(each.untyped_storage()._cdata) for each in (self.values, self._absent) if each is not None)
+
+    # -------------------------------------------------------------------------------------------------------- gradients
+
+    def begin_step(self) -> None:
+        self.used = set()
+        self.gradient = Gradient(True, self._sums, Mark(self._lane))
+
+    def begin_micro_batch(self, reduces: bool) -> None:
+        """`reduces`: its gradients are sent when they are complete, with those that were added up before."""
+        if self.gradient.closed:
+            self.gradient = Gradient(False, self._sums, Mark(self._lane))
+        self._reduces = reduces
+        self.gradient.left = set(range(len(self.names)))
+
+    def let_go(self) -> None:
+        """The next backward pass is the last that this micro-batch has for it: what comes of it is sent at once."""
+        self._reduces = True
+        self.gradient.left = set(range(len(self.names)))
+
+    def sum_so_far(self, index: int) -> torch.Tensor:
+        """A parameter's gradient as far as it was added up here, flat; what is added to it goes with it."""
+        gradient, member = self.gradient, self.bucket.members[index]
+        assert not gradient.closed, self.names[index]
+        sums = self._buffer()[member.at : member.end]
+        if index not in gradient.touched:
+            gradient.touched.add(index)
+            self.used.add(self.names[index])
+            sums.zero_()
+        return sums
+
+    def fold(self, index: int, parameter: torch.Tensor) -> None:
+        """Take over a parameter's gradient, if it has one."""
+        if (grad := parameter.grad) is None:
+            return
+        parameter.grad = None
+        gradient = self.gradient
+        if gradient.closed:
+            raise RuntimeError(
+                f"parameter {self.names[index]} got a second gradient after its first was sent; call backward() once "
+                "within engine.micro_batch(), of the sum of the losses"
+            )
+        member = self.bucket.members[index]
+        sums = self._buffer()[member.at : member.end].view(member.parameter.shape)
+        if index in gradient.touched:
+            sums.add_(grad)
+        else:
+            sums.copy_(grad)
+            gradient.touched.add(index)
+            self.used.add(self.names[index])
+        gradient.left.discard(index)
+        if self._reduces and not gradient.left:
+            self.complete()
+
+    def fold_all(self) -> None:
+        for index, parameter in enumerate(self._parameters):
+            self.fold(index, parameter)
+
+    def is_over(self) -> None:
+        """No more gradients will come in this micro-batch."""
+        if self._reduces:
+            self.complete()
+
+    def complete(self) -> None:
+        """Hand the gradient to the lane; what has had none is zero."""
+        gradient = self.gradient
+        if gradient.closed:
+            return
+        buffer = self._buffer()
+        for index in set(range(len(self.names))) - gradient.touched:
+            member = self.bucket.members[index]
+            buffer[member.at : member.end].zero_()
+        for gap in self.bucket.gaps:
+            buffer[gap].zero_()
+        gradient.closed = True
+        gradient.ready.set()
+
+    def _buffer(self) -> torch.Tensor:
+        if self.gradient.buffer is None:
+            assert self._pool is not None
+            self.gradient.buffer = self._pool.take(self.reduced[0], self.bucket.elements, self._lane, self._reduces)
+        return self.gradient.buffer
+
+    def reducing(self, gradient: Gradient, number: int) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+        """On the lane, when a gradient is ready: what to sum of part `number`, where to, and what to do then."""
+        buffer, part, sum_so_far = gradient.buffer, self.bucket.parts[number], self.reduced[number]
+        assert buffer is not None
+        into = sum_so_far if gradient.first else torch.empty_like(sum_so_far)
+
+        def summed() -> None:
+            if not gradient.first:
+                sum_so_far.add_(into)
+            if self._pool is not None and part is self.bucket.parts[-1]:
+                gradient.buffer = None
+                self._pool.give_back(buffer, self._lane)
+
+        return buffer[part.start : part.stop], into, summed
+
+    def gradient_of(self, fragment: Fragment) -> torch.Tensor:
+        """The summed gradient of a fragment."""
+        return self._of(self.reduced, fragment)
+
+    def _of(self, parts: Sequence[torch.Tensor], fragment: Fragment) -> torch.Tensor:
+        """A fragment's elements of what is held of the own ranges, part by part."""
+        first = fragment.at - self._own[fragment.part][0]
+        return parts[fragment.part][first : first + fragment.stop - fragment.start]
+
+
+def _at(bucket: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+    return bucket[fragment.at : fragment.at + fragment.stop - fragment.start]
+
+
+def reduced(helds: Sequence[Held], copies: Mapping[str, int]) -> Iterator[tuple[torch.Tensor, int]]:
+    """The summed gradients of the own ranges, each with how many ranks of one model hold it alike; `copies` says that
+    of parameters which more than one does."""
+    for held in helds:
+        if not copies:
+            yield from ((part, 1) for part in held.reduced)
+        else:
+            names = ((fragment, fragment.parameter.name) for fragment in held.fragments)
+            yield from ((held.gradient_of(fragment), copies.get(name, 1)) for fragment, name in names)
+
+
+def place(model: nn.Module, replaced: dict[int, nn.Parameter], device: torch.device) -> None:
+    """Put parameters in place of those on meta; give memory to buffers, and to parameters without elements."""
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter.is_meta and id(parameter) not in replaced:
+                assert not parameter.numel(), key
+                empty = torch.empty_like(parameter, device=device)
+                replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[key] = replaced.get(id(parameter), parameter)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                on_meta = buffer.is_meta
+                module._buffers[key] = torch.empty_like(buffer, device=device) if on_meta else buffer.to(device)

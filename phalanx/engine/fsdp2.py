@@ -1,0 +1,290 @@
+"""PyTorch's fully_shard behind the engine interface: a reference to test our own sharding by, and a peer to measure.
+
+Each unit is gathered for its forward and its backward pass and its gradients are reduce-scattered after every
+micro-batch. Shards are even: cut along the first dim, the last ranks may hold less.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+
+from phalanx.comm import collectives
+from phalanx.comm.collectives import Traffic
+from phalanx.comm.mesh import Mesh
+from phalanx.engine.interface import Keeper, Precision, Queued
+from phalanx.optim import gradients
+from phalanx.optim.state import Allocator, Piece, Shard, Slot
+from phalanx.optim.update import Change, Read, Rule, copy_over, load, pieces, zeros
+
+
+class Fsdp2:
+    """Master parameters are the shards that fully_shard keeps, in fp32 (or fp64); moments lie beside them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[tuple[str, nn.Module]],
+        *,
+        mesh: Mesh,
+        rule: Rule,
+        nominal_weight: int,
+        precision: Precision,
+        loss_scale: gradients.LossScale | None = None,
+        allocate: Allocator = zeros,
+        keeper: Keeper | None = None,
+    ) -> None:
+        """`model` is on meta and gets wrapped; it takes memory in `initialise`. `keeper`: what outlives the process.
+
+        Parameters outside `units` belong to the root: gathered once, they stay whole until the step's end.
+        """
+        self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
+        self.step, self.loss_scale = 0, loss_scale
+        self._allocate, self._keeper = allocate, keeper
+        self._units = dict(units)
+        self._precision = precision
+        self._kept: Slot = {}  # what the rule keeps of each shard
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for parameter in model.parameters():  # on meta: nothing is copied
+            parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.shared)
+        policy = MixedPrecisionPolicy(
+            param_dtype=precision.shared if precision.shared != precision.master else None,
+            reduce_dtype=precision.master,
+            # Positions' cosines and sines are fp32 inputs and stay so; the embedding sets the type of the rest.
+            cast_forward_inputs=False,
+        )
+        for _, unit in units:
+            fully_shard(unit, mesh=mesh.shard, mp_policy=policy)
+        fully_shard(model, mesh=mesh.shard, mp_policy=policy)
+        for module in self._wrapped():
+            # Sum, never average: the update divides by the true weight.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_all_gather(_TimedAllGather(mesh.traffic))
+            module.set_custom_reduce_scatter(_TimedReduceScatter(mesh.traffic))
+
+    @property
+    def trainable(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, shape in self._shapes.items() if name in self._trained}
+
+    def _wrapped(self) -> list[FSDPModule]:
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    def _local(self) -> dict[str, torch.Tensor]:
+        """Flat shards by name, masters and frozen ones.
+
+        Asked for anew each time: fully_shard moves them when it first runs.
+        """
+        assert isinstance(self.model, FSDPModule)
+        self.model.reshard()  # the root stays whole after a forward pass without a backward pass, as in evaluation
+        with torch.no_grad():
+            return {name: _flat(parameter) for name, parameter in self.model.named_parameters()}
+
+    def _range(self, name: str, parameter: DTensor) -> tuple[int, int]:
+        """The elements of the flattened parameter that this rank keeps: whole rows, ceil(rows / ranks) each."""
+        rows = parameter.shape[0] if parameter.dim() else 1
+        row_elements = parameter.numel() // rows if rows else 0
+        portion = -(-rows // self.mesh.world)
+        first = min(self.mesh.rank * portion, rows)
+        last = min(first + portion, rows)
+        return first * row_elements, last * row_elements
+
+    def initialise(self, fill: Callable[[Shard], None]) -> None:
+        self.model.to_empty(device=self.mesh.device)
+        if self._precision.compute != self._precision.shared:
+            for module in self._wrapped():
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for sharded in group.fsdp_params:
+                        _gather_wide(sharded, self._precision.compute)
+        parameters = dict(self.model.named_parameters())
+        local = self._local()
+        self._ranges = {name: self._range(name, p) for name, p in parameters.items()}  # type: ignore[arg-type]
+        self._no_decay = frozenset(name for name, parameter in parameters.items() if parameter.dim() < 2)
+        for name, tensor in local.items():
+            if name in self._trained:
+                size = (tensor.numel(), self._precision.master, self.mesh.device)
+                self._kept[name] = self.rule.make(name, self._shapes[name], *size, self._allocate)
+        if self._keeper is not None and not self._keeper.open(self._slot(), self._pieces):
+            self._keeper = None
+        attached = self._keeper is not None and self._keeper.attached
+        for name, tensor in local.items():
+            start, stop = self._ranges[name]
+            assert stop - start == tensor.numel(), (name, start, stop, tensor.numel())
+            if not (attached and name in self._trained):
+                fill(Shard(name, start, stop, self._shapes[name], tensor, trainable=name in self._trained))
+        if self._keeper is not None and attached:
+            self._keeper.arrive()
+            copy_over(self._keeper.slots[self._keeper.current], self._slot())
+
+    def begin_step(self, step: int, weight: int, lr: float, clip: float | None) -> None:
+        assert step == self.step + 1, (step, self.step)
+        self._lr, self._clip = lr, clip
+        self._weight = gradients.TotalWeight(weight, self.mesh.control, self.mesh.traffic)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_is_last_backward(last)
+        yield
+
+    def grads_ready(self, unit: str) -> None:
+        module = self._units.get(unit, self.model)  # what is no unit of its own belongs to the root
+        assert isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            group.post_backward()
+
+    @torch.no_grad()
+    def finish_step(self) -> Queued:
+        if self._keeper is not None:
+            self._keeper.settle()  # before the sum that tells the others that this rank is through with the step before
+        grads = {name: _flat(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+        squares = gradients.sum_of_squares(grads.values(), self._precision.master, self.mesh.device)
+        collectives.all_reduce(squares, self.mesh.shard.get_group(), self.mesh.traffic).wait()
+        total = self._weight.get()
+        scale = self.loss_scale.factor.clone() if self.loss_scale is not None else None
+        norm, divisor, skip = gradients.fold(
+            squares, nominal_weight=self.nominal_weight, total_weight=total, clip=self._clip, scale=self.loss_scale
+        )
+        slot = self._slot()
+        change = Change(step=self.step + 1, lr=self._lr, no_decay=self._no_decay, divisor=divisor, skip=skip)
+        self.rule.apply(slot, slot, grads, change)
+        self.model.zero_grad(set_to_none=True)
+        outcome = Queued(norm, skip, total, scale)
+        if self._keeper is not None:
+            self._keeper.commit(self.step + 1, outcome, slot)
+        return outcome
+
+    def _slot(self) -> Slot:
+        local = self._local()
+        return {name: {"param": local[name], **kept} for name, kept in self._kept.items()}
+
+    @contextlib.contextmanager
+    def full_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
+        wrapped = self._wrapped()
+        for module in wrapped:
+            module.unshard()
+        try:
+            yield {name: parameter.data for name, parameter in self.model.named_parameters()}
+        finally:
+            for module in wrapped:
+                module.reshard()
+
+    def pieces(self) -> Iterator[Piece]:
+        return self._pieces(self._slot())
+
+    def _pieces(self, slot: Slot) -> Iterator[Piece]:
+        for name, state in slot.items():
+            start, stop = self._ranges[name]
+            if stop > start:
+                yield from pieces(self.rule, name, state, start)
+
+    def load(self, read: Read) -> None:
+        for name, state in self._slot().items():
+            start, stop = self._ranges[name]
+            if stop > start:
+                load(self.rule, name, state, start, read)
+
+    def commit(self, step: int) -> None:
+        self.step = step
+
+    def begin_after(self, step: int) -> None:
+        if self._keeper is not None:
+            self._keeper.loaded(step, self._slot())
+        self.step = step
+
+    def notices(self) -> list[tuple[str, dict[str, Any]]]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def _gather_wide(parameter: FSDPParam, compute: torch.dtype) -> None:
+    """Have a parameter gathered as its shards are, and rounded to the compute type of this rank alone on arrival.
+
+    By fully_shard's hooks for tensors that are not gathered as they are kept; ranks without need none of it, since what
+    travels is the same.
+    """
+    parameter.reset_sharded_param()  # the shard becomes the padded one that it would be at first use
+    shard = parameter._sharded_local_tensor
+
+    def pre_all_gather(mesh: DeviceMesh) -> tuple[tuple[torch.Tensor], None]:
+        return (parameter._sharded_param_data.view(parameter.padded_sharded_param_size),), None
+
+    def post_all_gather(
+        gathered: tuple[torch.Tensor], metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
+        (wide,) = gathered
+        rows = wide[: parameter._orig_size[0]]  # the last ranks' shards are padded
+        if out is None:
+            narrow = rows.to(compute)
+        else:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(rows)
+        wide.untyped_storage().resize_(0)  # taken again for the next gathering
+        return (narrow, (narrow,)) if out is None else None
+
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = pre_all_gather, post_all_gather  # type: ignore[attr-defined]
+    parameter._init_extensions()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().view(-1)
+
+
+class _TimedAllGather(AllGather):
+    """fully_shard's all-gather through our wrapper."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:  # a Pending, which like a Work has wait()
+        pending = collectives.all_gather(output_tensor, input_tensor, group, self._traffic)
+        return _as_asked(pending, async_op)
+
+
+class _TimedReduceScatter(ReduceScatter):
+    """fully_shard's reduce-scatter through our wrapper."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> Any:  # a Pending, which like a Work has wait()
+        assert op == dist.ReduceOp.SUM, f"gradients are summed, not reduced by {op}"
+        pending = collectives.reduce_scatter(output_tensor, input_tensor, group, self._traffic)
+        return _as_asked(pending, async_op)
+
+
+def _as_asked(pending: collectives.Pending, async_op: bool) -> collectives.Pending | None:
+    if async_op:
+        return pending
+    pending.wait()
+    return None

@@ -1,0 +1,146 @@
+"""`phalanx generate --tensor N --pipeline M`: text of a run's model that no single device holds, by several ranks."""
+
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import ConfigError
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.node import agent
+from phalanx.generate.text import Sampling, read_prompts
+from phalanx.layout.mesh_axes import Axes
+from phalanx.storage import files as storage
+from phalanx.system.fork import fork_call
+from phalanx.system.torchrun_env import device_of
+
+PRELOAD = ("torch", "torch._dynamo", "phalanx.generate.decode")
+DEVICES_TIMEOUT_S = 120.0
+GRACE_S = 10.0
+# What a run's layout was is of no matter here; nothing is trained.
+CHANGES = {
+    "parallel.data": "auto", "parallel.zero": "auto", "parallel.shard_degree": "auto", "parallel.schedule": "1f1b",
+    "parallel.stages": "auto", "parallel.sequence": False, "memory.activations": "none", "train.compile": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What all ranks are to do: `as_lines` prints JSON lines of prompt and completion, else text as it comes."""
+
+    paths: RunPaths
+    axes: Axes
+    prompts: list[str]
+    sampling: Sampling
+    as_lines: bool
+
+
+def complete(model: str, axes: Axes, prompt: str, file: Path | None, sampling: Sampling) -> int:
+    """Print what the model of a run folder adds to `prompt`, or to each of a `file`; gives the exit code.
+
+    Raises ConfigError for anything but a run's folder on this machine, and for degrees that do not divide its model.
+    """
+    paths = RunPaths(Path(model))
+    if storage.is_url(model) or not paths.config.is_file():
+        raise ConfigError(f"--tensor and --pipeline read the checkpoint of a run folder, and {model} is none; name one")
+    asked = Asked(paths, axes, [prompt] if file is None else read_prompts(file), sampling, file is not None)
+    agent.preload(PRELOAD)
+    fork_call(_checked, str(paths.root), axes.tensor, axes.pipeline, timeout_s=DEVICES_TIMEOUT_S)
+    devices: list[str] = fork_call(_found, timeout_s=DEVICES_TIMEOUT_S)
+    job = agent.Job(
+        world=axes.model,
+        worker=functools.partial(_write, asked),
+        devices=[device_of(devices, rank, axes.model) for rank in range(axes.model)],
+        on_event=lambda kind, details: None,
+        grace_s=GRACE_S,
+    )
+    return agent.run(job)
+
+
+def _found() -> list[str]:
+    from phalanx.system import accelerator
+
+    return accelerator.found()
+
+
+def _checked(folder: str, tensor: int, pipeline: int) -> None:
+    """In a child, as the ranks' own errors would be told by each of them. Raises ConfigError."""
+    _config(RunPaths(Path(folder)), Axes(tensor, pipeline))
+
+
+def _config(paths: RunPaths, axes: Axes) -> Any:
+    from phalanx.config.load import update
+    from phalanx.trainer.run_folder import saved_config
+
+    config = saved_config(paths)
+    if config is None:
+        raise ConfigError(f"{paths.shown} has no checkpoint yet, so there is no model; train it first")
+    if config.task.kind != "language":
+        raise ConfigError(f"{paths.shown} was trained for task.kind {config.task.kind}, which writes no text")
+    return update(config, CHANGES | {"parallel.tensor": axes.tensor, "parallel.pipeline": axes.pipeline})
+
+
+def _write(asked: Asked, placement: Placement) -> int:
+    """One rank's part. Rank 0 prints."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from phalanx.comm.mesh import join
+    from phalanx.generate import decode
+    from phalanx.system import accelerator
+    from phalanx.workload.workload import spec_from_run
+
+    accelerator.use(torch.device(placement.device), accelerator.threads_of(placement.threads, placement.local_world))
+    config, sampling = _config(asked.paths, asked.axes), asked.sampling
+    tokenizer: Any = AutoTokenizer.from_pretrained(asked.paths.tokenizer, local_files_only=True)
+    spec = spec_from_run(config, asked.paths)
+    choice = decode.Choice(sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty)
+    with join(placement, config.comm.timeout_s, axes=asked.axes) as mesh:
+        together = decode.load(config, spec, asked.paths, mesh)
+        for prompt in asked.prompts:
+            tokens = list(tokenizer(prompt)["input_ids"])
+            if not tokens:
+                raise ConfigError("the prompt has no tokens; give some text with --prompt")
+            shown = _Shown(tokenizer, mesh.rank == 0 and not asked.as_lines, prompt)
+            generator, begun = torch.Generator().manual_seed(sampling.seed), len(tokens)
+            while len(tokens) < min(begun + sampling.max_tokens, spec.max_seq_len):
+                tokens.append(together.next(tokens, choice, generator))
+                if tokens[-1] == tokenizer.eos_token_id:
+                    break
+                shown.more(tokens[begun:])
+            shown.end(tokens[begun:])
+            if asked.as_lines and mesh.rank == 0:
+                _say(json.dumps({"prompt": prompt, "completion": shown.text}, ensure_ascii=False) + "\n")
+        together.close()
+    return ExitCode.DONE
+
+
+class _Shown:
+    """What was written, printed as far as later tokens cannot change it any more."""
+
+    def __init__(self, tokenizer: Any, prints: bool, prompt: str) -> None:
+        self._tokenizer, self._prints, self.text = tokenizer, prints, ""
+        if prints:
+            _say(prompt)
+
+    def more(self, tokens: Sequence[int]) -> None:
+        self._print(self._tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\ufffd"))
+
+    def end(self, tokens: Sequence[int]) -> None:
+        self._print(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        if self._prints:
+            _say("\n")
+
+    def _print(self, text: str) -> None:
+        if self._prints:
+            _say(text[len(self.text) :])
+        self.text = text
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,163 @@
+"""A device put to the test: matrix products whose bits must not change, memory that must keep what it was given, and
+how fast it computes, copies and exchanges.
+
+Every rank tests its own device, all at the same time, as training would. What a rank has found is in its file after
+each part, so that whoever cuts the test off knows which device did not answer.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from phalanx.autotune.link_speed import link_of
+from phalanx.autotune.measure import copied_per_s, host_to_device_per_s
+from phalanx.comm.collectives import Traffic
+from phalanx.comm.mesh import Mesh, join
+from phalanx.comm.p2p import Messages
+from phalanx.core import round_robin
+from phalanx.core.json_lines import write_atomic
+from phalanx.core.placement import ExitCode, Placement
+from phalanx.system import accelerator
+
+SIZE, SIZE_ON_HOST = 8192, 512  # of the matrices: enough to keep a device busy
+ROWS = 4  # of the product that the host computes too, in float64
+CHUNK_BYTES = 2**28
+MEMORY_SHARE = 0.5  # of the free memory of an accelerator that is filled and read again
+COPY_BYTES = 2**28
+PAIR_BYTES, PAIR_BYTES_ON_HOST = 2**26, 2**22
+TRIES = 3
+TIMEOUT_S = 120.0  # of a collective
+
+
+@dataclass(frozen=True)
+class Tested:
+    """What one rank has found; None where it has not got so far."""
+
+    rank: int
+    host: str
+    device: str
+    model: str
+    products: int | None = None  # how many were computed
+    wrong: int | None = None  # of them with other bits than the first
+    checksum: int | None = None  # of the first one's bits
+    off: float | None = None  # greatest distance of the first one from float64, as a share of the greatest element
+    tolerance: float | None = None  # of `off`, in this type
+    flops_per_s: float | None = None
+    memory_bytes: int | None = None  # filled and read again
+    memory_wrong: int | None = None  # words that had changed
+    copied_bytes_per_s: float | None = None  # within the device's memory
+    host_bytes_per_s: float | None = None  # from the host
+    all_reduce_bytes_per_s: float | None = None
+    pairs: tuple[tuple[int, float], ...] = ()  # other rank, bytes a second each way
+
+
+def _as_it_is(product: torch.Tensor, number: int) -> None:
+    return None
+
+
+def run(
+    seconds: float, folder: Path, placement: Placement, spoil: Callable[[torch.Tensor, int], None] = _as_it_is
+) -> int:
+    """Test this rank's device and write rank-N.json into `folder`. `spoil` may change a product, for tests."""
+    device = torch.device(placement.device)
+    accelerator.use(device, accelerator.threads_of(placement.threads, placement.local_world))
+    found = Tested(placement.rank, socket.gethostname(), placement.device, accelerator.name(device))
+
+    def keep() -> None:
+        write_atomic(folder / f"rank-{placement.rank}.json", json.dumps(asdict(found)))
+
+    keep()
+    found = products(found, device, seconds, spoil)
+    keep()
+    found = memory(found, device)
+    keep()
+    if placement.world > 1:
+        with join(placement, TIMEOUT_S) as mesh:
+            found = exchanged(found, mesh)
+            keep()
+    return ExitCode.DONE
+
+
+def products(
+    found: Tested, device: torch.device, seconds: float, spoil: Callable[[torch.Tensor, int], None] = _as_it_is
+) -> Tested:
+    """Multiply the same two matrices for so long, and compare the bits of each product with those of the first."""
+    size = SIZE_ON_HOST if device.type == "cpu" else SIZE
+    dtype = accelerator.best_dtype(device)
+    whole = torch.int32 if dtype.itemsize == 4 else torch.int16
+    random = torch.Generator().manual_seed(20)
+    on_host = [torch.randn(size, size, generator=random, dtype=torch.float32).to(dtype) for _ in range(2)]
+    left, right = (matrix.to(device) for matrix in on_host)
+    first, again = torch.empty_like(left), torch.empty_like(left)
+    torch.matmul(left, right, out=first)
+    spoil(first, 0)
+    bits, wrong = first.view(whole), torch.zeros((), dtype=torch.int64, device=device)
+    exact = on_host[0][:ROWS].double() @ on_host[1].double()
+    # Which waits for all that was queued: the clock begins with nothing to do.
+    off = float((first[:ROWS].cpu().double() - exact).abs().max() / exact.abs().max())
+    begun, count, computed_s = time.perf_counter(), 0, 0.0
+    while count == 0 or time.perf_counter() - begun < seconds:
+        started = time.perf_counter()
+        torch.matmul(left, right, out=again)
+        accelerator.wait(device)
+        computed_s += time.perf_counter() - started
+        count += 1
+        spoil(again, count)
+        wrong += (again.view(whole) != bits).any()
+    return replace(
+        found,
+        products=count,
+        wrong=int(wrong),
+        checksum=int(bits.to(torch.int64).sum()),
+        off=off,
+        tolerance=max(8 * torch.finfo(dtype).eps, 1e-5),
+        flops_per_s=2.0 * size**3 * count / computed_s,
+    )
+
+
+def memory(found: Tested, device: torch.device) -> Tested:
+    """Fill memory with numbers that differ everywhere, read them again, and time copies."""
+    room = CHUNK_BYTES if device.type == "cpu" else int(MEMORY_SHARE * accelerator.memory_free(device, 1))
+    count = max(1, room // CHUNK_BYTES)
+    chunk = min(room, CHUNK_BYTES) // 4
+    filled = [torch.arange(chunk, dtype=torch.int32, device=device).mul_(2654435 + 2 * at) for at in range(count)]
+    wrong = 0
+    for at, given in enumerate(filled):
+        wanted = torch.arange(chunk, dtype=torch.int32, device=device).mul_(2654435 + 2 * at)
+        wrong += int((given != wanted).sum())
+    filled.clear()
+    source = torch.zeros(COPY_BYTES // (8 if device.type == "cpu" else 1), dtype=torch.uint8, device=device)
+    return replace(
+        found,
+        memory_bytes=count * chunk * 4,
+        memory_wrong=wrong,
+        copied_bytes_per_s=copied_per_s(source, torch.empty_like(source), device),
+        host_bytes_per_s=host_to_device_per_s(device),
+    )
+
+
+def exchanged(found: Tested, mesh: Mesh) -> Tested:
+    """Time an all-reduce over all ranks, and what each pair of ranks exchanges while others do the same. Collective."""
+    link, _ = link_of(mesh)
+    size = PAIR_BYTES_ON_HOST if mesh.on_host else PAIR_BYTES
+    letters = Messages(mesh.shard.get_group(), mesh.device, Traffic(), most=1)
+    tensor = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
+    pairs = []
+    for other in round_robin.meetings(mesh.rank, mesh.world):
+        best_s = float("inf")
+        for _ in range(TRIES):
+            mesh.sum([0.0])  # all begin together
+            begun = time.perf_counter()
+            if other is not None:
+                letters.exchange(tensor, other)
+                accelerator.wait(mesh.device)
+            best_s = min(best_s, time.perf_counter() - begun)
+        if other is not None:
+            pairs.append((other, size / best_s))
+    letters.close()
+    return replace(found, all_reduce_bytes_per_s=None if link is None else link.bytes_per_s, pairs=tuple(sorted(pairs)))

@@ -1,0 +1,54 @@
+"""NVIDIA's own diagnosis by its GPU manager (`dcgmi diag`), where that is installed."""
+
+import functools
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from phalanx.health.checks import Check
+from phalanx.health.findings import Finding, Severity
+
+DIAGNOSIS_S = 1800.0  # dcgmi diag -r 3 takes some ten minutes on eight GPUs
+
+
+def diagnosis(level: int = 2) -> Check | None:
+    """NVIDIA's own diagnosis by its GPU manager; None where that is not installed."""
+    program = shutil.which("dcgmi")
+    if program is None:
+        return None
+    look = functools.partial(_diagnosed, (program, "diag", "-r", str(level), "-j"), DIAGNOSIS_S)
+    return Check("dcgmi diag", look, DIAGNOSIS_S + 10, Severity.RESET, "end dcgmi, and look at nv-hostengine")
+
+
+def _diagnosed(command: Sequence[str], limit_s: float) -> list[Finding]:
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        text = f"dcgmi diag gave no result ({error}); see whether nv-hostengine runs"
+        return [Finding("dcgmi diag", Severity.UNKNOWN, text)]
+    return diagnosed(said.stdout, said.stderr)
+
+
+def diagnosed(output: str, errors: str = "") -> list[Finding]:
+    """What the JSON of `dcgmi diag -j` tells: a failed test is a reset, a warning is worth a look."""
+    try:
+        tree = json.loads(output[output.index("{") :])
+        categories = next(iter(tree.values()))["test_categories"]
+    except (ValueError, KeyError, StopIteration, TypeError):
+        why = (errors or output).strip().partition("\n")[0] or "nothing"
+        return [Finding("dcgmi diag", Severity.UNKNOWN, f"dcgmi diag gave no result that could be read: {why}")]
+    found = []
+    for category in categories:
+        for test in category.get("tests", ()):
+            for result in test.get("results", ()):
+                status = str(result.get("status", "")).lower()
+                severity = {"fail": Severity.RESET, "warn": Severity.WATCH}.get(status)
+                if severity is None:
+                    continue
+                gpu = result.get("gpu_id", result.get("gpu_ids", "?"))
+                said = result.get("warnings") or result.get("info") or "no reason given"
+                why = said if isinstance(said, str) else "; ".join(str(each) for each in said)
+                text = f"dcgmi diag: {test.get('name', '?')} ended with {status} on GPU {gpu}: {why}"
+                found.append(Finding("dcgmi diag", severity, text, status, "pass", f"GPU {gpu}"))
+    return found or [Finding("dcgmi diag", Severity.OK, "dcgmi diag passed")]

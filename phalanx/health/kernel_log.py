@@ -1,0 +1,231 @@
+"""The kernel's log since this machine has started: reading it, as far as the rights allow, and what its lines tell.
+
+Newer systems show the log to root alone (`kernel.dmesg_restrict`); the journal is then tried, which members of some
+groups may read. What cannot be read is said, never taken for a clean log.
+"""
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.health import xid
+from phalanx.health.findings import Finding, Severity
+from phalanx.health.xid import RECOVERY_ACTION_CHANGED, Meaning, Xid
+
+JOURNAL_S = 10.0
+JOURNAL = ("journalctl", "--dmesg", "--boot", "--output=short-monotonic", "--no-pager", "--quiet")
+OF_GPUS = ("nvswitch", "driver")  # checks that mean nothing to a run without GPUs
+SHOWN = 160  # characters of a line that are shown
+
+
+@dataclass(frozen=True)
+class Line:
+    """`at_s`: seconds since the machine has started."""
+
+    at_s: float
+    text: str
+
+
+# What else the kernel says of hardware, the worst first; a line is judged by the first that fits. SXid are the errors
+# of NVIDIA's switches, which say themselves whether they are fatal.
+_TALES: Sequence[tuple[re.Pattern[str], Severity, str, str]] = (
+    (
+        re.compile(r"SXid \(.*?\): \d+, Fatal\b", re.IGNORECASE),
+        Severity.RESET,
+        "nvswitch",
+        "an NVSwitch reports a fatal error; reset all GPUs and switches of the node, or reboot it",
+    ),
+    (re.compile(r"SXid \("), Severity.WATCH, "nvswitch", "an NVSwitch reports an error; watch whether it comes again"),
+    (
+        re.compile(r"RmInitAdapter failed|NVRM: .*API mismatch"),
+        Severity.REBOOT,
+        "driver",
+        "the NVIDIA driver could not take a GPU into use; reboot the node",
+    ),
+    (
+        re.compile(r"\[Hardware Error\].*(Uncorrect|Fatal)|mce: .*(Uncorrect|Fatal)", re.IGNORECASE),
+        Severity.REBOOT,
+        "machine check",
+        "the processor or its memory reports an error that could not be corrected; reboot, and have the node looked at "
+        "if it comes again",
+    ),
+    (
+        re.compile(r"\[Hardware Error\]|mce: .*event"),
+        Severity.WATCH,
+        "machine check",
+        "the processor or its memory reports errors that were corrected; watch whether they become more",
+    ),
+    (
+        re.compile(r"Remounting filesystem read-only|EXT4-fs error|XFS .*[Cc]orruption|I/O error, dev (?!fd|sr|loop)"),
+        Severity.WATCH,
+        "disk errors",
+        "the kernel reports errors of a disk or a file system; see `dmesg`, and check that disk",
+    ),
+    (
+        re.compile(r"blocked for more than \d+ seconds"),
+        Severity.WATCH,
+        "stuck process",
+        "a process was stuck in the kernel for minutes, mostly on a disk, a network file system or a device",
+    ),
+    (
+        re.compile(r"[Oo]ut of memory: Kill"),
+        Severity.WATCH,
+        "out of memory",
+        "the kernel has killed a process for want of host memory; look whether it was part of a run",
+    ),
+)
+
+
+def read(device: Path = Path("/dev/kmsg"), journal: Sequence[str] = JOURNAL) -> tuple[list[Line] | None, str]:
+    """The lines since the start, or None and why they cannot be read."""
+    try:
+        return _ring(device), ""
+    except OSError as error:
+        refused = f"{device}: {error.strerror}"
+    try:
+        said = subprocess.run(journal, capture_output=True, text=True, timeout=JOURNAL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, f"{refused}; {journal[0]}: {error}"
+    if said.returncode != 0 or not said.stdout.strip():
+        return None, f"{refused}; {journal[0]}: {said.stderr.strip().partition(chr(10))[0] or 'no lines'}"
+    return [line for text in said.stdout.splitlines() if (line := _journal_line(text)) is not None], ""
+
+
+def _ring(device: Path) -> list[Line]:
+    """All records of the kernel's ring: each read() gives one, `priority,number,microseconds,flags;text`."""
+    found: list[Line] = []
+    descriptor = os.open(device, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                record = os.read(descriptor, 8192)
+            except BlockingIOError:
+                return found
+            except BrokenPipeError:  # it was overwritten before it was read; the next read goes on behind it
+                continue
+            if not record:
+                return found
+            head, _, text = record.decode(errors="replace").partition(";")
+            fields = head.split(",")
+            if len(fields) >= 3 and fields[2].isdigit():
+                found.append(Line(int(fields[2]) / 1e6, text.partition("\n")[0]))
+    finally:
+        os.close(descriptor)
+
+
+def _journal_line(text: str) -> Line | None:
+    """`[    5.123456] host kernel: words`."""
+    found = re.match(r"\[\s*(\d+\.\d+)\] \S+ \S+: (.*)", text)
+    return None if found is None else Line(float(found[1]), found[2])
+
+
+def judge(
+    lines: Sequence[Line] | None,
+    why_not: str,
+    recovery: Mapping[str, Severity],
+    now_s: float | None = None,
+    watched_s: float | None = None,
+    since_s: float | None = None,
+) -> list[Finding]:
+    """What the lines tell. `recovery`: what the driver itself says is to be done about a GPU, by its place on the bus.
+
+    Lines of the last `since_s` seconds count, all if None; those that only deserve a look, of the last `watched_s`.
+    What a reset cures and is older than that deserves no more than a look, unless the driver still asks for one.
+    """
+    if lines is None:
+        sentence = f"the kernel's log cannot be read ({why_not}), so errors that it reports are not known; ask an admin"
+        return [Finding("kernel log", Severity.UNKNOWN, sentence)]
+    now_s = time.clock_gettime(time.CLOCK_MONOTONIC) if now_s is None else now_s
+    lines = [line for line in lines if since_s is None or now_s - line.at_s <= since_s]
+
+    def recent(line: Line) -> bool:
+        return watched_s is None or now_s - line.at_s <= watched_s
+
+    found = _of_gpus(lines, recovery, now_s, recent) + _of_others(lines, now_s, recent)
+    return found or [
+        Finding("kernel log", Severity.OK, "the kernel's log tells of no error of this machine's hardware")
+    ]
+
+
+def _of_gpus(
+    lines: Sequence[Line], recovery: Mapping[str, Severity], now_s: float, recent: Callable[[Line], bool]
+) -> list[Finding]:
+    by_kind: dict[tuple[str, int], list[tuple[Line, Xid]]] = {}
+    for line in lines:
+        seen = xid.parse(line.text)
+        if seen is not None and (seen.meaning.severity != Severity.WATCH or recent(line)):
+            by_kind.setdefault((seen.bus, seen.number), []).append((line, seen))
+    findings = []
+    for (bus, number), all_of_it in by_kind.items():
+        line, seen = all_of_it[-1]
+        meaning = _tempered(seen.meaning, recovery.get(bus), superseded=_advice_after(by_kind, bus, line))
+        if meaning.severity == Severity.RESET and bus not in recovery and not recent(line):
+            meaning = Meaning(
+                Severity.WATCH, f"{meaning.words} (if it was not reset since, that is due)", meaning.blames
+            )
+        if meaning.severity == Severity.OK:
+            continue
+        times = f"{len(all_of_it)} times, last " if len(all_of_it) > 1 else ""
+        sentence = (
+            f"the driver reported Xid {number} for the GPU at {bus} {times}{_ago(now_s - line.at_s)}: {meaning.words}; "
+            f"{_remedy(meaning)}"
+        )
+        findings.append(Finding(f"xid {number}", meaning.severity, sentence, len(all_of_it), 0, bus))
+    return findings
+
+
+def _advice_after(seen: Mapping[tuple[str, int], list[tuple[Line, Xid]]], bus: str, line: Line) -> Severity | None:
+    """What an Xid 154 of the same GPU said when or after a line was written: it overrides that line's own meaning."""
+    said = [x.meaning.severity for at, x in seen.get((bus, RECOVERY_ACTION_CHANGED), []) if at.at_s >= line.at_s]
+    return said[-1] if said else None
+
+
+def _tempered(meaning: Meaning, recovery: Severity | None, superseded: Severity | None) -> Meaning:
+    """A meaning in the light of what the driver says: a GPU that it wants nothing done about was reset meanwhile."""
+    advice = recovery if recovery is not None else superseded
+    if advice != Severity.OK or meaning.severity in (Severity.OK, Severity.WATCH, Severity.ISOLATE):
+        return meaning
+    return Meaning(Severity.WATCH, f"{meaning.words} (the driver asks for nothing more)", meaning.blames)
+
+
+def _remedy(meaning: Meaning) -> str:
+    if not meaning.blames:
+        return "look at the program that ran there first"
+    return {
+        Severity.WATCH: "watch whether it comes again",
+        Severity.RESET: "end its programs and reset it (nvidia-smi --gpu-reset), or reboot the node",
+        Severity.REBOOT: "reboot the node, and have the GPU looked at if it comes again",
+        Severity.ISOLATE: "take the node out and have it looked at",
+    }[meaning.severity]
+
+
+def _of_others(lines: Sequence[Line], now_s: float, recent: Callable[[Line], bool]) -> list[Finding]:
+    counted: dict[int, list[Line]] = {}
+    for line in lines:
+        for number, (pattern, severity, _, _) in enumerate(_TALES):
+            if pattern.search(line.text):
+                if severity != Severity.WATCH or recent(line):
+                    counted.setdefault(number, []).append(line)
+                break
+    findings = []
+    for number, those in sorted(counted.items()):
+        _, severity, check, words = _TALES[number]
+        last = those[-1]
+        if severity == Severity.RESET and not recent(last):
+            severity = Severity.WATCH  # it may have been reset since, of which the log says nothing
+        sentence = f"{words} ({_ago(now_s - last.at_s)}: {last.text[:SHOWN]})"
+        where = "NVIDIA" if check in OF_GPUS else None
+        findings.append(Finding(check, severity, sentence, len(those), 0, where))
+    return findings
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(0.0, seconds):.0f} s ago"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min ago"
+    return f"{seconds / 3600:.0f} h ago" if seconds < 172800 else f"{seconds / 86400:.0f} d ago"

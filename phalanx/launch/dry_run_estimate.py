@@ -1,0 +1,170 @@
+"""A dry run without torch, for what the planner has a model of: plain recipes of the Llama family. Others are walked.
+
+`phalanx.autotune.dry_run` walks a pass with fake tensors, and takes as long as torch takes to be imported, and longer.
+Here the same sizes come from formulas: exact ones, but for activations and for shares of the state, which are those of
+`plan.memory`. A test compares the two.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from phalanx.autotune.run_size import (
+    HALF,
+    MODES,
+    Sizes,
+    assumed_micro_batch,
+    assumed_mode,
+    held_alone,
+    parts_of,
+    shape_in_words,
+    tables,
+)
+from phalanx.config.load import resolve, update
+from phalanx.config.schema import Config, spec_of
+from phalanx.data.tokenizer import foreseen_vocabulary
+from phalanx.layout.model_shape import ModelSpec, flops_per_token, parameter_shapes
+from phalanx.models import hf_config
+from phalanx.planner.cluster import Cluster, Group
+from phalanx.planner.constants import DEFAULT
+from phalanx.planner.device_catalog import KINDS
+from phalanx.planner.layout_choice import Choice
+from phalanx.planner.memory import held
+from phalanx.planner.predict import choice_of
+from phalanx.planner.recipe_keys import work_of
+from phalanx.planner.work import Work
+from phalanx.storage import files as storage
+
+KIND = KINDS["A100-80GB"]  # any with bf16: of what is asked here nothing differs between them
+SIZES = (1, 3)  # sequences of the passes that are told apart, as where they are walked
+MOMENTS = 2  # of AdamW
+# What the planner calls a share of the state, and what a dry run does.
+NAMES = {
+    "weights": "weights in use",
+    "gradients": "gradients",
+    "master weights": "master weights",
+    "optimizer state": "optimizer state",
+    "weights on their way": "weights on their way",
+}
+
+
+def dry_run(config: Config, ranks: int) -> dict[str, Any]:
+    """Sizes of the run that `config` describes on `ranks` ranks, as JSON-able tables; bytes are of one rank.
+
+    Without a `train.dtype` it is reckoned for accelerators with bf16. Reads at most a tokenizer and a config.json.
+    Raises ConfigError for what the run itself would refuse before it looks at data.
+    """
+    found = by_formula(config, ranks)
+    if found is None:
+        from phalanx.autotune import dry_run as walked
+
+        found = walked.dry_run(config, ranks)
+    return found
+
+
+def by_formula(config: Config, ranks: int) -> dict[str, Any] | None:
+    """The same without torch; None where there is no formula for it. Raises ConfigError."""
+    if config.model.from_hf is not None and storage.is_url(config.model.from_hf):
+        return None
+    config, _ = resolve(config, device="accelerator", world=ranks)
+    if not _is_plain(config, ranks):
+        return None
+    to_train = False
+    folder = None if config.model.from_hf is None else Path(config.model.from_hf).expanduser()
+    if config.model.vocab_size == "auto" and config.model.preset is None and folder is None:
+        config = update(config, {"model.vocab_size": foreseen_vocabulary(config.data)})
+        to_train = config.data.tokenizer in ("train", "auto")
+    theirs = None
+    if folder is not None:
+        theirs = hf_config.spec_from_config(hf_config.read_config(folder), str(folder / "config.json"))
+    spec = spec_of(config, theirs)
+    if not _is_known(config, spec):
+        return None
+    return tables(config, ranks, _sizes(config, spec, ranks, to_train))
+
+
+def _is_plain(config: Config, ranks: int) -> bool:
+    """Whether what the recipe asks for, beside its model, has been compared with a walk."""
+    parallel = config.parallel
+    engine = "single" if ranks == 1 else "sharded"
+    return (
+        config.task.kind == "language"
+        and config.model.code is None
+        and config.model.lora is None
+        and not storage.is_url(config.data.tokenizer)
+        and config.parallel.axes.model == 1
+        and parallel.data == engine
+        and config.comm.compress == "none"
+        and not isinstance(config.balance.state, list)
+        and config.optim.rule == "adamw"
+        and config.train.dtype != "fp64"
+    )
+
+
+def _is_known(config: Config, spec: ModelSpec) -> bool:
+    """Whether the planner's model of a pass holds for the model."""
+    windowed = spec.sliding_window is not None and spec.sliding_window < config.data.seq_len
+    nothing_moves = config.memory.activations == "offload" and spec.layers <= config.memory.horizon
+    return spec.architecture != "bert" and spec.dropout == 0.0 and not windowed and not nothing_moves
+
+
+def _sizes(config: Config, spec: ModelSpec, ranks: int, to_train: bool) -> Sizes:
+    shapes = parameter_shapes(spec)
+    parts = parts_of({name: math.prod(shape) for name, shape in shapes.items()})
+    whole = sum(parts.values())
+    cluster = Cluster((Group(1, ranks, KIND),))
+    work, choice = work_of(config, spec, cluster), choice_of(config, cluster)
+    passes = {mode: _pass(work, choice_of(update(config, {"memory.activations": mode}), cluster)) for mode in MODES}
+    once, each = passes[assumed_mode(config)]
+    micro_batch = assumed_micro_batch(config, ranks)
+    if ranks == 1:
+        memory = held_alone(whole, 0, whole * MOMENTS * work.master_bytes, work.width, work.master_bytes)
+        committed = whole * (1 + MOMENTS) * work.master_bytes
+    else:
+        memory, committed = _sharded(work, choice, ranks)
+    needs = {}
+    if ranks > 1 and config.parallel.zero == "auto":
+        for zero in (1, 2):
+            tried = choice_of(update(config, {"parallel.zero": zero}), cluster)
+            needs[str(zero)] = int((sum(_sharded(work, tried, ranks)[0].values()) + _of_the_head(work)) / HALF)
+    memory |= {"activations": micro_batch * each, "loss and the head's gradient": once}
+    return Sizes(
+        shape=shape_in_words(spec),
+        parts=parts,
+        trained=whole,
+        zero=None if ranks == 1 else choice.zero,
+        zero_needs=needs,
+        micro_batch=micro_batch,
+        memory=memory,
+        committed=committed,
+        sequence={mode: found for mode, (_, found) in passes.items()},
+        moments=MOMENTS,
+        unit="tokens",
+        positions=config.data.seq_len,
+        flops=flops_per_token(spec, config.data.seq_len),
+        vocabulary_trained=to_train,
+        by_formula=True,
+    )
+
+
+def _pass(work: Work, choice: Choice) -> tuple[int, int]:
+    """What a forward and backward pass adds at its height, in bytes: once, and for each sequence."""
+    peaks = []
+    for sequences in SIZES:
+        parts = held(work, KIND, choice, 1, 0, work.layers, sequences, 1, 1.0, DEFAULT).parts
+        peaks.append(int(parts["activations"] + parts["logits"]))
+    each = (peaks[1] - peaks[0]) // (SIZES[1] - SIZES[0])
+    return max(0, peaks[0] - each * SIZES[0]), each
+
+
+def _sharded(work: Work, choice: Choice, ranks: int) -> tuple[dict[str, int], int]:
+    """What one of several ranks holds besides activations, by what it holds, and what of it is kept of a step."""
+    # As a dry run has it, there are several micro-batches.
+    found = held(work, KIND, choice, ranks, 0, work.layers, 1, 2, 1.0 / (choice.shard_degree or ranks), DEFAULT)
+    parts = {name: int(found.parts[theirs]) for theirs, name in NAMES.items() if theirs in found.parts}
+    return parts, int(found.state_bytes)
+
+
+def _of_the_head(work: Work) -> int:
+    """The gradient of the head, which the loss makes in the master's type before it is narrowed."""
+    return work.vocabulary * work.hidden * (work.master_bytes + work.width)

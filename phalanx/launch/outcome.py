@@ -1,0 +1,129 @@
+"""What a launcher says and writes of a run beside its ranks: its agent's events, how it ended, the report."""
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.core import faults
+from phalanx.core.errors import PhalanxError
+from phalanx.core.events import Kind, write_event
+from phalanx.core.faults import Fault
+from phalanx.core.json_lines import last_line, read_lines
+from phalanx.core.placement import ExitCode
+from phalanx.core.run_paths import RunPaths, Url
+from phalanx.report.terminal import open_terminal
+
+
+def note(paths: RunPaths, console: Any, kind: str, details: dict[str, Any]) -> None:
+    """Write an event of the agent's. A full disk must not end a run that can go on: then it is only shown."""
+    try:
+        write_event(paths.events, kind, **details)
+    except OSError as error:
+        console.on_event({"kind": kind, **details})
+        console.say(f"{paths.events} could not take this: {error.strerror}", kind=Kind.WARNING)
+
+
+def committed(paths: RunPaths) -> int:
+    """The step of the newest checkpoint; 0 where there is none. A store is not asked: that would start threads."""
+    from phalanx.checkpoint.disk.load import find
+
+    if isinstance(paths.checkpoints, Url):
+        return recorded(paths)
+    return max(find(paths.checkpoints), default=0)
+
+
+def recorded(paths: RunPaths) -> int:
+    """The last step that the records say was saved; 0 where they say nothing."""
+    saved = (event for event in read_lines(paths.events) if event.get("kind") == Kind.CHECKPOINT_SAVED)
+    return max((event["step"] for event in saved if type(event.get("step")) is int), default=0)
+
+
+def rolled_back(paths: RunPaths) -> list[int]:
+    """The attempt of each time that training went back behind what it had done."""
+    events = (event for event in read_lines(paths.events) if event.get("kind") == Kind.ROLLED_BACK)
+    return [event["attempt"] for event in events if type(event.get("attempt")) is int]
+
+
+def stopped_early(paths: RunPaths, asked: str) -> str:
+    """What to say of a start that the signal `asked` has stopped before there were ranks."""
+    step, done = recorded(paths), (last_line(paths.metrics) or {}).get("step")
+    later = type(done) is int and done > step  # after a failure: whether that is kept is known when all nodes are there
+    if not step and not later:
+        return f"stopped by {asked} before any step was done; the same command starts again"
+    where = f"the checkpoint of step {step}" if step else "the beginning"
+    where += ", or from a later step where memory has kept one" * later
+    return f"stopped by {asked} before any further step; the same command goes on from {where}"
+
+
+def outcome(paths: RunPaths, code: int, first_attempt: int) -> tuple[int, bool]:
+    """The exit code of a start whose agent ended with `code`, and whether it had been asked to stop.
+
+    What was saved has not failed: ranks that are killed (a second Ctrl-C) while they leave have done their work.
+    """
+    kinds = [
+        event.get("kind")
+        for event in read_lines(paths.events)
+        if type(event.get("attempt")) is int and event["attempt"] >= first_attempt
+    ]
+    asked = Kind.SIGNALLED in kinds
+    if code == ExitCode.FAILED and asked and Kind.FINISHED in kinds:
+        return ExitCode.DONE, asked
+    if code == ExitCode.FAILED and asked and Kind.STOPPED in kinds:
+        return ExitCode.STOPPED, asked
+    return code, asked
+
+
+def tell_done(paths: RunPaths, step: int, attempt: int) -> None:
+    """Write that a run of several nodes is done with `step`, where rank 0 was lost before it had written that."""
+    said = [event.get("step") for event in read_lines(paths.events) if event.get("kind") == Kind.FINISHED]
+    if not any(type(each) is int and each >= step for each in said):
+        with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
+            write_event(paths.events, Kind.FINISHED, attempt, step=step)
+
+
+def tell_missed(paths: RunPaths, planned: Sequence[Fault], first_attempt: int) -> None:
+    """Say which faults were asked for and did not happen in this start, or they would be taken for tried."""
+    happened = {
+        str(event.get("fault"))
+        for event in read_lines(paths.events)
+        if event.get("kind") == Kind.INJECTED
+        and type(event.get("attempt")) is int
+        and event["attempt"] >= first_attempt
+    }
+    for fault in faults.missed(planned, happened):
+        message = f"--inject {fault.text} did not happen: the run did not get there in that attempt"
+        open_terminal().print(message, style="yellow", soft_wrap=True)
+        write_event(paths.events, Kind.WARNING, first_attempt, message=message)
+
+
+def close(paths: RunPaths, code: int, asked: bool = False, kept: Path | None = None) -> None:
+    """Write the report and say where everything is; a report that fails must not hide how the run ended. `kept`: the
+    folder in shared memory that holds a later step than the disk."""
+    from phalanx.report import html
+    from phalanx.report.console import summary
+
+    terminal = open_terminal()
+    try:
+        html.write(paths)
+    except (PhalanxError, OSError) as error:
+        terminal.print(f"no report was written: {error}", style="yellow")
+    if code in (ExitCode.DONE, ExitCode.STOPPED):
+        terminal.print(summary(paths))
+    elif kept is not None:
+        terminal.print(
+            f"the run failed (exit code {code}); the ranks' own words are in {paths.root / 'logs'}. Its last step is "
+            f"newer than its checkpoints and kept in {kept}: the same command here goes on from it",
+            style="red",
+        )
+    elif asked:
+        step = committed(paths)
+        on = f"goes on from the checkpoint of step {step}" if step else "begins again, as there is no checkpoint"
+        terminal.print(
+            f"asked to stop, the run ended before it had saved (exit code {code}); the same command {on}",
+            style="yellow",
+        )
+    else:
+        terminal.print(
+            f"the run failed (exit code {code}); the ranks' own words are in {paths.root / 'logs'}", style="red"
+        )

@@ -1,0 +1,93 @@
+"""What the command line, or Slurm, says of a job on several nodes: how many there are, and where they meet."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from phalanx.core.errors import ConfigError
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership import rendezvous
+from phalanx.elastic.membership.rendezvous import Place
+from phalanx.report.terminal import open_terminal
+from phalanx.system.slurm_env import auto_resumed
+
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the command line says of a job on several nodes: `nodes` train, and `spares` more wait."""
+
+    nodes: int
+    node: int
+    place: Place
+    timeout_s: float
+    quiet: bool = False  # whether nothing is said on the way
+    aside: bool = False  # whether that goes to standard error, as the output is a script's
+    spares: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.nodes + self.spares
+
+    def say(self, text: str) -> None:
+        """Tell whoever sits at this node."""
+        if not self.quiet:
+            terminal = open_terminal(sys.stderr if self.aside else None)
+            terminal.print(Text(f"node {self.node} of {self.total}: {text}"), soft_wrap=True)
+
+
+def meeting(
+    nodes: int | None,
+    node: int | None,
+    where: str | None,
+    timeout_s: float | None,
+    environment: Mapping[str, str],
+    spares: int | None = None,
+) -> Meeting | None:
+    """Check the options that belong together; None for a run on one node. Raises ConfigError."""
+    if nodes is None:
+        if auto_resumed(environment) is not None:
+            spares = None  # they belong to the meeting of a Slurm step
+        given = {"--node-rank": node, "--rendezvous": where, "--rendezvous-timeout": timeout_s, "--spares": spares}
+        alone = [name for name, value in given.items() if value is not None]
+        if alone:
+            raise ConfigError(f"{alone[0]} belongs to a run on several nodes; give --nodes too, or leave it out")
+        return None
+    total = nodes + (spares or 0)
+    if total == 1:
+        raise ConfigError("--nodes 1 is a run on one node, which needs no rendezvous; leave --nodes out")
+    named = f"--nodes {nodes}" + (f" --spares {spares}" if spares else "")
+    if node is None:
+        raise ConfigError(f"{named} needs --node-rank, which of them this one is: 0 to {total - 1}")
+    if node >= total:
+        raise ConfigError(f"--node-rank {node} is not one of {total} nodes; give a number from 0 to {total - 1}")
+    if where is None:
+        raise ConfigError(
+            f"{named} needs --rendezvous, where the nodes meet: tcp://HOST:PORT of node 0, or file:///FOLDER that all "
+            "nodes share"
+        )
+    place = rendezvous.place_of(where, environment)
+    return Meeting(nodes, node, place, timeout_s or TIMEOUT_S, spares=spares or 0)
+
+
+def meeting_of_slurm(paths: RunPaths, environment: Mapping[str, str], spares: int | None = None) -> Meeting | None:
+    """The meeting of a Slurm step that has one task on each of several nodes and was started with --auto-resume=1:
+    each task is then a node's agent instead of a rank, and of these nodes `spares` wait. None for any other start.
+    Raises ConfigError."""
+    step = auto_resumed(environment)
+    if step is None:
+        return None
+    spares = spares or 0
+    if spares >= step.nodes:
+        raise ConfigError(f"--spares {spares} of the {step.nodes} nodes of this Slurm step leaves none that trains; "
+                          "ask for more nodes, or for fewer spares")  # fmt: skip
+    if paths.url is not None:
+        raise ConfigError(
+            f"srun --auto-resume=1 needs a run folder that all nodes share, by which they meet, but {paths.shown} is a "
+            "URL; name a folder, or give --nodes, --node-rank and --rendezvous"
+        )
+    place = Place(str(paths.meet), folder=paths.meet.absolute())
+    return Meeting(step.nodes - spares, step.node, place, TIMEOUT_S, spares=spares)

@@ -1,0 +1,219 @@
+"""Who owns which element: units in order of use -> buckets -> one range of each bucket for every rank. Pure.
+
+A bucket is the parameters of one unit that are alike in type and in whether they are trained, end to end, and padding.
+Its ranges follow one another in order of rank and may differ in length or be empty. Parameters with and without weight
+decay share a bucket: the update is told by name which is which, and a bucket less is a collective less.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.core.errors import ConfigError
+from phalanx.layout import balance
+
+GRANULE = 64  # elements: every range starts at a multiple, so that the fastest kernels and whole cache lines apply
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A whole parameter. `unit` uses it (\"\" is the model itself); `dtype` is what it travels in; `whole_rows`: no
+    range may cut a row of its last dim, since the update rule keeps something for each row."""
+
+    name: str
+    shape: tuple[int, ...]
+    unit: str
+    dtype: str
+    trained: bool = True
+    whole_rows: bool = False
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter of a bucket, and at which of the bucket's elements it starts."""
+
+    parameter: Parameter
+    at: int
+
+    @property
+    def end(self) -> int:
+        return self.at + self.parameter.elements
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, stop) of a flattened parameter that one rank owns: from element `at` of the bucket on, in its
+    part number `part`."""
+
+    parameter: Parameter
+    start: int
+    stop: int
+    part: int
+    at: int
+
+    @property
+    def key(self) -> str:
+        """A name for what is kept of it."""
+        return f"{self.parameter.name}:{self.start}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What travels as one: from element `start` of the bucket on, cut into a range for each rank."""
+
+    start: int
+    cuts: tuple[int, ...]  # (0, ..., its elements): rank r owns [start + cuts[r], start + cuts[r + 1])
+
+    @property
+    def elements(self) -> int:
+        return self.cuts[-1]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.elements
+
+    @property
+    def carried(self) -> int:
+        """Elements that some link must carry to reduce or to gather the part: all but the smallest range."""
+        return self.elements - min(stop - start for start, stop in itertools.pairwise(self.cuts))
+
+    def range(self, rank: int) -> tuple[int, int]:
+        """The elements of the bucket that `rank` owns."""
+        return self.start + self.cuts[rank], self.start + self.cuts[rank + 1]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters one behind the other, and the parts in which they travel; the last of a small bucket may be empty."""
+
+    unit: str
+    dtype: str
+    trained: bool
+    members: tuple[Member, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def elements(self) -> int:
+        """With what it was padded by."""
+        return max(part.stop for part in self.parts)
+
+    @property
+    def used(self) -> int:
+        """Elements of parameters; those behind are padding."""
+        return self.members[-1].end
+
+    @property
+    def carried(self) -> int:
+        """As of its parts."""
+        return sum(part.carried for part in self.parts)
+
+    @property
+    def gaps(self) -> tuple[slice, ...]:
+        """Elements of no parameter, between parameters and behind the last."""
+        starts = [*(member.at for member in self.members[1:]), self.elements]
+        ends = (member.end for member in self.members)
+        return tuple(slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+    def share(self, rank: int) -> int:
+        """Elements that `rank` owns."""
+        return sum(stop - start for start, stop in (part.range(rank) for part in self.parts))
+
+    def fragments(self, rank: int) -> Iterator[Fragment]:
+        """What `rank` owns of each parameter, part by part."""
+        for number, part in enumerate(self.parts):
+            first, last = part.range(rank)
+            for member in self.members:
+                start, stop = max(first, member.at), min(last, member.end)
+                if start < stop:
+                    yield Fragment(member.parameter, start - member.at, stop - member.at, number, start)
+
+
+def lay_out(
+    parameters: Sequence[Parameter], weights: Sequence[float], parts: int = 1, least: int = 1, apart: bool = False
+) -> tuple[Bucket, ...]:
+    """Buckets in order of use, cut so that each rank owns its part of `weights` of all of them.
+
+    Each travels in `parts` of the same length, or as many as have `least` elements; all in as many, but in no more than
+    one of them needs. With equal weights all ranges of a part have the same length, so that collectives for equal
+    shards serve, too. `apart`: each parameter begins at a multiple of GRANULE, and no two share one. Raises ConfigError
+    for weights that make no shares.
+    """
+    check(weights)
+    groups: dict[tuple[str, str, bool], list[Parameter]] = {}
+    for parameter in parameters:
+        if parameter.elements:
+            groups.setdefault((parameter.unit, parameter.dtype, parameter.trained), []).append(parameter)
+    taken = [0] * len(weights)
+    buckets = []
+    for (unit, dtype, trained), of_bucket in groups.items():
+        step = GRANULE if apart else 1
+        starts = itertools.accumulate((-(-p.elements // step) * step for p in of_bucket), initial=0)
+        members = tuple(Member(parameter, at) for parameter, at in zip(of_bucket, starts, strict=False))
+        cut: list[Part] = []
+        for start, stop in _parts(members, len(weights), parts, least):
+            cuts = _cut(members, start, stop - start, weights, taken)
+            if stop < members[-1].end:  # only the end is padded
+                cuts = tuple(min(each, stop - start) for each in cuts)
+            taken = [had + last - first for had, (first, last) in zip(taken, itertools.pairwise(cuts), strict=True)]
+            cut.append(Part(cut[-1].stop if cut else 0, cuts))
+        buckets.append(Bucket(unit, dtype, trained, members, tuple(cut)))
+    needed = 1 + max((at for bucket in buckets for at, part in enumerate(bucket.parts) if part.elements), default=0)
+    return tuple(replace(bucket, parts=bucket.parts[:needed]) for bucket in buckets)
+
+
+def _parts(members: Sequence[Member], ranks: int, parts: int, least: int) -> Iterator[tuple[int, int]]:
+    """Where the parts of a bucket begin and end; only the last that is not empty may have to be padded."""
+    step, end = GRANULE * ranks, members[-1].end
+    length = -(-max(-(-end // parts), least) // step) * step
+    edges = [min(end, _at_row(members, length * number)) for number in range(parts)]
+    yield from itertools.pairwise([*edges, end])
+
+
+def check(weights: Sequence[float]) -> None:
+    """Raise ConfigError unless these are shares: numbers of which none is negative and one is positive."""
+    if not all(0 <= weight < math.inf for weight in weights) or not sum(weights) > 0:
+        raise ConfigError(
+            f"weights {', '.join(f'{weight:g}' for weight in weights)} make no shares of the state; give each rank "
+            "a number that is not negative, and at least one of them a positive one"
+        )
+
+
+def check_rows(parameters: Sequence[Parameter]) -> None:
+    """Raise ConfigError where ranges between whole rows could cut a GRANULE, of which all is rounded together."""
+    for parameter in parameters:
+        if parameter.whole_rows and parameter.shape[-1] % GRANULE:
+            raise ConfigError(
+                f"compression by int8 rounds {GRANULE} numbers together, but the update rule keeps rows of "
+                f"{parameter.name} whole, which have {parameter.shape[-1]}; compress by bf16, or take the rule adamw"
+            )
+
+
+def _cut(
+    members: Sequence[Member], start: int, elements: int, weights: Sequence[float], taken: Sequence[int]
+) -> tuple[int, ...]:
+    if not elements:
+        return (0,) * (len(weights) + 1)
+    if len(set(weights)) == 1:
+        each = -(-elements // (GRANULE * len(weights))) * GRANULE
+        cuts = tuple(each * rank for rank in range(len(weights) + 1))
+    else:
+        cuts = balance.shard_cuts(elements, GRANULE, weights, taken=taken)
+    if not any(member.parameter.whole_rows for member in members):
+        return cuts
+    # The ends stay: what is behind the last parameter is padding.
+    inner = [min(cuts[-1], max(0, _at_row(members, start + cut) - start)) for cut in cuts[1:-1]]
+    return (0, *itertools.accumulate(inner, max), cuts[-1]) if inner else cuts
+
+
+def _at_row(members: Sequence[Member], cut: int) -> int:
+    """The nearest place to `cut` at which no row is cut that must stay whole."""
+    for member in members:
+        if member.at < cut < member.end and member.parameter.whole_rows:
+            row = member.parameter.shape[-1]
+            return member.at + min(round((cut - member.at) / row) * row, member.parameter.elements)
+    return cut

@@ -1,0 +1,144 @@
+"""Which part of each parameter a tensor-parallel rank holds, and where its elements lie in the whole. Pure: no torch.
+
+What is cut how is said by a dict beside the model (`models.llama.TENSOR`), from a module within a block, or outside of
+them, to one of KINDS. Source: Shoeybi et al., "Megatron-LM", 2019.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from phalanx.layout.model_shape import ModelSpec
+
+# How the matrix (out, in) of a module is cut: by outputs; by outputs that are key and value heads, of which there may
+# be fewer than ranks; by inputs; by rows of the vocabulary, in ranges that may be unequal.
+KINDS = ("column", "column_kv", "row", "vocabulary")
+_BLOCK = re.compile(r"^(?:.*\.)?layers\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """[start, stop) along `dim`, the first or the last, of a parameter of the whole `shape`.
+
+    `copies` ranks of the tensor axis hold just this, neighbours; `first` says whether this one is the first of them.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    stop: int
+    copies: int = 1
+    first: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.dim in (0, len(self.shape) - 1), self
+        assert 0 <= self.start <= self.stop <= self.shape[self.dim], self
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """The columns that it is; None where its elements follow one another in the flattened whole."""
+        return (self.start, self.stop) if math.prod(self.shape[: self.dim]) > 1 else None
+
+    @property
+    def offset(self) -> int:
+        """Of its first element in the flattened whole."""
+        return self.start * math.prod(self.shape[self.dim + 1 :])
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Elements [start, stop) of the flattened part as runs of elements of the flattened whole, in order."""
+        inner = math.prod(self.shape[self.dim + 1 :])
+        mine, whole = (self.stop - self.start) * inner, self.shape[self.dim] * inner
+        while start < stop:
+            row, at = divmod(start, mine)
+            count = min(mine - at, stop - start)
+            first = row * whole + self.offset + at
+            yield first, first + count
+            start += count
+
+
+def kind_of(module: str, kinds: Mapping[str, str]) -> str | None:
+    """How the matrix of `module` is cut; None where each rank holds all of it."""
+    return kinds.get(_BLOCK.sub("", module))
+
+
+def slices(
+    shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str], kv_heads: int, size: int, rank: int
+) -> dict[str, Slice]:
+    """The slice of each parameter that rank number `rank` of `size` holds; what is not named it holds whole.
+
+    `shapes` are those of whole parameters, by name. That all of it divides is what `problems` says.
+    """
+    found = {}
+    for name, shape in shapes.items():
+        kind = kind_of(name.rpartition(".")[0], kinds)
+        if kind is None or (kind == "row" and len(shape) < 2):  # the bias of a sum over ranks is added once, by each
+            continue
+        found[name] = _cut(shape, kind, kv_heads, size, rank)
+    return found
+
+
+def _cut(shape: tuple[int, ...], kind: str, kv_heads: int, size: int, rank: int) -> Slice:
+    dim = len(shape) - 1 if kind == "row" else 0
+    length, copies, among, place = shape[dim], 1, size, rank
+    if kind == "column_kv" and kv_heads < size:
+        # A rank holds the one head that its queries use, and so do its neighbours.
+        copies = size // kv_heads
+        among, place = kv_heads, rank // copies
+    assert kind == "vocabulary" or length % among == 0, (shape, kind, among)
+    start, stop = length * place // among, length * (place + 1) // among
+    return Slice(shape, dim, start, stop, copies, rank % copies == 0)
+
+
+def whole_shapes(shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, Slice]) -> dict[str, tuple[int, ...]]:
+    """The shapes of whole parameters, from those of the parts."""
+    return {name: slices[name].shape if name in slices else tuple(shape) for name, shape in shapes.items()}
+
+
+def copies_of(names: Mapping[str, object], slices: Mapping[str, Slice], size: int) -> dict[str, int]:
+    """How many of the `size` ranks of the tensor axis hold just what this one holds of each parameter."""
+    return {name: slices[name].copies if name in slices else size for name in names}
+
+
+def problems(spec: ModelSpec, tensor: int, seq_len: int, sequence: bool, own_code: bool = False) -> list[str]:
+    """Why a model cannot be cut over `tensor` ranks, a sentence each; `sequence`: activations between blocks, too.
+
+    `own_code`: its class is a user's own.
+    """
+    if tensor == 1:
+        return []
+    set_ = f"parallel.tensor={tensor}"
+    if own_code:
+        return [f"{set_} cuts the built-in LLaMA family, and model.code is a model of your own; set parallel.tensor=1"]
+    if spec.bidirectional:
+        return [f"{set_} cuts the LLaMA family, and model.architecture is {spec.architecture}; set parallel.tensor=1"]
+    if spec.lora is not None:
+        return [f"{set_} does not cut adapters, which model.lora asks for; set parallel.tensor=1, or train all weights"]
+    found = []
+    if spec.heads % tensor:
+        found.append(
+            f"{set_} gives each rank as many attention heads, and there are {spec.heads} (model.heads); "
+            f"set parallel.tensor to a divisor of {spec.heads}"
+        )
+    if spec.kv_heads % tensor and tensor % spec.kv_heads:
+        found.append(
+            f"{set_} and the {spec.kv_heads} key and value heads of model.kv_heads do not divide one another; set "
+            f"parallel.tensor to a divisor or a multiple of {spec.kv_heads}"
+        )
+    if spec.intermediate % tensor:
+        found.append(
+            f"{set_} does not divide model.intermediate={spec.intermediate}; set parallel.tensor to a divisor of it"
+        )
+    if 1 < spec.vocab_size < tensor:  # 1 stands for one that is not known yet
+        found.append(f"{set_} leaves ranks without a row of the vocabulary of {spec.vocab_size}; set fewer ranks")
+    if sequence and seq_len % tensor:
+        found.append(
+            f"parallel.sequence cuts sequences into {tensor} parts (parallel.tensor), and data.seq_len={seq_len} does "
+            f"not divide; set data.seq_len to a multiple of {tensor}, or parallel.sequence=false"
+        )
+    return found

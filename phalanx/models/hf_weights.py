@@ -1,0 +1,293 @@
+"""The weights of Hugging Face folders, read by byte range: safetensors, and pickled .bin files of old ones."""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from phalanx.core.errors import ConfigError
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.hf_mapping import DTYPES, hf_name
+from phalanx.models.llama import Llama
+from phalanx.models.model import Architecture
+from phalanx.models.user_model import shapes_of
+
+# As safetensors calls them.
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# A kind of file -> the name of the only one, of the index of several, and of all of them without an index.
+_KINDS = {
+    "safetensors": ("model.safetensors", "model.safetensors.index.json", "*.safetensors"),
+    "bin": ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"),
+}
+
+
+# Of a file at a time, on its way to another type or device: it stays in the processor's cache.
+_CHUNK_BYTES = 2 << 20
+
+
+class _File(Protocol):
+    """The tensors of one file, which stay on the disk until they are read."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it, where that knows it."""
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """Elements of the flattened tensor from `start` on, as many as `out` has."""
+
+
+class _Safetensors:
+    """Bytes are read and not mapped: a mapped file is counted as memory of the process, and comes in small parts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with safe_open(path, framework="pt", device="cpu"):  # checks the header, and that all it promises is there
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (it is read from as long as this lives)
+        size = int.from_bytes(self._file.read(8), "little")
+        self._header = {name: at for name, at in json.loads(self._file.read(size)).items() if name != "__metadata__"}
+        self._first = 8 + size
+
+    def keys(self) -> Iterable[str]:
+        return self._header.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._header[name]["shape"])
+
+    def dtype(self, name: str) -> str:
+        return str(self._header[name]["dtype"])
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        stored = STORED_DTYPES[self.dtype(name)]
+        at = self._first + int(self._header[name]["data_offsets"][0]) + start * stored.itemsize
+        if out.dtype == stored and out.device.type == "cpu" and out.stride(0) == 1:
+            self._read(at, out)
+            return
+        chunk = torch.empty(min(out.numel(), _CHUNK_BYTES // stored.itemsize), dtype=stored)
+        for part in out.split(max(1, chunk.numel())):
+            self._read(at, chunk[: part.numel()])
+            part.copy_(chunk[: part.numel()])
+            at += part.numel() * stored.itemsize
+
+    def _read(self, at: int, out: Tensor) -> None:
+        raw = out.detach().view(torch.uint8).numpy().data
+        done = 0
+        while done < len(raw):
+            try:
+                count = os.preadv(self._file.fileno(), [raw[done:]], at + done)
+            except OSError as error:
+                raise ConfigError(f"{self.path} cannot be read ({error.strerror}); fetch the file again.") from error
+            if not count:
+                raise ConfigError(f"{self.path} has become shorter while it was read; fetch the file again.")
+            done += count
+
+
+class _Pickled:
+    """A .bin file, mapped."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def keys(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> str:
+        names = {dtype: name for name, dtype in STORED_DTYPES.items()}
+        return names.get(self._tensors[name].dtype, str(self._tensors[name].dtype))
+
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        out.copy_(self._tensors[name].reshape(-1)[start : start + out.numel()])
+
+
+class Weights:
+    """The tensors of a local Hugging Face folder by our names, read by byte range: a rank reads only what it keeps.
+
+    Takes `model.safetensors`, shards with `model.safetensors.index.json`, or shards without an index; where there is no
+    such file, `pytorch_model.bin` in the same three forms. The names are those of `model_class`. Raises ConfigError if
+    there are none, or if one is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, model_class: type[Architecture] = Llama) -> None:
+        self.folder, self.model_class = Path(folder), model_class
+        paths = _files(self.folder)
+        self._files = {path: _open(path) for path in paths}
+        self._path_of = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+    def _theirs(self, name: str) -> str:
+        return hf_name(name, self.model_class)
+
+    def _names(self, name: str) -> list[str]:
+        theirs = self._theirs(name)
+        return [theirs, *self.model_class.other_hf_names(theirs)]
+
+    def _has(self, name: str) -> bool:
+        return any(theirs in self._path_of for theirs in self._names(name))
+
+    def _find(self, name: str) -> str:
+        """Their name for our parameter; a tied matrix may be stored under either of its two names."""
+        wanted = self._theirs(name)
+        for known in self._names(name):
+            if known in self._path_of:
+                return known
+        other = {"embed.weight": "head.weight", "head.weight": "embed.weight"}.get(name)
+        if wanted not in self._path_of and other is not None and self._theirs(other) in self._path_of:
+            return self._theirs(other)
+        if wanted not in self._path_of:
+            raise ConfigError(
+                f"{self.folder} has no tensor {wanted}, so the model cannot be read; fetch the folder's files again."
+            )
+        return wanted
+
+    def _place(self, name: str) -> tuple[_File, str]:
+        """The file that holds our parameter, and its name there."""
+        theirs = self._find(name)
+        return self._files[self._path_of[theirs]], theirs
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of our parameter `name`. Raises ConfigError if the folder does not have it."""
+        file, theirs = self._place(name)
+        return file.shape(theirs)
+
+    def _stored(self, name: str) -> str:
+        file, theirs = self._place(name)
+        return file.dtype(theirs)
+
+    def dtype(self) -> torch.dtype:
+        """The dtype that the embedding is stored in. Raises ConfigError if it is none that a model is trained from."""
+        stored = self._stored(next(name for name in self.model_class.hf_names if name.startswith("embed.")))
+        if stored not in STORED_DTYPES:
+            raise ConfigError(
+                f"{self.folder} stores its weights as {stored}, which cannot be trained from; use a folder that stores "
+                f"one of: {', '.join(DTYPES)}."
+            )
+        return STORED_DTYPES[stored]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the row-major flattened parameter, 1-D, in the stored dtype.
+
+        Raises ConfigError if the parameter is missing or its file damaged, and ValueError for a range outside it.
+        """
+        out = torch.empty(max(0, stop - start), dtype=STORED_DTYPES[self._stored(name)])
+        self.read_into(name, start, stop, out)
+        return out
+
+    def read_into(self, name: str, start: int, stop: int, out: Tensor) -> None:
+        """`read` into `out`, 1-D, of any dtype and on any device, without a copy of the whole in between."""
+        file, theirs = self._place(name)
+        count = math.prod(file.shape(theirs))
+        if not 0 <= start <= stop <= count:
+            raise ValueError(f"{name} has {count} elements, but [{start}, {stop}) was asked for")
+        assert out.shape == (stop - start,), (name, start, stop, tuple(out.shape))
+        if start < stop:
+            file.read_into(theirs, start, out)
+
+    def lacking(self, spec: ModelSpec) -> list[str]:
+        """Our names of the parameters that are not here, or in another shape, and that may be drawn instead."""
+        shapes = shapes_of(self.model_class, spec)
+        may = {name: shape for name, shape in shapes.items() if name.startswith(self.model_class.may_draw)}
+        return [name for name, shape in may.items() if not self._has(name) or self.shape(name) != shape]
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises ConfigError that names the tensors and files if they are not just what a model of `spec` needs."""
+        shapes = shapes_of(self.model_class, spec)
+        drawn = set(self.lacking(spec))
+        needed = {name: shape for name, shape in shapes.items() if name not in drawn}
+        missing = [self._theirs(name) for name in needed if not self._has(name)]
+        tied = "head.weight" in self.model_class.hf_names
+        if tied and spec.tie_embeddings and self._theirs("head.weight") in self._path_of:
+            missing = [name for name in missing if name != self._theirs("embed.weight")]
+        if missing:
+            raise ConfigError(
+                f"{self.folder} lacks {_few(missing)}, which its config.json promises; fetch the folder's files again."
+            )
+        for name, shape in needed.items():
+            if self.shape(name) != shape:
+                theirs = self._find(name)
+                raise ConfigError(
+                    f"{self._path_of[theirs]} holds {theirs} of shape {self.shape(name)}, but config.json makes it "
+                    f"{shape}; use weights and a config.json of one model."
+                )
+            stored = self._stored(name)
+            if stored not in STORED_DTYPES:
+                raise ConfigError(
+                    f"{self._path_of[self._find(name)]} stores {self._theirs(name)} as {stored}, which cannot be "
+                    f"trained from; use a folder that stores one of: {', '.join(DTYPES)}."
+                )
+        known = {theirs for name in shapes for theirs in self._names(name)}
+        known |= {self._theirs("head.weight")} if tied else set()
+        # Rotary frequencies were stored by old versions of transformers; they follow from the config.
+        extra = [name for name in self._path_of if name not in known and not name.endswith("rotary_emb.inv_freq")]
+        extra = [name for name in extra if not self.model_class.unused_hf_name(name)]
+        if extra:
+            raise ConfigError(
+                f"{self._path_of[extra[0]]} holds {_few(extra)}, which a model of this config.json does not have; use "
+                "weights and a config.json of one model."
+            )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no folder, so no weights can be read from it; give a local Hugging Face folder."
+        )
+    for single, index, pattern in _KINDS.values():
+        if (folder / index).is_file():
+            return _listed(folder, index)
+        if (folder / single).is_file():
+            return [folder / single]
+        if paths := sorted(folder.glob(pattern)):
+            return paths
+    raise ConfigError(
+        f"{folder} holds no .safetensors file and no pytorch_model.bin, the formats that weights are read from; fetch "
+        "the folder's files again."
+    )
+
+
+def _listed(folder: Path, index: str) -> list[Path]:
+    try:
+        names = sorted(set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder / index} is no index of weights ({error!r}); fetch the file again.") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(f"{folder} lacks {_few(missing)}, which {index} lists; fetch the missing files.")
+    return [folder / name for name in names]
+
+
+def _open(path: Path) -> _File:
+    if path.suffix == ".bin":
+        return _open_pickled(path)
+    try:
+        return _Safetensors(path)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as safetensors ({error}); fetch the file again.") from error
+
+
+def _open_pickled(path: Path) -> _Pickled:
+    """Only tensors are unpickled: anything else, and so any code, is refused by torch."""
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whatever a file that is none makes of the unpickler
+        first = str(error).strip().partition("\n")[0].partition(". ")[0]
+        raise ConfigError(
+            f"{path} cannot be read as tensors alone ({type(error).__name__}: {first}); fetch the file again, or "
+            "convert it to safetensors."
+        ) from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ConfigError(f"{path} holds no dictionary of tensors, so no weights can be read; fetch the file again.")
+    return _Pickled(tensors)

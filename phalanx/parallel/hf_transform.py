@@ -1,0 +1,291 @@
+"""Tensor parallelism for models of transformers, in place: the same primitives as for our own (tensor.py).
+
+A table for each architecture says how its matrices are cut. Its code goes on as it is: it finds the number of heads in
+the tensors. Logits are whole on every rank, so that a loss, transformers' or anybody's, is computed as before.
+"""
+
+import itertools
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+from phalanx.comm import collectives
+from phalanx.comm.collectives import Traffic, carried_from
+from phalanx.comm.mesh import Axis, neighbours
+from phalanx.core.errors import ConfigError
+from phalanx.layout.tensor_shards import Slice, slices
+from phalanx.parallel import dropout
+from phalanx.parallel.tensor import (
+    CUT_MODULES,
+    Cut,
+    PartialNorm,
+    Row,
+    VocabularyEmbedding,
+    VocabularyHead,
+    part_of,
+    replace_modules,
+)
+from phalanx.parallel.tensor_collectives import Peers
+
+_LLAMA = {
+    "model.embed_tokens": "vocabulary",
+    "self_attn.q_proj": "column",
+    "self_attn.k_proj": "column_kv",
+    "self_attn.v_proj": "column_kv",
+    "self_attn.o_proj": "row",
+    "mlp.gate_proj": "column",
+    "mlp.up_proj": "column",
+    "mlp.down_proj": "row",
+    "lm_head": "vocabulary",
+}
+_NEOX = {
+    "gpt_neox.embed_in": "vocabulary",
+    "attention.query_key_value": "column",  # head by head: queries, keys and values of one, then those of the next
+    "attention.dense": "row",
+    "mlp.dense_h_to_4h": "column",
+    "mlp.dense_4h_to_h": "row",
+    "lm_head": "vocabulary",
+    "embed_out": "vocabulary",  # the head's name in transformers 4
+}
+# A class of transformers -> how its modules, of a block or outside of them, are cut.
+KNOWN: dict[str, dict[str, str]] = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+    "GPTNeoXForCausalLM": _NEOX,
+}
+_DROPOUT = ("attention_dropout", "hidden_dropout")  # keys of their configurations
+_ATTENTION = (".self_attn", ".attention")  # ends of the names of modules with heads
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class _Heads:
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab_size: int
+
+
+def transform(
+    model: nn.Module,
+    axis: Axis,
+    *,
+    load_state_dict_from_rank0: bool = False,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    timeout_s: float = _TIMEOUT_S,
+) -> nn.Module:
+    """Cut a model of transformers over the ranks of `axis`, in place, and return it. Collective.
+
+    It holds its weights, the same on all ranks, or is on meta, and stays there. With `load_state_dict_from_rank0`
+    global rank 0 has the weights and all others, of the whole default group, are sent theirs, tensor by tensor, whether
+    their model is on meta or not. `device` and `dtype` are where parts go and what type they get; if not given they
+    stay where they are (what is sent goes to the host), in the type that they have. The axis must live as long as the
+    model is used. Raises ConfigError for models that it does not know, and for numbers that do not divide.
+    """
+    kinds = kinds_of(model)
+    numbers = _numbers(model)
+    _check(model, numbers, axis.size)
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
+    held = slices(shapes, kinds, numbers.kv_heads, axis.size, axis.rank)
+    arrive = _Arrivals(model, device or torch.device("cpu"), dtype) if load_state_dict_from_rank0 else None
+    cut = Cut(Peers(axis, Traffic()), sharers=_sharers(axis, numbers.kv_heads, timeout_s))
+    (head,) = (name for name in ("lm_head", "embed_out") if name in dict(model.named_children()))
+    replace_modules(model, kinds, held, cut, head=head, take=arrive.part if arrive is not None else None)
+    if arrive is not None:
+        arrive.rest(model)
+    for name, module in list(model.named_modules()):
+        if name.endswith((".q_norm", ".k_norm")):  # each rank sees its own heads
+            weight, eps = module.get_parameter("weight"), float(vars(module)["variance_epsilon"])
+            model.set_submodule(name, PartialNorm(weight.shape[0], eps, weight, cut))
+        if "num_key_value_groups" in vars(module):
+            vars(module)["num_key_value_groups"] = numbers.heads // axis.size // max(1, numbers.kv_heads // axis.size)
+    for parameter in model.parameters():  # not buffers: rotary frequencies keep their digits
+        parameter.data = parameter.data.to(dtype=dtype)
+    model.register_load_state_dict_pre_hook(take_parts)
+    if any(_config(model).get(key) for key in _DROPOUT):
+        dropout.agree(model, [each for name, each in model.named_modules() if name.endswith(_ATTENTION)], cut.peers)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    return model if on_meta or device is None else model.to(device=device)
+
+
+def kinds_of(model: nn.Module) -> dict[str, str]:
+    """How the modules of a model are cut. Raises ConfigError where nobody knows."""
+    for each in type(model).__mro__:
+        if each.__name__ in KNOWN:
+            return KNOWN[each.__name__]
+    raise ConfigError(
+        f"tensor parallelism does not know {type(model).__name__}; it knows transformers' {', '.join(KNOWN)}, so "
+        "transform one of them, or leave tensor parallelism out"
+    )
+
+
+def _config(model: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = cast(Any, model).config.to_dict()
+    return found
+
+
+def _numbers(model: nn.Module) -> _Heads:
+    config = _config(model)
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    return _Heads(heads, kv_heads, int(config["intermediate_size"]), int(config["vocab_size"]))
+
+
+def _check(model: nn.Module, numbers: _Heads, size: int) -> None:
+    """Raises ConfigError for what cannot be cut over so many ranks, or would not be the same there."""
+    over = f"tensor parallelism over {size} ranks"
+    if numbers.heads % size or numbers.intermediate % size:
+        raise ConfigError(
+            f"{over} must divide the {numbers.heads} attention heads and the {numbers.intermediate} channels of the "
+            "model's MLP; choose a common divisor of both"
+        )
+    if numbers.kv_heads % size and size % numbers.kv_heads:
+        raise ConfigError(
+            f"{over} and {numbers.kv_heads} key and value heads do not divide one another; choose a divisor or a "
+            f"multiple of {numbers.kv_heads}"
+        )
+    if numbers.vocab_size < size:
+        raise ConfigError(f"{over} leaves some without a row of the vocabulary of {numbers.vocab_size}; choose fewer")
+
+
+def _sharers(axis: Axis, kv_heads: int, timeout_s: float) -> Peers | None:
+    if kv_heads >= axis.size:
+        return None
+    return Peers(neighbours(axis, axis.size // kv_heads, timeout_s), Traffic())
+
+
+class _Arrivals:
+    """The weights that global rank 0 sends to all others, one tensor after the other; nobody else holds all of them."""
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+        self._device, self._dtype = device, dtype
+        self._sent_from = carried_from(dist.group.WORLD, device)  # type: ignore[arg-type]
+        self._sends = dist.get_rank() == 0
+        described = [
+            *((name, tuple(p.shape), dtype or p.dtype) for name, p in model.named_parameters(remove_duplicate=False)),
+            *((name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers()),
+        ]
+        if self._sends and any(each.is_meta for each in model.parameters()):
+            described = []  # which no rank has, so that all of them find out
+        number = float(zlib.crc32(repr(described).encode()))
+        seen = torch.tensor([number, -number], dtype=torch.float64, device=self._sent_from)
+        collectives.all_reduce(seen, dist.group.WORLD, Traffic(), dist.ReduceOp.MAX).wait()  # type: ignore[arg-type]
+        if seen[0] != -seen[1]:
+            raise ConfigError(
+                "load_state_dict_from_rank0 needs the weights on rank 0 and the same model, in the same types, on all "
+                "ranks; load it there, and build it from one config elsewhere"
+            )
+
+    def part(self, whole: Tensor, part: Slice) -> nn.Parameter:
+        """This rank's part of what rank 0 sends."""
+        return part_of(self._sent(whole, self._dtype).requires_grad_(whole.requires_grad), part)
+
+    def rest(self, model: nn.Module) -> None:
+        """Everything else, which all ranks have whole."""
+        for module in model.modules():
+            known = module.slices if isinstance(module, CUT_MODULES) else {}
+            for leaf, each in list(module._parameters.items()):
+                if each is not None and leaf not in known:
+                    sent = self._sent(each, self._dtype)
+                    module._parameters[leaf] = nn.Parameter(sent, requires_grad=each.requires_grad)
+            for leaf, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[leaf] = self._sent(buffer, None)
+
+    def _sent(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        dtype = tensor.dtype if dtype is None else dtype
+        if self._sends:
+            whole = tensor.detach().to(self._sent_from, dtype).contiguous()
+        else:
+            whole = torch.empty(tensor.shape, dtype=dtype, device=self._sent_from)
+        dist.broadcast(whole, 0)
+        return whole.to(self._device)
+
+
+# ------------------------------------------------------------------------------------------------------- and back again
+
+
+def parts_of(model: nn.Module) -> dict[str, Slice]:
+    """Which slice each parameter of a transformed model is, by name; what is not named is whole on every rank."""
+    return {
+        f"{name}.{leaf}": part
+        for name, module in model.named_modules()
+        if isinstance(module, CUT_MODULES)
+        for leaf, part in module.slices.items()
+    }
+
+
+def axis_of(model: nn.Module) -> Axis | None:
+    """The ranks over which a model was cut; None where it was not."""
+    cuts = (module.cut for module in model.modules() if isinstance(module, Row | VocabularyEmbedding | VocabularyHead))
+    found = next(cuts, None)
+    return None if found is None else found.peers.axis
+
+
+def full_state_dict(
+    model: nn.Module, axis: Axis, tensors: Mapping[str, Tensor] | None = None, everywhere: bool = False
+) -> dict[str, Tensor]:
+    """The state dict of the model as it was before `transform`, on the host, on the first rank of `axis`; elsewhere {},
+    or `everywhere` the same.
+
+    Gathered tensor by tensor. `tensors` are this rank's parts by name, where they are not in the model (since another
+    wrapper holds them). Collective.
+    """
+    own = dict(model.state_dict()) if tensors is None else tensors
+    return dict(_gathered(own, parts_of(model), axis, everywhere))
+
+
+def _gathered(
+    own: Mapping[str, Tensor], parts: Mapping[str, Slice], axis: Axis, everywhere: bool
+) -> Iterator[tuple[str, Tensor]]:
+    memory: dict[int, Tensor] = {}  # what is tied stays tied
+    wanted = everywhere or axis.rank == 0
+    for name, tensor in own.items():
+        part = parts.get(name)
+        if part is None:
+            if wanted:
+                yield name, tensor.detach().to("cpu", copy=True)
+            continue
+        key = tensor.data_ptr() if tensor.numel() else id(tensor)
+        if key not in memory:
+            memory[key] = whole_of(tensor.detach(), part, axis, everywhere)
+        if wanted:
+            yield name, memory[key]
+
+
+def take_parts(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before a transformed model takes a state dict: of what is in it whole, each rank takes its part. Of a dict
+    of parts it takes them as they are."""
+    parts = {clean_tensor_name(name): part for name, part in parts_of(model).items()}  # its layers may be in FSDP now
+    for name, given in list(state.items()):
+        part = parts.get(clean_tensor_name(name.removeprefix(prefix)))
+        if part is not None and isinstance(given, Tensor) and tuple(given.shape) == part.shape != part.local:
+            state[name] = part_of(given, part).detach()
+
+
+def whole_of(tensor: Tensor, part: Slice, axis: Axis, everywhere: bool = False) -> Tensor:
+    """What all ranks hold parts of, put together on the host of the first, or `everywhere`; else nothing. Collective
+    over `axis`."""
+    length = part.shape[part.dim]
+    unlike = part.copies == 1 and length % axis.size != 0
+    widest = -(-length // axis.size) if unlike else tensor.shape[part.dim]
+    tensor = tensor.to(carried_from(axis.group, tensor.device))
+    padded = tensor.new_zeros([widest if dim == part.dim else size for dim, size in enumerate(tensor.shape)])
+    padded.narrow(part.dim, 0, tensor.shape[part.dim]).copy_(tensor)
+    out = tensor.new_empty((axis.size, *padded.shape))
+    collectives.all_gather(out.view(-1), padded.view(-1), axis.group, Traffic()).wait()
+    if axis.rank and not everywhere:
+        return tensor.new_empty(0)
+    among = axis.size // part.copies
+    edges = itertools.pairwise(length * place // among for place in range(among + 1))
+    found = [out[place * part.copies].narrow(part.dim, 0, stop - start) for place, (start, stop) in enumerate(edges)]
+    return torch.cat(found, part.dim).cpu()

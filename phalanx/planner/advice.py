@@ -1,0 +1,354 @@
+"""What a reader of a plan asks next: why not another layout, what a wish costs, what would help, and what to do where
+nothing fits. Every answer is another search or prediction, never a rule of thumb."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from phalanx.config import load
+from phalanx.config.schema import Config
+from phalanx.core.errors import ConfigError
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.planner import parse_cluster
+from phalanx.planner.cluster import Cluster, Group
+from phalanx.planner.constants import DEFAULT, Constants
+from phalanx.planner.cost import Keep
+from phalanx.planner.device_catalog import KINDS, Kind
+from phalanx.planner.failures import Failures
+from phalanx.planner.recipe_keys import PLANNED, free, pins_of, shape_of, space_of, work_of
+from phalanx.planner.search import Found, Plan, search
+from phalanx.planner.work import Work
+
+WORDS = {
+    "compute": "computing",
+    "communication": "communication that nothing hides",
+    "bubble": "waiting for other stages",
+    "imbalance": "waiting for slower devices or larger stages",
+    "optimizer": "the update",
+    "commit": "keeping the step in memory",
+    "offload": "the way to the host's memory",
+    "other": "everything else",
+}
+KEPT: tuple[Keep, ...] = ("checkpoints", "memory", "copies")
+LACKS = {"checkpoints": "it keeps no step in memory", "memory": "it keeps no step on another node"}
+HAS = {"memory": "it keeps steps in memory", "copies": "it keeps steps on other nodes, too"}
+MEMORY = 1.5  # how much more memory is asked about
+MOST_NODES = 4096  # that are looked through for enough memory
+FAMILIES = 6  # of layouts, as a search keeps them
+
+
+@dataclass(frozen=True)
+class Question:
+    """A recipe's work, as a plan is asked for it: `config` without a layout, `overrides` that hold some of it fixed,
+    `folder_spec` the shapes of `model.from_hf` where there is one. `pins`: fields of a Choice that are fixed besides;
+    `whole`: all devices are to be used, in the order they are in. `failures`: what is known of them but for what the
+    overrides say of checkpoints."""
+
+    config: Config
+    folder_spec: ModelSpec | None
+    overrides: tuple[str, ...]
+    constants: Constants = DEFAULT
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = False
+    failures: Failures = field(default_factory=Failures)
+
+    def failing(self) -> Failures:
+        """With the interval of checkpoints, where that is held fixed: at the end there is one anyway."""
+        if "checkpoint.every" not in {word.partition("=")[0] for word in self.overrides}:
+            return self.failures
+        steps = self.config.checkpoint.every or self.config.train.steps
+        return replace(self.failures, checkpoint_steps=max(1, steps))
+
+    def work(self, cluster: Cluster) -> Work:
+        """A step there."""
+        return work_of(self.config, shape_of(self.config, self.folder_spec), cluster)
+
+    def on(self, cluster: Cluster, near: Found | None = None) -> Found:
+        """The best layouts there; `near`: of no larger degrees than those that were found. Raises ConfigError for what
+        the recipe itself refuses."""
+        found, work = self._search(cluster, near), self.work(cluster)
+        # Without some devices the others may compute in another type, and are judged by that.
+        plans = [plan for plan in found.plans if self.work(plan.cluster) == work]
+        tried = found.tried
+        for part in () if self.whole else _of_types(cluster):
+            alone = self.work(part)
+            if alone != work:
+                try:
+                    more = self._search(part, near)
+                except ConfigError:  # what is held fixed does not come out even there
+                    continue
+                plans += [plan for plan in more.plans if self.work(plan.cluster) == alone]
+                tried += more.tried
+        plans.sort(key=lambda plan: plan.lasting_s)
+        return Found(tuple(plans[:FAMILIES]), None if plans else found.short, tried)
+
+    def _search(self, cluster: Cluster, near: Found | None) -> Found:
+        work = self.work(cluster)
+        pins = {**self.pins, **pins_of(self.config, self.overrides)}
+        space = replace(space_of(self.config, work, cluster, pins), whole=self.whole)
+        if near is not None:
+            known = {(plan.choice.tensor, plan.choice.pipeline) for plan in near.plans}
+            tensor, pipeline = near.best.choice.tensor, near.best.choice.pipeline
+            kept = tuple(each for each in space.degrees if each in known or (each[0] <= tensor and each[1] <= pipeline))
+            space = replace(space, degrees=kept or space.degrees)
+        return search(work, cluster, space, self.constants, failures=self.failing())
+
+    def same_as(self, other: "Question", cluster: Cluster) -> bool:
+        """Whether what a plan reckons with is the same in both, whatever else of their recipes differs."""
+        return self._reckoned(cluster) == other._reckoned(cluster)
+
+    def _reckoned(self, cluster: Cluster) -> tuple[object, ...]:
+        pins = {**self.pins, **pins_of(self.config, self.overrides)}
+        work = self.work(cluster)
+        return work, space_of(self.config, work, cluster, pins), self.failing()
+
+    def changed(self, *words: str) -> "Question":
+        """The same with further keys. Raises ConfigError for keys or values that no recipe has."""
+        tree = load.apply_overrides(self.config.model_dump(mode="json"), words)
+        config = load.check(tree, f"the recipe with {' '.join(words)}")
+        keys = {word.partition("=")[0] for word in words}
+        kept = tuple(word for word in self.overrides if word.partition("=")[0] not in keys)
+        return replace(self, config=config, overrides=(*kept, *words))
+
+
+def _of_types(cluster: Cluster) -> Iterator[Cluster]:
+    """What is left without the devices that keep the others from computing in the type that they would have alone."""
+    wanted: tuple[Callable[[Kind], bool], ...] = (
+        lambda kind: not kind.on_host,
+        lambda kind: not kind.on_host and "bf16" in kind.flop_per_s,
+        lambda kind: not kind.on_host and "bf16" not in kind.flop_per_s,
+    )
+    seen = [tuple(range(len(cluster.groups)))]
+    for fits in wanted:
+        numbers = tuple(number for number, group in enumerate(cluster.groups) if fits(group.kind))
+        if numbers and numbers not in seen:
+            seen.append(numbers)
+            yield cluster.of(numbers)
+
+
+# ------------------------------------------------------------------------------------------------------- other layouts
+
+
+def why_slower(other: Plan, best: Plan, faster: bool = False) -> str:
+    """In which part of its steps that last a layout loses most against the best one; or wins, where it is `faster`. Of
+    steps of unlike numbers of tokens it is for as many."""
+    scale = scaled(other, best)
+    gains = {name: scale * value - best.estimate.terms[name] for name, value in other.estimate.terms.items()}
+    lost = scale * (other.lasting_s - other.estimate.step_s) - (best.lasting_s - best.estimate.step_s)
+    sign = -1 if faster else 1
+    name = max(gains, key=lambda term: sign * gains[term])
+    # Where its steps are no worse it can only be failures, whatever the parts of a step are.
+    if sign * lost > sign * gains[name] or sign * sum(gains.values()) < 0 < sign * lost:
+        kept, ours = other.estimate.kept, best.estimate.kept
+        words = "" if kept == ours else f"{LACKS[kept] if KEPT.index(kept) < KEPT.index(ours) else HAS[kept]}: "
+        words += f"failures take {_percent(1 - other.goodput)} of the time"
+        return f"{words} instead of {_percent(1 - best.goodput)}"
+    theirs_s, ours_s = scale * other.estimate.terms[name], best.estimate.terms[name]
+    return f"{WORDS[name]} takes {_seconds(theirs_s)} instead of {_seconds(ours_s)}"
+
+
+def scaled(other: Plan, best: Plan) -> float:
+    """What seconds of a step of `other` are to be multiplied with, to be of as many tokens as one of `best`."""
+    tokens = [plan.estimate.tokens_per_s * plan.estimate.step_s for plan in (other, best)]
+    return tokens[1] / tokens[0]
+
+
+def explain(question: Question, cluster: Cluster, best: Plan, wish: str) -> dict[str, Any]:
+    """What `key=value` costs against the best: both steps, by where they go. Raises ConfigError for what no recipe
+    has."""
+    if "=" not in wish:
+        raise ConfigError(f"--explain {wish} has no value; write it as key=value, such as parallel.tensor=4")
+    asked = question.changed(wish)
+    if asked.config.model.from_hf != question.config.model.from_hf:
+        raise ConfigError(
+            f"--explain {wish} is another model, of other shapes; leave --explain out and plan with {wish}"
+        )
+    if asked.same_as(question, cluster):
+        return {"wish": wish, "fits": True, "counts": False}
+    found = asked.on(cluster)
+    if not found.plans:
+        if found.short is None:
+            raise ConfigError(none_even(asked, cluster))
+        lacking = found.short.missing_bytes
+        return {"wish": wish, "fits": False, "counts": True, "missing_bytes": lacking, "kind": found.short.kind.name}
+    theirs = found.best
+    slower = best.lasting_tokens_per_s / theirs.lasting_tokens_per_s - 1
+    return {
+        "wish": wish,
+        "fits": True,
+        "counts": True,
+        "plan": theirs,
+        "tokens_per_s": theirs.estimate.tokens_per_s,
+        "goodput": theirs.goodput,
+        "slower": slower,
+        "why": why_slower(theirs, best, faster=slower < 0),
+    }
+
+
+# --------------------------------------------------------------------------------------------------- what would help
+
+
+def helps(question: Question, cluster: Cluster, near: Found) -> list[tuple[str, float]]:
+    """(change, how many times as many tokens a second that last) of what could be bought, the most helpful first."""
+    ideas: list[tuple[str, Cluster]] = []
+    if cluster.nodes > 1:
+        faster = replace(cluster, between_bits_per_s=2 * cluster.between_bits_per_s)
+        ideas.append((f"a network of {2 * cluster.between_bits_per_s / 1e9:g} Gb/s", faster))
+    elif cluster.devices > 1:
+        linked = tuple(replace(group, kind=_linked(group.kind)) for group in cluster.groups)
+        ideas.append(("twice as fast links between the devices", replace(cluster, groups=linked)))
+    roomier = replace(cluster, groups=tuple(replace(group, kind=_roomier(group.kind)) for group in cluster.groups))
+    ideas.append((f"devices with {MEMORY:g} times the memory", roomier))
+    for number, group in enumerate(cluster.groups):
+        node = f"one more node of {group.per_node} {group.kind.name}"
+        ideas.append((node, parse_cluster.with_nodes(cluster, number, 1)))
+    gains = []
+    for words, other in ideas:
+        found = question.on(other, near)
+        if found.plans:
+            gains.append((words, found.best.lasting_tokens_per_s / near.best.lasting_tokens_per_s))
+    return sorted(gains, key=lambda gain: -gain[1])
+
+
+def _roomier(kind: Kind) -> Kind:
+    return replace(kind, memory_bytes=int(kind.memory_bytes * MEMORY))
+
+
+def _linked(kind: Kind) -> Kind:
+    return replace(kind, link_bytes_per_s=2 * kind.link_bytes_per_s)
+
+
+def idle(question: Question, cluster: Cluster, best: Plan) -> str | None:
+    """Why devices are left over; None where none are."""
+    over = cluster.devices - best.devices
+    if not over:
+        return None
+    batch, copies = question.config.train.global_batch, best.copies
+    together = best.devices // copies
+    unused = [
+        group for group in cluster.groups if all(group.kind.name != used.kind.name for used in best.cluster.groups)
+    ]
+    if unused:
+        names = " and ".join(group.kind.name for group in unused)
+        why = f"with the {names} a step would take longer: what they compute is less than what waiting for them costs"
+    elif over < together:
+        why = f"a copy of the model takes {together} devices, and these are too few for another"
+    elif -(-batch // copies) == -(-batch // min(batch, cluster.devices // together)):
+        why = f"a step has {batch} sequences, and more copies of the model would not make the largest share less"
+    else:
+        why = "with more of them a step would take longer: what they compute is less than what their exchanges cost"
+    return f"{over} of {cluster.devices} devices {'is' if over == 1 else 'are'} idle: {why}"
+
+
+# ------------------------------------------------------------------------------------------------- where nothing fits
+
+
+def none_even(question: Question, cluster: Cluster) -> str:
+    """Why there is no layout at all, be it too large for the devices or not."""
+    fixed = [word for word in question.overrides if word.partition("=")[0] in PLANNED]
+    return (
+        f"{' '.join(fixed) or 'the recipe'} comes out even on no part of {parse_cluster.text_of(cluster)}; choose "
+        "degrees whose product divides the devices of a node, or of all nodes, or leave them out"
+    )
+
+
+def ways_out(question: Question, cluster: Cluster) -> list[str]:
+    """The three cheapest changes with which the model fits, each of which was tried: settings first, then devices."""
+    ways: list[str] = []
+    for way in (_settings, _shorter, _more_nodes, _larger_devices):
+        ways += way(question, cluster)
+    return ways[:3]
+
+
+def _fits(question: Question, cluster: Cluster, *words: str) -> bool:
+    """Whether there is a layout, with `words` beside what is asked; a recipe that refuses them has none."""
+    try:
+        return bool((question.changed(*words) if words else question).on(cluster).plans)
+    except ConfigError:
+        return False
+
+
+def _settings(question: Question, cluster: Cluster) -> list[str]:
+    """Keys that take less memory; first those that leave the curve as it is."""
+    found = []
+    freed = replace(question, config=free(question.config, ()), overrides=())
+    if question.overrides and _fits(freed, cluster):
+        found.append("leave out what the command line holds fixed: without it there is a layout that fits")
+    resilience = question.config.resilience
+    if resilience.memory is not False and any(kind.on_host for kind in cluster.kinds):  # where steps are kept, too
+        words = "resilience.memory=false"
+        off = () if resilience.replicate in ("auto", "off") else ("resilience.replicate=off",)
+        if _fits(question, cluster, words, *off):
+            found.append(f"{' '.join((words, *off))}: no steps in memory, so that failures go back to a checkpoint")
+    if question.config.optim.rule == "adamw":
+        words = "optim.rule=adamw8bit"
+        if _fits(question, cluster, words):
+            found.append(f"{words}: moments in 8 bits (another curve)")
+    return found
+
+
+def _shorter(question: Question, cluster: Cluster) -> list[str]:
+    """The longest sequences that fit, in halves; with as many tokens in a step."""
+    length, batch = question.config.data.seq_len, question.config.train.global_batch
+    while length > 128:
+        length, batch = length // 2, batch * 2
+        words = (f"data.seq_len={length}", f"train.global_batch={batch}")
+        if _fits(question, cluster, *words):
+            return [f"{' '.join(words)}: shorter sequences, as many tokens a step (another curve)"]
+    return []
+
+
+def _more_nodes(question: Question, cluster: Cluster) -> list[str]:
+    """The least number of further nodes of the roomiest kind."""
+    number = max(range(len(cluster.groups)), key=lambda index: cluster.groups[index].kind.memory_bytes)
+    group = cluster.groups[number]
+
+    def enough(more: int) -> bool:
+        return _fits(question, parse_cluster.with_nodes(cluster, number, more))
+
+    return _least(enough, lambda more: f"{more} more node{'s' * (more > 1)} of {group.per_node} {group.kind.name}")
+
+
+def _least(enough: Callable[[int], bool], words: Callable[[int], str]) -> list[str]:
+    most = 1
+    while not enough(most):
+        most *= 2
+        if most > MOST_NODES:
+            return []
+    few = most // 2
+    while most - few > 1:
+        middle = (few + most) // 2
+        few, most = (few, middle) if enough(middle) else (middle, most)
+    return [words(most)]
+
+
+def _larger_devices(question: Question, cluster: Cluster) -> list[str]:
+    """The two kinds with the least memory that do in place of all there are."""
+    found: list[str] = []
+    least = min(group.kind.memory_bytes for group in cluster.groups)
+    roomier = sorted((kind for kind in KINDS.values() if kind.memory_bytes > least), key=lambda kind: kind.memory_bytes)
+    for kind in roomier:
+        groups = tuple(
+            replace(group, kind=kind) if group.kind.memory_bytes < kind.memory_bytes else group
+            for group in cluster.groups
+        )
+        larger = not found or kind.memory_bytes > KINDS[found[-1].split()[0]].memory_bytes
+        if larger and not kind.on_host and _fits(question, replace(cluster, groups=groups)):
+            found.append(f"{kind.name} in place of {_names(cluster.groups, kind)}")
+        if len(found) == 2:
+            break
+    return found
+
+
+def _names(groups: Sequence[Group], than: Kind) -> str:
+    return " and ".join(
+        dict.fromkeys(group.kind.name for group in groups if group.kind.memory_bytes < than.memory_bytes)
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"

@@ -1,0 +1,143 @@
+"""Which devices there are and what joins them, as plain numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from phalanx.core.errors import ConfigError
+from phalanx.planner.device_catalog import Kind
+
+
+@dataclass(frozen=True)
+class Group:
+    """`nodes` nodes alike, with `per_node` devices of one kind each; `beside`: the first of them is the last node of
+    the group before, which has unlike devices there."""
+
+    nodes: int
+    per_node: int
+    kind: Kind
+    beside: bool = False
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Groups of nodes on one network. A node sends `between_bits_per_s` at most, whatever number of devices it has, and
+    as many come in at the same time. Devices are numbered by group, node and place on the node, as ranks are.
+    `busy_hop_s`: by how much later than else a rank that computes takes part in what others send; CPUs only.
+
+    Raises ConfigError for a cluster without a device, or with a network that carries nothing.
+    """
+
+    groups: tuple[Group, ...]
+    between_bits_per_s: float = 100e9
+    between_latency_s: float = 5e-6
+    busy_hop_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.groups or any(group.nodes < 1 or group.per_node < 1 for group in self.groups):
+            raise ConfigError("a cluster needs one device at least in every group; give each group nodes and devices")
+        if not self.between_bits_per_s > 0 or self.between_latency_s < 0:
+            raise ConfigError(
+                f"a network of {self.between_bits_per_s} bits per second and a latency of {self.between_latency_s} "
+                "seconds carries nothing; give it a positive speed and a latency of zero or more"
+            )
+
+    @cached_property
+    def devices(self) -> int:
+        return sum(group.devices for group in self.groups)
+
+    @cached_property
+    def nodes(self) -> int:
+        return sum(group.nodes - group.beside for group in self.groups)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int, Group], ...]:
+        """(first device, one behind the last, group) in order."""
+        spans, first = [], 0
+        for group in self.groups:
+            spans.append((first, first + group.devices, group))
+            first += group.devices
+        return tuple(spans)
+
+    @cached_property
+    def crowds(self) -> tuple[int, ...]:
+        """Of each group the devices of the fullest node that it is on, with those beside its own."""
+        found, node = [group.per_node for group in self.groups], list[int]()
+        for number, group in enumerate(self.groups):
+            node = [*node, number] if group.beside else [number]
+            together = sum(self.groups[each].per_node for each in node)
+            for each in node:
+                found[each] = max(found[each], together)
+            if group.nodes > 1:
+                node = [number]  # only its last node can have others beside
+        return tuple(found)
+
+    def crowd_of(self, device: int) -> int:
+        """The same of a device's group."""
+        return next(crowd for (_, behind, _), crowd in zip(self.spans, self.crowds, strict=True) if device < behind)
+
+    @cached_property
+    def names(self) -> tuple[tuple[int, int, str, bool], ...]:
+        """What tells clusters of one network apart."""
+        return tuple((group.nodes, group.per_node, group.kind.name, group.beside) for group in self.groups)
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Each kind once, in order of appearance."""
+        found: list[Kind] = []
+        for group in self.groups:
+            if group.kind not in found:
+                found.append(group.kind)
+        return tuple(found)
+
+    def node_of(self, device: int) -> int:
+        """The number of a device's node."""
+        before = 0
+        for first, behind, group in self.spans:
+            before -= group.beside
+            if device < behind:
+                return before + (device - first) // group.per_node
+            before += group.nodes
+        raise IndexError(f"there is no device {device} among {self.devices}")
+
+    def of(self, numbers: Sequence[int]) -> "Cluster":
+        """Some of the groups, in that order: those that have a node in common are beside one another still."""
+        found: list[Group] = []
+        ends = [(self.node_of(first), self.node_of(behind - 1)) for first, behind, _ in self.spans]
+        for place, number in enumerate(numbers):
+            first, last = ends[number]
+            before = ends[numbers[place - 1]] if place else None
+            common = before is not None and (before[0] in (first, last) or before[1] in (first, last))
+            found.append(replace(self.groups[number], beside=common))
+        return replace(self, groups=tuple(found))
+
+    def gathered(self) -> "Cluster":
+        """With nodes alike as one group, at the place of the first of them; of nodes with unlike devices as it is."""
+        if any(group.beside for group in self.groups):
+            return self
+        alike: dict[tuple[str, int], Group] = {}
+        for group in self.groups:
+            key = (group.kind.name, group.per_node)
+            before = alike.get(key)
+            alike[key] = group if before is None else replace(before, nodes=before.nodes + group.nodes)
+        return replace(self, groups=tuple(alike.values()))
+
+    def sized(self, nodes: Sequence[int]) -> "Cluster":
+        """With so many nodes of each group; those with none are left out."""
+        part = self.of([number for number, count in enumerate(nodes) if count > 0])
+        counts = [count for count in nodes if count > 0]
+        groups = (replace(group, nodes=count) for group, count in zip(part.groups, counts, strict=True))
+        return replace(part, groups=tuple(groups))
+
+    def group_of(self, device: int) -> Group:
+        for first, behind, group in self.spans:
+            if first <= device < behind:
+                return group
+        raise IndexError(f"there is no device {device} among {self.devices}")
+
+    def kind_of(self, device: int) -> Kind:
+        return self.group_of(device).kind

@@ -1,0 +1,467 @@
+"""What a layout costs: seconds of a step by where they go, and bytes of each device. Pure floats, no search.
+
+A step of the slowest copy of the model: every stage computes its micro-batches one after the other, the first one waits
+for the stages before it, gradients and parameters travel as the engine has it, and the state is updated.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from phalanx.core.errors import ConfigError
+from phalanx.planner import compute_cost, exchange_cost, link_cost
+from phalanx.planner.cluster import Cluster
+from phalanx.planner.compute_cost import Pass
+from phalanx.planner.constants import DEFAULT, Constants
+from phalanx.planner.device_catalog import Kind
+from phalanx.planner.exchange_cost import Travel
+from phalanx.planner.layout_choice import Choice
+from phalanx.planner.link_cost import Ring
+from phalanx.planner.memory import Held, held, parameters_of
+from phalanx.planner.work import Work
+
+Keep = Literal["checkpoints", "memory", "copies"]  # what outlives a failure: of steps, beside checkpoints
+RING_BYTES = 1e9  # of a tensor by which rings are compared
+TERMS = ("compute", "communication", "bubble", "imbalance", "optimizer", "commit", "offload", "other")
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What a node sends to another one that keeps a copy of its state: bytes of each `every`th step, and the seconds
+    by which a step is longer for it on average, which are part of `communication`."""
+
+    every: int
+    node_bytes: float
+    waits_s: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step, in seconds by where they go (`terms` add up to `step_s`), and what devices hold, the fullest first."""
+
+    step_s: float
+    terms: dict[str, float]
+    memory: tuple[Held, ...]
+    tokens_per_s: float
+    mfu: float  # of the data-sheets' peak of all devices that are used
+    replicas: Replicas | None = None  # None: no node gets what another one has
+    kept: Keep = "checkpoints"  # each step in memory, which outlives processes; copies of it elsewhere outlive nodes
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has room for what it holds."""
+        return all(each.left >= 0 for each in self.memory)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring copies whose devices are alike stage by stage, and that have as many sequences each."""
+
+    first: int  # copy
+    copies: int
+    kinds: tuple[Kind, ...]  # by stage; of a tensor group of several kinds the slowest
+    share: int  # sequences of a step, of each of these copies
+    parts: int  # micro-batches that it is cut into
+    owns: float  # of what is sharded, each of them
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Seconds of one micro-batch in one block: its passes, what of both is waiting for other tensor ranks, and their
+    exchanges of one pass by themselves, of the device and of the host; and the passes of the embedding, and of the head
+    and its loss."""
+
+    forward_s: float
+    backward_s: float
+    waits_s: float
+    exchange_s: float
+    calls_s: float
+    embedding: Pass
+    head: Pass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Seconds of one micro-batch on one stage of one copy."""
+
+    forward_s: float
+    backward_s: float
+    waits_s: float  # of both: for tensor-parallel exchanges and the neighbouring stages
+    offload_s: float  # of both: for the host's memory
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+class Model:
+    """A work on a cluster, with what many layouts have in common computed once: for a search."""
+
+    def __init__(self, work: Work, cluster: Cluster, constants: Constants = DEFAULT) -> None:
+        self.work, self.cluster, self.constants = work, cluster, constants
+        self._layers: dict[tuple[object, ...], Layer] = {}
+        self._rings: dict[tuple[int, int, int], Ring] = {}
+
+    def predict(self, choice: Choice) -> Estimate:
+        """Seconds and bytes of a layout. Raises ConfigError for one whose numbers do not come out even."""
+        work, constants = self.work, self.constants
+        devices, copies, layers, shares = self._numbers(choice)
+        runs = [self._fitted(choice, run, max(shares), layers, copies) for run in self._runs(choice, copies, shares)]
+        last, last_s, mean_s = None, -1.0, 0.0
+        for run in runs:
+            sequences = max(1.0, run.share / run.parts)  # a pass without any computes one for nothing
+            stages = [self._stage(choice, run, number, layers, copies, sequences) for number in range(choice.pipeline)]
+            longest = max(stage.total_s for stage in stages)
+            fill = filling_s(choice, stages, run.parts)
+            mean_s += run.parts * sum(stage.total_s for stage in stages) / choice.pipeline * run.copies / copies
+            # Who is through first may be the last, as less hides behind shorter passes, or as it carries more slowly.
+            travel, shown_s = self._travel(choice, run, stages, layers, copies)
+            if run.parts * longest + fill + shown_s > last_s:
+                last, last_s = (run, stages, longest, fill, travel, shown_s), run.parts * longest + fill + shown_s
+        assert last is not None
+        run, stages, longest, fill, travel, shown_s = last
+        average = min(mean_s, run.parts * longest)  # what the passes would take if all were equally busy
+        part = average / max(longest, 1e-30)
+        critical = max(stages, key=lambda stage: stage.total_s)
+        update_s = max(self._update_s(choice, each, layers) for each in runs)
+        found = self._memory(choice, runs, layers, copies)
+        terms = {
+            "compute": part * (longest - critical.waits_s - critical.offload_s),
+            "communication": part * critical.waits_s + shown_s,
+            "bubble": fill,
+            "imbalance": run.parts * longest - average,
+            "optimizer": update_s,
+            "commit": 0.0,
+            "offload": part * critical.offload_s,
+        }
+        # What is copied and sent of a step has until the update of the next one, beside what that sends itself.
+        window_s = sum(terms.values()) - update_s
+        keeps = all(each.keeps.own for each in found)  # else none of them has room
+        if keeps:
+            terms["commit"] = max(
+                exchange_cost.commit_s(each.kind, each.state_bytes, window_s, constants) for each in found
+            )
+        replicas = self._replicas(found, window_s - travel.exposed_s - travel.hidden_s)
+        if replicas is not None:
+            terms["communication"] += replicas.waits_s
+        busy = sum(terms.values())
+        waits = constants.jitter * link_cost.doublings(copies) * busy
+        terms["other"] = constants.step_s + waits
+        step_s = busy + terms["other"]
+        peak = sum(
+            max(0, min(behind, devices) - begin) * group.kind.peak(counted(work, group.kind)) / group.kind.speed
+            for begin, behind, group in self.cluster.spans
+        )
+        tokens_per_s = work.tokens / step_s
+        mfu = tokens_per_s * work.flops_per_token() / peak
+        # Or other nodes have the same state anyway.
+        copied = replicas is not None or (self._nodes(devices) > 1 and not self.replicated(choice, copies))
+        kept: Keep = "checkpoints" if not keeps else "copies" if copied and work.replicate != "off" else "memory"
+        return Estimate(step_s, terms, found, tokens_per_s, mfu, replicas, kept)
+
+    # ------------------------------------------------------------------------------------------------------- who is who
+
+    def _numbers(self, choice: Choice) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+        work, cluster = self.work, self.cluster
+        devices = choice.devices or cluster.devices
+        copies, rest = divmod(devices, choice.tensor * choice.pipeline)
+        if rest or not copies or devices > cluster.devices:
+            raise ConfigError(
+                f"{devices} of {cluster.devices} devices cannot hold copies of a model on {choice.tensor} x "
+                f"{choice.pipeline} each; choose degrees whose product divides their number"
+            )
+        if choice.shard_degree and copies % choice.shard_degree:
+            raise ConfigError(
+                f"a copy of the state cannot be sharded over {choice.shard_degree} of {copies} copies of the model; "
+                "choose a shard_degree that divides their number"
+            )
+        layers = choice.layers_of(work.layers)
+        stages = choice.stages or layers
+        shares = choice.shares or even(work.global_batch, copies)
+        chunks = choice.pipeline * choice.virtual if choice.stages else choice.pipeline
+        if len(stages) != chunks or sum(stages) != work.layers or min(stages) < 1:
+            raise ConfigError(
+                f"stages of {list(stages)} layers are not for {work.layers} layers on {chunks} stages; give "
+                "each stage one layer at least, and all of them together"
+            )
+        if len(shares) != copies or sum(shares) != work.global_batch:
+            raise ConfigError(
+                f"shares of {len(shares)} copies and {sum(shares)} sequences are not for {work.global_batch} sequences "
+                f"on {copies} copies; give each copy its sequences"
+            )
+        return devices, copies, layers, shares
+
+    def _runs(self, choice: Choice, copies: int, shares: tuple[int, ...]) -> Iterator[Run]:
+        """All copies, those alike once; of even shares only the largest, since nothing waits for a smaller one."""
+        tensor, width = choice.tensor, copies * choice.tensor
+        cuts = {0, copies}
+        for begin, _, _ in self.cluster.spans[1:]:
+            for stage in range(choice.pipeline):
+                inside = begin - stage * width
+                if 0 < inside < width:
+                    cuts |= {inside // tensor, -(-inside // tensor)}
+        degree = choice.shard_degree or copies
+        weights, total = choice.state, sum(choice.state)
+        ordered, most = sorted(cuts), max(shares)
+        for begin, behind in pairwise(ordered):
+            kinds = tuple(self._slowest(stage * width + begin * tensor, tensor) for stage in range(choice.pipeline))
+            if not choice.shares and not weights:
+                share = max(shares[begin:behind])
+                yield Run(begin, behind - begin, kinds, share, choice.parts(share, most), 1.0 / degree)
+                continue
+            if not weights:
+                for share, count in Counter(shares[begin:behind]).items():
+                    first = shares.index(share, begin)
+                    yield Run(first, count, kinds, share, choice.parts(share, most), 1.0 / degree)
+                continue
+            seen: dict[tuple[int, float], list[int]] = {}
+            for copy_ in range(begin, behind):
+                seen.setdefault((shares[copy_], weights[copy_ % degree] / total), []).append(copy_)
+            for (share, owns), alike in seen.items():
+                yield Run(alike[0], len(alike), kinds, share, choice.parts(share, most), owns)
+
+    def _fitted(self, choice: Choice, run: Run, most: int, layers: tuple[int, ...], copies: int) -> Run:
+        """With smaller micro-batches, where there is no room for whole ones."""
+        parts = choice.parts(run.share, most, fits=False)
+        if parts == run.parts or self._memory(choice, [run], layers, copies)[0].left >= 0:
+            return run
+        return replace(run, parts=parts)
+
+    def _slowest(self, first: int, tensor: int) -> Kind:
+        kinds = [group.kind for begin, behind, group in self.cluster.spans if begin < first + tensor and first < behind]
+        if len(kinds) == 1:
+            return kinds[0]
+        return min(kinds, key=lambda kind: kind.peak(counted(self.work, kind)) * kind.sustained)
+
+    def _nodes(self, devices: int) -> int:
+        return self.cluster.node_of(devices - 1) + 1
+
+    def _ring(self, first: int, ranks: int, stride: int) -> Ring:
+        key = (first, ranks, stride)
+        if key not in self._rings:
+            self._rings[key] = link_cost.ring_of(first, ranks, stride, self.cluster)
+        return self._rings[key]
+
+    def _is_near(self, one: int, other: int) -> bool:
+        """Whether two devices are on the same node."""
+        return self.cluster.node_of(one) == self.cluster.node_of(other)
+
+    # ---------------------------------------------------------------------------------------------------------- seconds
+
+    def _layer(self, choice: Choice, kind: Kind, first: int, sequences: float) -> Layer:
+        """Of a device in the tensor group that begins with device `first`."""
+        ring = self._ring(first, choice.tensor, 1) if choice.tensor > 1 else None
+        key = (
+            kind.name, choice.tensor, choice.sequence, choice.recompute, choice.attention, choice.engine, sequences,
+            ring and (ring.nodes, ring.beside, ring.kind.name),
+        )  # fmt: skip
+        if key not in self._layers:
+            self._layers[key] = self._found_layer(choice, kind, ring, sequences)
+        return self._layers[key]
+
+    def _found_layer(self, choice: Choice, kind: Kind, ring: Ring | None, sequences: float) -> Layer:
+        work, constants = self.work, self.constants
+        at = (work, kind, choice, sequences, constants)
+        block, embedding, head = compute_cost.block(*at), compute_cost.embedding(*at), compute_cost.head(*at)
+        moved = sequences * work.seq_len * work.hidden * work.width
+        exchange_s = calls_s = 0.0
+        if ring is not None:
+            exchange_s = 2.0 * link_cost.all_reduce_s(moved, ring, self.cluster, constants)
+            # Hosts are late by chance, and a device sees it where its queue has run dry; a CPU has no queue.
+            late_s = 2.0 * link_cost.skew_s(ring, constants)
+            if kind.on_host:
+                exchange_s += late_s
+            else:
+                calls_s = 2.0 * compute_cost.COLLECTIVE_CALLS * constants.launch_s + late_s
+        again = 1.0 if choice.recompute == "full" else 0.0
+        alone = compute_cost.longer(block.forward_s, block.host_forward_s, constants)
+        alone += compute_cost.longer(block.backward_s, block.host_backward_s, constants)
+        forward = compute_cost.longer(block.forward_s + exchange_s, block.host_forward_s + calls_s, constants)
+        backward = compute_cost.longer(
+            block.backward_s + (1.0 + again) * exchange_s, block.host_backward_s + (1.0 + again) * calls_s, constants
+        )
+        waits_s = max(0.0, forward + backward - alone)
+        return Layer(forward, backward, waits_s, exchange_s, calls_s, embedding, head)
+
+    def _stage(
+        self, choice: Choice, run: Run, number: int, layers: tuple[int, ...], copies: int, sequences: float
+    ) -> Stage:
+        work, cluster, constants, kind = self.work, self.cluster, self.constants, run.kinds[number]
+        first = (number * copies + run.first) * choice.tensor
+        layer = self._layer(choice, kind, first, sequences)
+        moved = sequences * work.seq_len * work.hidden * work.width
+        forward = backward = offload = 0.0
+        waits = layers[number] * layer.waits_s
+        if choice.offload:
+            # Blocks whose inputs leave one behind the other, from the first one's beginning to the last one's, which
+            # waits until what is not to stay has left; and the same backwards.
+            copy_s = moved / (choice.tensor if choice.sequence else 1) / kind.host_bytes_per_s
+            copies_s = (layers[number] - work.horizon) * copy_s
+            forward = max(0.0, copies_s - (layers[number] - 1) * layer.forward_s)
+            backward = max(0.0, copies_s - (layers[number] - 1) * layer.backward_s)
+            offload = forward + backward
+        forward += layers[number] * layer.forward_s
+        backward += layers[number] * layer.backward_s
+        for wanted, edge in zip(choice.ends(number), (layer.embedding, layer.head), strict=True):
+            if wanted:
+                device_s, host_s = edge.forward_s + 0.5 * layer.exchange_s, edge.host_forward_s + 0.5 * layer.calls_s
+                passed = compute_cost.longer(device_s, host_s, constants)
+                forward += passed
+                backward += compute_cost.longer(edge.backward_s, edge.host_backward_s, constants)
+                waits += passed - compute_cost.longer(edge.forward_s, edge.host_forward_s, constants)
+        if choice.pipeline > 1:
+            moved, gathered_s = self._handed(choice, first, moved)
+            beside = min(copies * choice.tensor, cluster.crowd_of(first))
+            width = copies * choice.tensor
+            for other in (number - 1, number + 1):
+                if 0 <= other < choice.pipeline:
+                    near = self._is_near(first, first + (other - number) * width)
+                    sent = (
+                        link_cost.send_s(moved, near, kind, cluster, beside, constants) + gathered_s + constants.skew_s
+                    )
+                    waits += choice.virtual * sent
+                    if other < number:
+                        forward += choice.virtual * sent
+                    else:
+                        backward += choice.virtual * sent
+        return Stage(forward, backward, waits, offload)
+
+    def _handed(self, choice: Choice, first: int, moved: float) -> tuple[float, float]:
+        """(bytes that a rank hands to the next stage, seconds until the tensor ranks there have them all) of what is
+        `moved` for a micro-batch.
+
+        With sequence parallelism each has no more than its part. Megatron's ranks, which all have the same, send a part
+        each and gather the parts behind (Narayanan et al. 2021, 4.1); this project's own send all they have.
+        """
+        if choice.tensor == 1 or not (choice.sequence or choice.engine == "megatron"):
+            return moved, 0.0
+        if choice.sequence:
+            return moved / choice.tensor, 0.0
+        ring = self._ring(first, choice.tensor, 1)
+        gathered_s = link_cost.shard_s(moved, ring, self.cluster, self.constants) + link_cost.skew_s(
+            ring, self.constants
+        )
+        return moved / choice.tensor, gathered_s
+
+    def _travel(
+        self, choice: Choice, run: Run, stages: list[Stage], layers: tuple[int, ...], copies: int
+    ) -> tuple[Travel, float]:
+        """Of the stage whose parameters make a step longest on their way, and by how much they do."""
+        work, worst, most_s = self.work, Travel(0.0, 0.0), 0.0
+        width = copies * choice.tensor
+        for number, stage in enumerate(stages):
+            parameters, *_ = parameters_of(work, choice.tensor, layers[number], *choice.ends(number))
+            first = number * width
+            degree = choice.shard_degree or copies
+            shard = self._shard_ring(first, degree, choice.tensor, copies // degree)
+            spread = self._ring(first, copies // degree, choice.tensor * degree)
+            least = min(choice.state) / sum(choice.state) if choice.state else 1.0 / degree
+            found = exchange_cost.travel(
+                work, choice, parameters, layers[number], (shard, spread, least), run.owns,
+                (stage.forward_s, stage.backward_s), run.parts, self.cluster, self.constants,
+            )  # fmt: skip
+            crosses = max(shard.nodes, spread.nodes) > 1
+            taken = link_cost.taken(run.kinds[number], crosses, self.cluster, self.constants)
+            longer_s = found.exposed_s + taken * found.hidden_s
+            if longer_s > most_s:
+                worst, most_s = found, longer_s
+        return worst, most_s
+
+    def _shard_ring(self, first: int, degree: int, tensor: int, count: int) -> Ring:
+        """Of the `count` rings from `first` on, each of which has a copy of the state, the one that takes longest: they
+        lie on unlike devices, or not all within a node."""
+        width, numbers = degree * tensor, {0}
+        for begin, _, group in self.cluster.spans if count > 1 else ():
+            # Where a group begins, and behind it; and where rings and nodes do not begin together, as many as do.
+            unlike = group.per_node if width % group.per_node and group.per_node % width else 1
+            number = max(0, begin - first) // width
+            numbers |= {each for each in range(number, number + unlike + 1) if each < count}
+        rings = [self._ring(first + number * width, degree, tensor) for number in sorted(numbers)]
+        return max(rings, key=lambda ring: link_cost.shard_s(RING_BYTES, ring, self.cluster, self.constants))
+
+    def _update_s(self, choice: Choice, run: Run, layers: tuple[int, ...]) -> float:
+        """Of the stage that takes longest. All wait for what any copy updates, also one that computes longest and owns
+        nothing."""
+        longest = 0.0
+        for number, kind in enumerate(run.kinds):
+            parameters, *_ = parameters_of(self.work, choice.tensor, layers[number], *choice.ends(number))
+            own = parameters * run.owns if choice.zero else parameters
+            longest = max(longest, exchange_cost.update_s(self.work, kind, own, self.constants))
+        return longest
+
+    def _replicas(self, found: tuple[Held, ...], idle_s: float) -> Replicas | None:
+        """What sending replicas costs where the network has nothing else to do for `idle_s` of a step. A CPU copies
+        what it sends and gets itself, as it does in collectives."""
+        work, constants, node_bytes, copying_s = self.work, self.constants, 0.0, 0.0
+        if not all(each.keeps.replicas for each in found):
+            return None
+        for each in found:
+            kind, sent = each.kind, each.state_bytes
+            if each.keeps.replays:  # gradients, by which the update is made again
+                sent *= work.master_bytes / (work.master_bytes + work.state_bytes)
+            crowds = zip(self.cluster.groups, self.cluster.crowds, strict=True)
+            beside = max(crowd for group, crowd in crowds if group.kind == kind)
+            node_bytes = max(node_bytes, beside * sent)
+            if kind.on_host:
+                copying_s = max(copying_s, link_cost.carried_s(sent, kind, constants))
+        every = work.replicate if isinstance(work.replicate, int) else 1
+        sent_s = 8.0 * node_bytes / (self.cluster.between_bits_per_s * constants.far_share)
+        return Replicas(every, node_bytes, (max(0.0, sent_s - max(0.0, idle_s)) + copying_s) / every)
+
+    # ----------------------------------------------------------------------------------------------------------- memory
+
+    def replicated(self, choice: Choice, copies: int) -> bool:
+        """Whether nodes hold what no other one does, so that another one is to have it too."""
+        apart = choice.shard_degree and choice.shard_degree < copies
+        elsewhere = apart and not self._is_near(0, (copies - choice.shard_degree) * choice.tensor)
+        return self._nodes(choice.devices or self.cluster.devices) > 1 and not elsewhere
+
+    def _memory(self, choice: Choice, runs: list[Run], layers: tuple[int, ...], copies: int) -> tuple[Held, ...]:
+        replicated = self.replicated(choice, copies)
+        found = [
+            held(
+                self.work, kind, choice, copies, number, layers[number], max(1.0, run.share / run.parts),
+                run.parts, run.owns, self.constants, run.copies * choice.tensor, replicated,
+            )
+            for run in runs
+            for number, kind in enumerate(run.kinds)
+        ]  # fmt: skip
+        return tuple(sorted(found, key=lambda each: each.left))
+
+
+def filling_s(choice: Choice, stages: Sequence[Stage], micro_batches: int) -> float:
+    """Seconds of a step in which the slowest stage has nothing to do, since the first micro-batch is on its way to it,
+    or the last one behind it.
+
+    All other stages once, of interleaved chunks a part of that (Narayanan et al. 2021, 2.2) where there are as many
+    micro-batches as stages; of fewer, the first goes through all, and the others alone follow by chunks. With a
+    backward pass in two halves that take as long as each other, half of the other stages' forward passes, where there
+    are twice as many micro-batches as stages: what a chunk's weights take fills the rest (ZB-V, Qi et al. 2024); with
+    fewer, more. Tests hold all against the orders that run.
+    """
+    slowest = max(stages, key=lambda stage: stage.total_s)
+    if choice.order != "zero_bubble":
+        longest, whole = slowest.total_s, sum(stage.total_s for stage in stages)
+        few = whole + (micro_batches - 1) * longest / choice.virtual
+        return max((whole - longest) / choice.virtual, few - micro_batches * longest)
+    before_s = sum(stage.forward_s for stage in stages) - slowest.forward_s
+    return max(before_s / 2, before_s + (len(stages) - micro_batches) * slowest.backward_s / 2)
+
+
+def predict(work: Work, cluster: Cluster, choice: Choice, constants: Constants = DEFAULT) -> Estimate:
+    """What a step of `work` costs on `cluster`, laid out as `choice`. Raises ConfigError for numbers that do not come
+    out even; who asks for many layouts keeps a `Model`."""
+    return Model(work, cluster, constants).predict(choice)
+
+
+def even(total: int, parts: int) -> tuple[int, ...]:
+    """`total` in parts that differ by one at most, the larger ones first; as `balance.even`, but a tuple."""
+    each, rest = divmod(total, parts)
+    return (each + 1,) * rest + (each,) * (parts - rest)
+
+
+def counted(work: Work, kind: Kind) -> str:
+    """The type whose peak counts: what is multiplied in, of a device that has it."""
+    return work.precision if work.precision in kind.flop_per_s else "bf16" if "bf16" in kind.flop_per_s else "fp16"

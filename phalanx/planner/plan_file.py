@@ -1,0 +1,182 @@
+"""plan.json: what was asked, the layout that was chosen as keys of a recipe, what is expected of it, and what
+else there is to say. Written for people and programs; `tables.py` shows it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from phalanx.planner import advice, parse_cluster
+from phalanx.planner.advice import Question
+from phalanx.planner.checkpoint_interval import best
+from phalanx.planner.cluster import Cluster
+from phalanx.planner.failures import Failures, refused
+from phalanx.planner.memory import Held
+from phalanx.planner.observed_failures import Experience
+from phalanx.planner.recipe_keys import checked, keys_of
+from phalanx.planner.search import Found, Plan, Short
+
+VERSION = 1
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks beside the layout; None: nothing."""
+
+    tokens: float | None = None  # to train on
+    price: float | None = None  # of a device for an hour
+    explain: str | None = None  # key=value
+    experience: Experience | None = None  # what a run has shown of failures and of saving
+
+
+def plan_record(question: Question, cluster: Cluster, found: Found, wanted: Wanted, recipe_name: str) -> dict[str, Any]:
+    """The record of a plan, JSON-able. Raises ConfigError where the recipe refuses what was found, or a wish, and where
+    failures leave nothing."""
+    plan = found.best
+    work = question.work(plan.cluster)
+    checked(question.config, plan)
+    saving = saving_of(plan, question.failing(), wanted.experience)
+    record: dict[str, Any] = {
+        "version": VERSION,
+        "recipe": recipe_name,
+        "model": {
+            "parameters": work.parameters(), "layers": work.layers, "hidden": work.hidden, "seq_len": work.seq_len,
+            "global_batch": work.global_batch, "precision": work.precision,
+        },
+        "cluster": _cluster(cluster),
+        "used": {**_cluster(plan.cluster), "devices": plan.devices, "copies": plan.copies},
+        "keys": {**keys_of(plan, question.config), "checkpoint.every": saving["checkpoint_steps"] or 0},
+        "expected": expected(plan),
+        "saving": saving,
+        "idle": advice.idle(question, cluster, plan),
+        "runners_up": [
+            {
+                "keys": keys_of(other, question.config),
+                "cluster": parse_cluster.text_of(other.cluster),
+                "step_s": other.estimate.step_s,
+                "goodput": other.goodput,
+                "why": advice.why_slower(other, plan),
+            }
+            for other in found.plans[1:5]
+        ],
+        "helps": [{"what": what, "times": times} for what, times in advice.helps(question, cluster, found)],
+        "tried": found.tried,
+    }  # fmt: skip
+    if wanted.tokens is not None:
+        record["goal"] = goal(plan, wanted.tokens, wanted.price, saving["goodput"])
+    if wanted.explain is not None:
+        asked = advice.explain(question, cluster, plan, wanted.explain)
+        theirs = asked.pop("plan", None)
+        if theirs is not None:
+            config = question.changed(wanted.explain).config
+            asked |= {"keys": keys_of(theirs, config), "expected": expected(theirs)}
+        record["explain"] = asked
+    return record
+
+
+def expected(plan: Plan) -> dict[str, Any]:
+    """What a step takes, by where it goes, and what devices hold."""
+    estimate = plan.estimate
+    return {
+        "step_s": estimate.step_s,
+        "terms": dict(estimate.terms),
+        "tokens_per_s": estimate.tokens_per_s,
+        "tokens_per_s_per_device": estimate.tokens_per_s / plan.devices,
+        "mfu": estimate.mfu,
+        "memory": [_held(held) for held in _ends(estimate.memory)],
+    }
+
+
+def _ends(holders: tuple[Held, ...]) -> list[Held]:
+    """The fullest device of each kind and stage; of many stages the fullest and the emptiest."""
+    fullest: dict[tuple[str, int], Held] = {}
+    for held in holders:
+        key = (held.kind.name, held.stage)
+        if key not in fullest or held.left < fullest[key].left:
+            fullest[key] = held
+    ordered = sorted(fullest.values(), key=lambda held: held.left)
+    return ordered if len(ordered) <= 4 else [*ordered[:2], *ordered[-2:]]
+
+
+def _held(held: Held) -> dict[str, Any]:
+    return {
+        "kind": held.kind.name,
+        "stage": held.stage,
+        "devices": held.devices,
+        "bytes": held.total,
+        "of_bytes": held.kind.memory_bytes,
+        "parts": dict(held.parts),
+    }
+
+
+def _cluster(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "text": parse_cluster.text_of(cluster),
+        "devices": cluster.devices,
+        "nodes": cluster.nodes,
+        "groups": [
+            {"nodes": group.nodes, "per_node": group.per_node, "kind": group.kind.name} for group in cluster.groups
+        ],
+        "between_bits_per_s": cluster.between_bits_per_s,
+    }
+
+
+def saving_of(plan: Plan, failures: Failures, experience: Experience | None = None) -> dict[str, Any]:
+    """How often to save, by Young and Daly, unless that is held fixed, and what failures leave. `experience`: the run
+    that has shown what `failures` say of a recovery and a checkpoint. Raises ConfigError where they leave nothing.
+
+    Where steps are kept in memory, only a lost node goes back to a checkpoint. A run keeps every step; `commit_steps`
+    would be enough."""
+    estimate = plan.estimate
+    saving, commit_s = failures.saving(estimate, plan.devices), estimate.terms["commit"]
+    goodput, commits = failures.goodput(estimate, plan.devices), estimate.kept != "checkpoints"
+    refused(goodput, saving)
+    enough = best(replace(saving, step_s=saving.step_s - commit_s, commit_s=commit_s)).commit_steps
+    return {
+        "mtbf_s": saving.mtbf_s,
+        "mtbf_assumed": failures.mtbf_s is None,
+        "recovery_s": saving.recovery_s,
+        # The run that has shown it; None: assumed, or reckoned.
+        "recovery_from": experience.run if experience is not None and experience.recovery_s is not None else None,
+        "checkpoint_s": saving.checkpoint_s,
+        "checkpoint_from": experience.run if experience is not None and experience.checkpoint_s is not None else None,
+        "checkpoint_steps": failures.every(saving),
+        "kept": estimate.kept,  # what outlives a failure beside checkpoints
+        "commit_s": commit_s if commits else None,  # of the step; None: nothing is committed in memory
+        "commit_steps": enough if commits else None,
+        "replicas": None if estimate.replicas is None else asdict(estimate.replicas),
+        "goodput": goodput,
+    }
+
+
+def goal(plan: Plan, tokens: float, price: float | None, good: float) -> dict[str, Any]:
+    """Days to so many tokens, failures included, and what that costs at a price of a device for an hour."""
+    days = tokens / (plan.estimate.tokens_per_s * good) / DAY_S
+    money = None if price is None else days * 24 * plan.devices * price
+    return {"tokens": tokens, "days": days, "price": price, "money": money}
+
+
+def short_record(question: Question, cluster: Cluster, short: Short) -> dict[str, Any]:
+    """What is said where nothing fits."""
+    return {
+        "version": VERSION,
+        "fits": False,
+        "cluster": _cluster(cluster),
+        "kind": short.kind.name,
+        "stage": short.stage,
+        "needed_bytes": short.needed_bytes,
+        "missing_bytes": short.missing_bytes,
+        "parts": dict(short.parts),
+        "ways_out": advice.ways_out(question, cluster),
+    }
+
+
+def as_overrides(keys: Mapping[str, Any]) -> list[str]:
+    """Keys as words of a command line; those that are auto are left out."""
+    words = []
+    for key, value in keys.items():
+        if value == "auto":
+            continue
+        text = str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
+        words.append(f"{key}={text}")
+    return words

@@ -1,0 +1,66 @@
+"""The cluster that a job has been given, from what its nodes say of their devices before anybody has measured them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.layout.hardware import MOST, Hardware
+from phalanx.planner import measured_cluster, parse_cluster
+from phalanx.planner.cluster import Cluster
+from phalanx.planner.constants import DEFAULT, Constants
+
+SHEET_CORES = 16  # of the CPU whose figures are in `kinds`
+
+
+@dataclass(frozen=True)
+class Present:
+    """A rank's device: what its maker calls it, and bytes of memory that this rank could have. `cores` are a CPU
+    rank's part of its machine's; 0 of an accelerator."""
+
+    model: str
+    memory_bytes: int
+    cores: float = 0.0
+
+
+def read(told: Any) -> tuple[tuple[Present, ...], ...]:
+    """The devices of each node, as JSON has them. Raises ValueError for anything else."""
+    try:
+        nodes = tuple(tuple(Present(**device) for device in node) for node in told)
+    except TypeError as error:
+        raise ValueError(f"no devices of nodes: {error}") from None
+    if not nodes or not all(node and all(map(_is_one, node)) for node in nodes):
+        raise ValueError("a node without devices, or a device that is none")
+    return nodes
+
+
+def _is_one(device: Present) -> bool:
+    if not isinstance(device.model, str) or type(device.memory_bytes) is not int:
+        return False
+    return 0 <= device.memory_bytes <= MOST and type(device.cores) in (int, float) and 0 <= device.cores <= MOST
+
+
+def cluster_of(nodes: Sequence[Sequence[Present]]) -> Cluster:
+    """The devices of all nodes in order of rank, as their data-sheets have them and with their own memory; the network
+    between nodes is taken to be as fast as where a cluster's text names no speed."""
+    kinds, numbers = [], []
+    for number, devices in enumerate(nodes):
+        for device in devices:
+            kind = measured_cluster.kind_called(device.model, device.cores > 0, device.memory_bytes)
+            kind = replace(kind, memory_bytes=device.memory_bytes)
+            if device.cores > 0:
+                kind = replace(kind.scaled(device.cores / SHEET_CORES), name=f"{kind.name} of {device.cores:.3g} cores")
+            kinds.append(kind)
+            numbers.append(number)
+    return Cluster(measured_cluster.grouped(numbers, kinds), parse_cluster.DEFAULT_SPEED, parse_cluster.DEFAULT_LATENCY)
+
+
+def known_as(nodes: Sequence[Sequence[Present]], known: Hardware | None) -> tuple[Cluster, Constants, bool]:
+    """The cluster that these devices are, the constants for it, and whether both rest on what was measured of them
+    (`known`), or on data-sheets, as where that was of other devices."""
+    there = [(number, device.model) for number, devices in enumerate(nodes) for device in devices]
+    if known is not None:
+        order = {node: number for number, node in enumerate(dict.fromkeys(device.node for device in known.devices))}
+        if there == [(order[device.node], device.model) for device in known.devices]:
+            constants = measured_cluster.constants_of(known)
+            return measured_cluster.cluster_of(known, constants), constants, True
+    return cluster_of(nodes), DEFAULT, False

@@ -1,0 +1,363 @@
+"""The file in shared memory that holds a rank's state: some slots, and for each a word that says of which step it is.
+
+A step is committed by one aligned store of eight bytes, behind the state and its header; before anything is written to
+a slot its word is made void. So whoever is killed, at whatever instruction, leaves slots that are whole and slots that
+say that they are not. Nobody but the rank writes to its file, and nobody maps it before the rank is dead and reaped.
+
+Whoever reads a slot that he has not written checks it first (`StateFile.damage`): its header has the checksum of its
+data. Words and the first page carry checks of their own, so agents, who read nothing else, pass damage over as well.
+
+A step counts when all ranks have committed it. No rank writes over a slot before all have committed the step after it,
+so at any moment all of them hold a step in common. No torch here: an agent decides by the words alone.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import stat
+import struct
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.core import format_versions
+from phalanx.core.errors import CheckpointError
+from phalanx.recovery.integrity import VOID_WORD, checksum, frame_bytes, framed, from_word, to_word, unframed
+
+MAGIC, VERSION = b"phlxmem\0", 4
+PAGE = 4096
+VOID = -1  # in place of a step: the slot holds nothing
+WORDS = (256, 320, 448)  # where the words are, each in a cache line of its own
+WAY = 384
+HEADER_BYTES = 1 << 16  # of a slot's header, with its length and check
+CHECKSUM = "checksum"  # of a slot's data, in its header
+HEADERS = tuple(PAGE + slot * HEADER_BYTES for slot in range(len(WORDS)))
+INDEX = PAGE + len(WORDS) * HEADER_BYTES
+UNFINISHED = "is not a whole state file yet"
+ALIGNED = 64  # bytes, of everything in a slot
+# Magic, version, generation, rank, world, index bytes, data at, slot bytes, layout, run, part, parts, slots.
+_FIXED = struct.Struct("<8sIIIIQQQ32s32sIII")
+_REMEDY = "remove it, and the run goes on from its newest checkpoint"
+_CHECK = 248  # where the CRC-32 of these is
+NOTHING: dict[str, Any] = {"tensors": [], "pieces": [], "bare": True}  # the index of a file without state
+
+
+class OtherStateFormat(CheckpointError):
+    """A state file is of a format version that this release does not read."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a state file says of itself: `generation` is the attempt that made it, `run` the run that it belongs to,
+    `layout` what its slots look like; both are digests. `steps`: the committed ones, by slot; `part`: the lowest rank
+    that holds the same pieces, of `parts` unlike ones."""
+
+    path: Path
+    generation: int
+    rank: int
+    world: int
+    index_bytes: int
+    data_at: int
+    slot_bytes: int
+    layout: bytes
+    run: bytes
+    words: tuple[int, ...]
+    part: int
+    parts: int
+    way: int  # how often what the file held was made void, since training went back and takes another way
+    torn: tuple[int, ...] = ()  # slots whose word has been damaged, so that nobody knows what they hold
+
+    @property
+    def steps(self) -> dict[int, int]:
+        return {step: slot for slot, step in enumerate(self.words) if step != VOID}
+
+    @property
+    def slots(self) -> int:
+        return len(self.words)
+
+    @property
+    def end(self) -> int:
+        """How long the file is."""
+        return self.at(self.slots)
+
+    def at(self, slot: int) -> int:
+        """Where a slot's data begins."""
+        return self.data_at + slot * self.slot_bytes
+
+
+@dataclass(frozen=True)
+class Who:
+    """Whose file it is: of which attempt, rank, number of ranks and run; the lowest rank that holds the same `part`,
+    and how many unlike ones there are."""
+
+    generation: int
+    rank: int
+    world: int
+    run: bytes
+    part: int
+    parts: int
+
+
+def name_of(generation: int, rank: int) -> str:
+    """What the file of a rank is called."""
+    return f"state-{generation:06d}-{rank:05d}"
+
+
+def digest(tree: Any) -> bytes:
+    """What something that JSON can say is known by."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).digest()
+
+
+def run_of(events: Path) -> bytes:
+    """What a run is known by: how its records begin. A folder that was emptied and used again is another run."""
+    try:
+        with open(events, "rb") as file:
+            return hashlib.sha256(file.readline()).digest()
+    except OSError:
+        return hashlib.sha256(b"").digest()
+
+
+def up(count: int, to: int) -> int:
+    """The least multiple of `to` that is not below `count`."""
+    return -(-count // to) * to
+
+
+class StateFile:
+    """A state file, mapped: for who writes to it, or (`writable` false) to be read, when changes stay in this process.
+    `at_once`: all of it now, and not page by page as it is touched."""
+
+    def __init__(self, path: Path, writable: bool = False, at_once: bool = True) -> None:
+        """Raises CheckpointError where it is none, or not this user's alone."""
+        descriptor = opened(path, os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            self.facts = facts_at(path, descriptor)
+            # Its memory was taken when it was made. To have all of it mapped at once costs a fraction of what it costs
+            # page by page, at a moment when a rank that was killed is waited for.
+            writes = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
+            # Read privately: a buffer that cannot be written to is of no use to torch.
+            self.map = mmap.mmap(descriptor, 0, flags=writes if writable else mmap.MAP_PRIVATE)
+        finally:
+            os.close(descriptor)
+        facts = self.facts
+        if len(self.map) < facts.end or facts.data_at < INDEX + facts.index_bytes:
+            raise _refused(path, "is shorter than it says")
+        self._words = memoryview(self.map).cast("Q")
+
+    def index(self) -> dict[str, Any]:
+        """What lies where in a slot."""
+        return index_from(self.facts, self.read(INDEX, self.facts.index_bytes))
+
+    def read(self, at: int, count: int) -> memoryview:
+        """So many bytes of the file, as they are."""
+        return memoryview(self.map)[at : at + count]
+
+    def at(self, slot: int) -> int:
+        """Where a slot's data begins."""
+        return self.facts.at(slot)
+
+    def word(self, slot: int) -> int:
+        """The step that a slot holds, or VOID."""
+        return _step(self._words[WORDS[slot] // 8], slot)
+
+    def look(self) -> None:
+        """See which steps it holds now that another process has written to it."""
+        self.facts = replace(self.facts, words=tuple(self.word(slot) for slot in range(self.facts.slots)))
+
+    def void(self, slot: int) -> None:
+        """From here on the slot may be written to."""
+        self._words[WORDS[slot] // 8] = VOID_WORD
+
+    def forget(self, way: int | None = None) -> None:
+        """Make all slots void: steps that come now are of another `way` (None: the next)."""
+        for slot in range(self.facts.slots):
+            self.void(slot)
+        way = self.facts.way + 1 if way is None else way
+        self._words[WAY // 8] = to_word(way, WAY)
+        self.facts = replace(self.facts, words=(VOID,) * self.facts.slots, way=way, torn=())
+
+    def header_of(self, slot: int, header: dict[str, Any]) -> bytes:
+        """A header, with the checksum of the slot's data as they are now."""
+        return json.dumps(header | {CHECKSUM: checksum(self.data(slot))}).encode()
+
+    def data(self, slot: int) -> memoryview:
+        """A slot's data."""
+        return self.read(self.at(slot), self.facts.slot_bytes)
+
+    def commit(self, slot: int, step: int, header: bytes) -> None:
+        """Declare a void slot's data that of a step; `header` is JSON, made by `header_of` by whoever wrote the data
+        first: a copy keeps it, and so what is damaged stays known as that."""
+        assert self.word(slot) == VOID, (slot, self.word(slot))
+        if frame_bytes(header) > HEADER_BYTES:
+            raise CheckpointError(
+                f"the header of step {step} has {len(header)} bytes, more than a state file has room for; set "
+                "resilience.memory=false"
+            )
+        begin = HEADERS[slot]
+        self.map[begin : begin + frame_bytes(header)] = framed(header)
+        self._words[WORDS[slot] // 8] = to_word(step, slot)  # the commit
+
+    def damage(self, step: int) -> str | None:
+        """What is wrong with what the file holds of a step, and None where all is as it was written: for whoever has
+        not written it, before it is used. All of the slot is read."""
+        slot = self.facts.steps.get(step)
+        if slot is None:
+            return f"does not hold step {step} any more"
+        try:
+            self.index()
+            header = self.header(slot)
+        except CheckpointError:
+            return "has an index or a header that does not match its checksum"
+        if header.get("step") != step:
+            return f"has the header of step {header.get('step')} with step {step}"
+        if self.facts.slot_bytes and header.get(CHECKSUM) != checksum(self.data(slot)):
+            return f"does not have the checksum of step {step} any more"
+        return None
+
+    def header(self, slot: int) -> dict[str, Any]:
+        """The header of a slot that holds a step."""
+        return header_from(self.facts.path, self.raw_header(slot))
+
+    def raw_header(self, slot: int) -> bytes:
+        """The same, as it lies there."""
+        return raw_header(self.read(HEADERS[slot], HEADER_BYTES))
+
+
+def void_if_damaged(path: Path, step: int) -> str | None:
+    """What is wrong with what a file holds of a step, which is void from then on; None where nothing is. One that
+    cannot be mapped any more is removed."""
+    try:
+        file = StateFile(path, writable=True)
+    except CheckpointError as error:
+        path.unlink(missing_ok=True)
+        return str(error).partition(f"{path} ")[2].partition(";")[0]
+    problem = file.damage(step)
+    if problem is not None and (slot := file.facts.steps.get(step)) is not None:
+        file.void(slot)
+    return problem
+
+
+def raw_header(page: bytes | memoryview) -> bytes:
+    """A header, out of what is kept for one in a file; empty where it has been damaged."""
+    return unframed(page) or b""
+
+
+def _step(word: int, slot: int) -> int:
+    """What a slot's word says; one that has been damaged says that the slot holds nothing."""
+    step = None if word == VOID_WORD else from_word(word, slot)
+    return VOID if step is None else step
+
+
+def header_from(path: Path, raw: bytes) -> dict[str, Any]:
+    """Read a header. Raises CheckpointError where it is none."""
+    header = _object(raw)
+    if header is None:
+        raise _refused(path, "has a header that does not match its checksum")
+    return header
+
+
+def index_from(facts: Facts, raw: bytes | memoryview) -> dict[str, Any]:
+    """Read an index. Raises CheckpointError where it is not the one of that layout."""
+    index = _object(bytes(raw))
+    if index is None or digest(index) != facts.layout:
+        raise _refused(facts.path, "has an index that does not match its digest")
+    return index
+
+
+def _object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def create(
+    folder: Path, who: Who, index: dict[str, Any], slot_bytes: int, slots: int = 2, at_once: bool = True
+) -> StateFile:
+    """Make a rank's file, filled with zeros, with all slots void. Raises OSError where there is no room for it: its
+    memory is taken here and now, so that no later write can fail; whether it is mapped `at_once` is another thing."""
+    path = folder / name_of(who.generation, who.rank)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path.unlink(missing_ok=True)
+    raw = json.dumps(index).encode()
+    data_at, slot_bytes = up(INDEX + len(raw), PAGE), up(slot_bytes, PAGE)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, data_at + slots * slot_bytes)
+        for at in WORDS:
+            os.pwrite(descriptor, VOID_WORD.to_bytes(8, "little"), at)
+        os.pwrite(descriptor, to_word(0, WAY).to_bytes(8, "little"), WAY)
+        os.pwrite(descriptor, raw, INDEX)
+        numbers = (VERSION, who.generation, who.rank, who.world, len(raw), data_at, slot_bytes, digest(index), who.run)
+        fixed = _FIXED.pack(bytes(8), *numbers, who.part, who.parts, slots)
+        os.pwrite(descriptor, fixed, 0)
+        os.pwrite(descriptor, zlib.crc32(fixed[8:]).to_bytes(4, "little"), _CHECK)
+        os.pwrite(descriptor, MAGIC, 0)  # last of all: before, it is no state file
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    return StateFile(path, writable=True, at_once=at_once)
+
+
+def file_bytes(index: dict[str, Any], slot_bytes: int, slots: int = 2) -> int:
+    """What `create` takes."""
+    return up(INDEX + len(json.dumps(index).encode()), PAGE) + slots * up(slot_bytes, PAGE)
+
+
+def facts_of(path: Path) -> Facts | None:
+    """What a state file says; None where it is none, or not whole."""
+    try:
+        descriptor = opened(path, os.O_RDONLY)
+    except CheckpointError:
+        return None
+    try:
+        return facts_at(path, descriptor)
+    except CheckpointError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def opened(path: Path, how: int) -> int:
+    try:
+        descriptor = os.open(path, how | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise _refused(path, f"cannot be opened ({error.strerror})") from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        os.close(descriptor)
+        raise _refused(path, "is not a file that is this user's alone")
+    return descriptor
+
+
+def facts_at(path: Path, descriptor: int) -> Facts:
+    return facts_from(path, os.pread(descriptor, PAGE, 0))
+
+
+def facts_from(path: Path, raw: bytes) -> Facts:
+    """What the first page of a state file says. Raises CheckpointError where it is none."""
+    if len(raw) < PAGE or raw[:8] != MAGIC:
+        raise _refused(path, UNFINISHED if raw[:8] == bytes(8) else "is not a whole state file")
+    _, version, generation, rank, world, index_bytes, data_at, slot_bytes, layout, run, *rest = _FIXED.unpack_from(raw)
+    part, parts, slots = rest
+    if (wrong := format_versions.problem(version, (VERSION,), _REMEDY)) is not None:
+        raise OtherStateFormat(f"the state file {path} {wrong}")
+    if not 1 <= slots <= len(WORDS):
+        raise _refused(path, f"says that it has {slots} slots")
+    raw_words = [int.from_bytes(raw[at : at + 8], "little") for at in WORDS[:slots]]
+    words = tuple(_step(word, slot) for slot, word in enumerate(raw_words))
+    torn = tuple(slot for slot, word in enumerate(raw_words) if word != VOID_WORD and words[slot] == VOID)
+    way = from_word(int.from_bytes(raw[WAY : WAY + 8], "little"), WAY)
+    whole = zlib.crc32(raw[8 : _FIXED.size]).to_bytes(4, "little") == raw[_CHECK : _CHECK + 4]
+    if not whole or way is None:
+        raise _refused(path, "has a first page that does not match its checksum")
+    shape = generation, rank, world, index_bytes, data_at, slot_bytes, layout, run
+    return Facts(path, *shape, words, part, parts, way, torn)
+
+
+def _refused(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"the state file {path} {problem}; {_REMEDY}")

@@ -1,0 +1,138 @@
+"""What a dry run found, as tables for a terminal."""
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.core.events import Kind
+from phalanx.report import event_text
+from phalanx.report.terminal import open_terminal
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the tables of `phalanx.launch.dry_run_estimate`, and what its numbers leave out."""
+    terminal = open_terminal()
+    model, assumed, work, disk = (found[name] for name in ("model", "assumed", "work", "disk"))
+    ranks = assumed["ranks"]
+    memory = [(name, event_text.size(value)) for name, value in found["memory"].items()]
+    kept = [(name, event_text.size(value)) for name, value in found["host_memory"].items()]
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for title, rows in {
+        "parameters": _parameters(model),
+        **({"layout": _layout(found["layout"])} if found["layout"] else {}),
+        _whose(ranks, bool(found["layout"])): [
+            *memory,
+            ("together", event_text.size(found["memory_total"])),
+        ],
+        **({"kept of each rank in the memory of the host": kept} if kept else {}),
+        f"activations of one {'sequence' if work['unit'] == 'tokens' else 'sample'}": [
+            (f"memory.activations={mode}", event_text.size(value)) for mode, value in found["sequence"].items()
+        ],
+        "work": _work(work),
+        "disk": [
+            ("a checkpoint", f"{event_text.size(disk['checkpoint'])}, {disk['checkpoints_kept']} kept"),
+            ("an export", event_text.size(disk["export"])),
+            *([("its adapter alone", event_text.size(disk["adapter"]))] if disk["adapter"] else []),
+        ],
+    }.items():
+        table.add_row(Text(title, style="bold cyan"))
+        for name, value in rows:
+            table.add_row(f"  {name}", value, style="bold" if name == "together" else None)
+    terminal.print(Text(model["shape"], style="bold"))
+    terminal.print(table)
+    if found.get("planned") is not None:
+        terminal.print(Text(event_text.sentence({"kind": Kind.PLANNED, **found["planned"]})))
+    for note in notes(assumed, bool(kept)):
+        terminal.print(note, style="dim")
+
+
+def notes(assumed: dict[str, Any], keeps: bool = False) -> list[str]:
+    """What was assumed, and what the numbers leave out."""
+    zero = "" if assumed["zero"] is None else f" with parallel.zero {assumed['zero']}"
+    found = [
+        f"Reckoned for {assumed['dtype']}, engine {assumed['engine']}{zero}, {assumed['micro_batch']} sample"
+        f"{'s' if assumed['micro_batch'] > 1 else ''} at a time, memory.activations={assumed['activations']}."
+    ]
+    if assumed["by_formula"]:
+        state = "" if assumed["zero"] is None else ", as the shares of the state,"
+        found.append(f"Activations and loss{state} are estimates, by the planner's formulas.")
+    if assumed["zero_needs"]:
+        one, two = (assumed["zero_needs"][zero] for zero in ("1", "2"))
+        between = f"2 where it has {event_text.size(two)}, " if two < one else ""  # a few units save nothing by it
+        found.append(
+            f"parallel.zero is auto: the run takes 1 where each rank has {event_text.size(one)} free, {between}else 3."
+        )
+    if assumed["micro_batch_measured"]:
+        found.append(
+            "train.micro_batch is auto: the run measures what fits; each further sequence takes as much again."
+        )
+    if assumed["activations_measured"]:
+        found.append("memory.activations is auto: the run takes the first mode that fits; reckoned for none.")
+    if assumed["vocabulary_trained"]:
+        found.append("The tokenizer is still to be trained: on a small text it gets fewer tokens than assumed here.")
+    if assumed["labels_assumed"]:
+        found.append("task.labels is auto: the data say how many there are; the head is reckoned for two.")
+    if keeps:
+        found.append(
+            "What is kept in the host's memory outlives the ranks (resilience.memory, resilience.replicate); with auto "
+            "as far as there is room. On CPUs the state lies there alone, and gradients are kept beside replicas."
+        )
+    found.append(
+        "Left out: what compilation saves, the allocator's unused blocks, buffers of collectives, the driver and torch "
+        "itself; allow a fifth of the device for them. FLOPs are those of the model: recomputation is not counted."
+    )
+    return found
+
+
+def _whose(ranks: int, unlike: bool) -> str:
+    if unlike:
+        return f"memory of the fullest of {ranks} ranks"
+    return f"memory of one of {ranks} ranks" if ranks > 1 else "memory"
+
+
+def _layout(layout: dict[str, Any]) -> list[tuple[str, str]]:
+    tensor, pipeline, copies = layout["tensor"], layout["pipeline"], layout["copies"]
+    what = [f"pipeline {pipeline} ({layout['schedule']})"] if pipeline > 1 else []
+    if tensor > 1:
+        what.append(f"tensor {tensor}{' with' if layout['sequence'] else ' without'} sequence")
+    what.append(f"{copies} cop{'y' if copies == 1 else 'ies'}")
+    rows = [("ranks", " x ".join(what))]
+    of_slice = " in each slice" if tensor > 1 else ""
+    for number, rank in enumerate(layout["ranks"]):
+        layers = ", ".join(
+            f"{start} to {stop - 1}" if stop - start > 1 else f"{start}" for _, start, stop in rank["stages"]
+        )
+        name = f"place {number}: layers {layers}" if pipeline > 1 else "each"
+        held = f"{event_text.count(rank['parameters'])} parameters{of_slice}, {event_text.size(rank['memory'])}"
+        rows.append((name, held))
+    return rows
+
+
+def _parameters(model: dict[str, Any]) -> list[tuple[str, str]]:
+    whole = model["parameters"]
+    rows = [
+        (name, f"{event_text.count(count)}  {100 * count / whole:4.1f} %") for name, count in model["parts"].items()
+    ]
+    trained = f"{event_text.count(model['trained'])}  {100 * model['trained'] / whole:.3g} %"
+    return [("all", f"{whole:,}"), *rows, ("trained", trained)]
+
+
+def _work(work: dict[str, Any]) -> list[tuple[str, str]]:
+    unit, flops = work["unit"], f"{work['flops_per_token']:.3g}"
+    step, run = (
+        f"{work['sequences_per_step']:,} samples",
+        f"{work['steps']:,} steps, {event_text.count(work['tokens'])}",
+    )
+    if unit == "tokens":
+        step = f"{work['sequences_per_step']:,} sequences, {event_text.count(work['tokens_per_step'])} tokens"
+        flops += f", {work['flops_per_token_causal']:.3g} with causal attention"
+    if not work["flops_per_token"]:
+        return [("a step", step), ("the run", f"{run} {unit}"), ("FLOPs", "not known")]
+    return [
+        ("a step", step),
+        ("the run", f"{run} {unit}"),
+        (f"FLOPs of a {unit[:-1]}", flops),
+        ("FLOPs of a step", f"{work['flops_per_step']:.3g}"),
+        ("FLOPs of the run", f"{work['flops']:.3g}"),
+    ]

@@ -1,0 +1,267 @@
+"""How a run stands, from its records alone: facts as plain data (`standing`), and one screen of them (`screen`)."""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.core.errors import RunError
+from phalanx.core.events import Kind
+from phalanx.core.run_paths import RunPaths
+from phalanx.report import event_text
+from phalanx.report.history import Run, attempts, read_run, status
+from phalanx.report.incidents import Incident, incidents, others
+
+RATE_STEPS = 20  # rate and time left follow from a median of these many steps
+NODES = 8  # each of which has a line on the screen; of more those only that something is to be said of
+MEANT, WELL = "in the run", ("", "ok", "unknown")  # of a node that nothing is to be said of
+INCIDENTS = 8  # and warnings, shown on the screen; the JSON has them all
+STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
+
+Facts = dict[str, Any]
+
+
+def standing(
+    paths: RunPaths, now: float, scheduler: Facts | None = None, nodes: Sequence[Mapping[str, str]] = ()
+) -> Facts:
+    """What is known of a run at the time `now`: plain data, all of it from the records but `scheduler`, which is what
+    the caller knows of its job or process (`by`, `id`, `state`, ...), and `nodes` (each with `node`, `state`, `health`
+    and `why`).
+
+    Raises RunError where there are neither records nor a job.
+    """
+    if not paths.metrics.exists() and not paths.events.exists():
+        if scheduler is None:
+            raise RunError(f"{paths.shown} holds no run; name the folder of one, or start it")
+        return _empty(paths, scheduler)
+    run = read_run(paths)
+    alive = scheduler is not None and scheduler.get("state") in ("RUNNING", "COMPLETING")
+    state, tone = status(run, now)
+    if alive and state in ("not finished", "died"):
+        state, tone = "running", "info"
+    if scheduler is not None and scheduler.get("state") in ("PENDING", "CONFIGURING", "REQUEUED"):
+        state, tone = "waiting", "warn"
+    running = state == "running"
+    last = run.kept[-1] if run.kept else {}
+    steps = _total_steps(run)
+    step = int(last.get("step", 0))
+    recent = run.kept[-RATE_STEPS:]
+    step_s = _median(recent, "step_s")
+    started = [event for event in run.events if event.get("kind") == Kind.RUN_STARTED]
+    return {
+        "run": paths.shown,
+        "name": paths.name,
+        "state": state,
+        "tone": tone,
+        "step": step,
+        "steps": steps,
+        "loss": event_text.number(last, "loss"),
+        "unit": started[-1].get("unit", "tokens") if started else "tokens",
+        "tokens_per_s": _median(recent, "tokens_per_s"),
+        "left_s": (steps - step) * step_s if running and steps and step_s is not None else None,
+        "attempts": attempts(run),
+        "ranks": started[-1].get("world") if started else None,
+        "device": started[-1].get("device") if started else None,
+        "hosts": started[-1].get("hosts") if started else None,
+        "nodes": list(nodes),
+        "checkpoint": _checkpoint(run),
+        "goodput": goodput(run, now if running else None),
+        "incidents": [_incident(each) for each in incidents(run)],
+        "warnings": [_other(event, after) for event, after in others(run)],
+        "last_line": run.last_line or None,  # of records that are empty yet
+        "scheduler": scheduler,
+    }
+
+
+def _empty(paths: RunPaths, scheduler: Facts) -> Facts:
+    waits = scheduler.get("state") in ("PENDING", "CONFIGURING", "REQUEUED")
+    return {
+        "run": paths.shown, "name": paths.name, "state": "waiting" if waits else "not started",
+        "tone": "warn" if waits else "quiet", "step": 0, "steps": None, "loss": None, "unit": "tokens",
+        "tokens_per_s": None, "left_s": None, "attempts": 0, "ranks": None, "device": None, "hosts": None, "nodes": [],
+        "checkpoint": None, "goodput": None, "incidents": [], "warnings": [], "last_line": None, "scheduler": scheduler,
+    }  # fmt: skip
+
+
+def goodput(run: Run, now: float | None) -> Facts | None:
+    """The share of a run's time that went into steps that count: the sum of their times over the time between each
+    start and the orderly end that follows it (a stop, the last step), or the last line, or `now` for a run that goes
+    on. Time between an orderly end and the next start, such as in a queue, is not the run's; None before any step.
+    """
+    counted_s = sum(event_text.number(record, "step_s") or 0.0 for record in run.kept)
+    marks = [
+        (moment, str(event.get("kind")))
+        for event in run.events
+        if (moment := event_text.number(event, "time")) is not None
+        and event.get("kind") in (Kind.RUN_STARTED, Kind.RESTARTED, Kind.STOPPED, Kind.FINISHED)
+    ]
+    if not counted_s or not marks:
+        return None
+    wall_s, began = 0.0, None
+    for moment, kind in marks:
+        if kind in (Kind.RUN_STARTED, Kind.RESTARTED):  # the latter alone where ranks have only stopped for other nodes
+            began = moment if began is None else began
+        elif began is not None:
+            wall_s, began = wall_s + moment - began, None
+    if began is not None:
+        wall_s += max(0.0, (run.ended if now is None else now) - began)
+    wall_s = max(wall_s, counted_s)
+    return {"share": counted_s / wall_s, "counted_s": counted_s, "wall_s": wall_s, "lost_steps": len(run.lost)}
+
+
+def _incident(each: Incident) -> Facts:
+    kind, seconds = str(each.cause.get("kind")), each.seconds
+    text = f"{each.what}; {each.recovery}"
+    return {
+        "time": each.time, "kind": kind, "step": each.after_step, "tone": "bad" if seconds is None else "warn",
+        "text": text, "recovery_s": seconds,
+    }  # fmt: skip
+
+
+def _other(event: Facts, step: int | None) -> Facts:
+    kind = str(event.get("kind"))
+    tone, text = event_text.mark(kind).tone, event_text.sentence(event, step)
+    return {"time": event_text.number(event, "time"), "kind": kind, "step": step, "tone": tone, "text": text}
+
+
+def _total_steps(run: Run) -> int | None:
+    train = run.config.get("train")
+    steps = train.get("steps") if isinstance(train, dict) else None
+    return steps if isinstance(steps, int) else None
+
+
+def _median(records: Sequence[Facts], key: str) -> float | None:
+    values = [value for record in records if (value := event_text.number(record, key)) is not None]
+    return statistics.median(values) if values else None
+
+
+def _checkpoint(run: Run) -> Facts | None:
+    saved = [event for event in run.events if event.get("kind") == Kind.CHECKPOINT_SAVED]
+    if not saved:
+        return None
+    return {"step": saved[-1].get("step"), "time": event_text.number(saved[-1], "time")}
+
+
+# ---------------------------------------------------------------------------------------------------------- on a screen
+
+
+def screen(facts: Facts, now: float) -> RenderableType:
+    """One screen of `standing`'s facts."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in _rows(facts, now):
+        grid.add_row(name, value)
+    lines = []
+    for name in ("incidents", "warnings"):
+        found = facts[name][-INCIDENTS:]
+        if found:
+            few = "" if len(found) == len(facts[name]) else f", the last {len(found)} of {len(facts[name])}"
+            lines.append(Text(f"{name}{few}", style="bold"))
+        for each in found:
+            line = Text(_clock(each["time"], now), style="dim")
+            line.append(" ").append(event_text.mark(each["kind"]).symbol, style=STYLES[each["tone"]])
+            lines.append(line.append(f" {each['text']}"))
+    return Group(Panel.fit(grid, title=facts["name"], title_align="left", padding=(0, 1)), *lines)
+
+
+def _rows(facts: Facts, now: float) -> list[tuple[str, RenderableType]]:
+    rows: list[tuple[str, RenderableType]] = [("run", Text(facts["run"]))]
+    quiet = (
+        ""
+        if facts["last_line"] is None
+        else f", last heard of {event_text.seconds(max(0.0, now - facts['last_line']))} ago"
+    )
+    rows.append(("state", Text(facts["state"] + quiet, style=STYLES[facts["tone"]])))
+    if facts["scheduler"] is not None:
+        rows.append(("job", Text(scheduler_words(facts["scheduler"]))))
+    if facts["step"]:
+        rows.append(("progress", _progress(facts)))
+        figures = [f"loss {facts['loss']:.4f}" if facts["loss"] is not None else "loss is not a finite number"]
+        if facts["tokens_per_s"] is not None:
+            figures.append(f"{event_text.count(facts['tokens_per_s'])} {facts['unit']}/s")
+        if facts["left_s"] is not None:
+            figures.append(f"{event_text.clock(facts['left_s'])} left")
+        rows.append(("", Text("   ".join(figures))))
+    if facts["ranks"] is not None:
+        ranks = f"{facts['ranks']} rank{'' if facts['ranks'] == 1 else 's'} on {facts['device']}"
+        rows.append(("ranks", Text(f"{ranks}, attempt {facts['attempts']}")))
+    if facts["nodes"] or facts["hosts"]:
+        rows.append(("nodes", _nodes(facts)))
+    if facts["checkpoint"] is not None:
+        when = facts["checkpoint"]["time"]
+        ago = "" if when is None else f", {event_text.seconds(max(0.0, now - when))} ago"
+        rows.append(("checkpoint", Text(f"step {facts['checkpoint']['step']}{ago}")))
+    if (good := facts["goodput"]) is not None:
+        lost = f"; {good['lost_steps']} steps were walked again" if good["lost_steps"] else ""
+        counted, wall = event_text.seconds(good["counted_s"]), event_text.seconds(good["wall_s"])
+        text = f"{good['share']:.1%}: {counted} of steps in {wall}{lost}"
+        rows.append(("goodput", Text(text)))
+    return rows
+
+
+def _nodes(facts: Facts) -> Text:
+    """Each node where they are few; of many how many there are, and those that something is to be said of."""
+    if not facts["nodes"]:
+        return Text(", ".join(map(str, facts["hosts"] or [])))
+    told = [(node, node["state"] != MEANT or node["health"] not in WELL or node["why"]) for node in facts["nodes"]]
+    few = len(told) <= NODES
+    lines = [] if few else [Text(f"{sum(not worth for _, worth in told)} in the run")]
+    for node, worth in told:
+        if worth or few:
+            parts = [node["state"], f"health: {node['health']}" if node["health"] else "", node["why"]]
+            text = f"{node['node']}, {', '.join(part for part in parts if part)}"
+            lines.append(Text(text, style=STYLES["warn"] if worth and node["state"] != "the run is over" else ""))
+    return Text("\n").join(lines)
+
+
+def _progress(facts: Facts) -> RenderableType:
+    if not facts["steps"]:
+        return Text(f"step {facts['step']}")
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    bar = ProgressBar(total=facts["steps"], completed=min(facts["step"], facts["steps"]), width=30)
+    grid.add_row(bar, Text(f"step {facts['step']} of {facts['steps']}, {facts['step'] / facts['steps']:.0%}"))
+    return grid
+
+
+def scheduler_words(scheduler: Facts) -> str:
+    """What is known of the job or process, on one line."""
+    if scheduler["by"] != "slurm":
+        return f"process {scheduler['id']} on {scheduler['nodes']}"
+    parts = [f"{scheduler['id']} of Slurm, {scheduler['state']}"]
+    if scheduler.get("reason") and scheduler["state"] not in ("RUNNING", "COMPLETED"):
+        parts.append(f" ({scheduler['reason']})")
+    parts.append(f" on {scheduler['nodes']}" if scheduler.get("nodes") else "")
+    parts.append(
+        f", until {scheduler['end_time']}" if scheduler.get("state") == "RUNNING" and scheduler.get("end_time") else ""
+    )
+    restarts = scheduler.get("restarts") or 0
+    parts.append(f", started again {restarts} time{'' if restarts == 1 else 's'}" if restarts else "")
+    return "".join(parts)
+
+
+def table(found: Sequence[Facts]) -> RenderableType:
+    """Several runs, a line each."""
+    grid = Table(box=None, pad_edge=False)
+    for name in ("run", "state", "step", "loss", "goodput", "incidents"):
+        grid.add_column(name, overflow="fold")
+    for facts in found:
+        steps = f"{facts['step']}/{facts['steps']}" if facts["steps"] else str(facts["step"])
+        loss = "" if facts["loss"] is None else f"{facts['loss']:.4f}"
+        good = "" if facts["goodput"] is None else f"{facts['goodput']['share']:.0%}"
+        state = Text(facts["state"], style=STYLES[facts["tone"]])
+        grid.add_row(Text(facts["run"]), state, steps, loss, good, str(len(facts["incidents"])))
+    return grid
+
+
+def _clock(moment: float | None, now: float) -> str:
+    if moment is None:
+        return "        "
+    same_day = now - moment < 12 * 3600
+    return time.strftime("%H:%M:%S" if same_day else "%m-%d %H:%M", time.localtime(moment))

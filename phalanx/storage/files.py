@@ -1,0 +1,473 @@
+"""Files at URLs, through fsspec: each operation is tried again until a deadline, and nothing half-written is seen.
+
+A caller sees FileNotFoundError for what is not there, ConfigError for what a user has to mend (credentials, rights, a
+bucket, a driver), and StorageError for a store that failed or stalled for `timeout_s`; `patience` has the details.
+Object stores show a file when it is complete; on all others it is written under a temporary name and moved. Operations
+start threads, so a process that still forks must not call them itself.
+"""
+
+import contextlib
+import errno
+import fcntl
+import fnmatch
+import functools
+import hashlib
+import io
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractBufferedFile
+
+from phalanx.core.errors import ConfigError
+from phalanx.core.run_paths import SCHEME, shown
+from phalanx.storage.retry import Attempt, T, patiently, words
+
+TIMEOUT_S = 300.0
+CHUNK_BYTES = 8 << 20
+LOCK_TIMEOUT_S, LOCK_POLL_S = 3600.0, 0.1
+# What shows an object only when all of it has arrived; a server-side copy for a rename would be waste there.
+OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "hf"})
+_CHAINED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)::.*://")
+_GLOB = re.compile(r"[*?\[]")
+_MODEL = re.compile(r"\.(?:json|safetensors|bin|model|jinja|txt)$")  # what a model's folder is read for
+_VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "updated", "last_modified")  # as drivers call them
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a store lists: a file, or a folder (`size` 0). `version` changes when the file does; "" where unknown."""
+
+    url: str
+    size: int
+    version: str
+    folder: bool = False
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.url.rstrip("/").rpartition("/")[2]
+
+
+def is_url(text: str | Path) -> bool:
+    """Whether a text names something at a URL (scheme://...) and not a local path. Raises ConfigError for a chain of
+    drivers (driver::scheme://...), which would be taken for one."""
+    if isinstance(text, str) and (chained := _CHAINED.match(text)):
+        raise ConfigError(f"{chained[1]}::... chains drivers, which is not supported; name the URL behind it alone")
+    return isinstance(text, str) and SCHEME.match(text) is not None
+
+
+def join(url: str, *names: str) -> str:
+    """A URL below another."""
+    return "/".join([url.rstrip("/"), *names])
+
+
+def local_cache(cache: str) -> Path:
+    """The local folder of a `data.cache`; where that is a URL itself, the default one."""
+    return Path("~/.cache/phalanx" if is_url(cache) else cache).expanduser()
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL and the path inside it, made once per process.
+
+    Raises ConfigError for a scheme that fsspec does not know or whose driver is not installed.
+    """
+    parts = urlsplit(url)
+    root = f"{parts.scheme}://{parts.netloc}" if parts.netloc else f"{parts.scheme}:///"
+    try:
+        files, _ = _made(os.getpid(), root)
+        return files, str(type(files)._strip_protocol(url))
+    except ImportError as error:
+        raise ConfigError(
+            f"{shown(url)} needs a driver that is not installed ({words(error, url)}); install it beside phalanx"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{shown(url)} cannot be opened ({words(error, url)}); use a scheme that fsspec knows, such as s3://"
+        ) from error
+
+
+@functools.lru_cache(maxsize=16)
+def _made(pid: int, root: str) -> tuple[Any, str]:
+    # Not fsspec's own cache, which has one instance, with connections of its own, for each thread.
+    made: tuple[Any, str] = fsspec.core.url_to_fs(root, skip_instance_cache=True)
+    return made
+
+
+def in_region(region: str) -> None:
+    """Look for S3's buckets in a region, from now on in this process; else the environment or S3 itself says where."""
+    settings = fsspec.config.conf.setdefault("s3", {})
+    settings["client_kwargs"] = {**settings.get("client_kwargs", {}), "region_name": region}
+    _made.cache_clear()
+
+
+def _patiently(what: str, url: str, action: Callable[[Attempt], T], timeout_s: float) -> T:
+    return patiently(what, url, action, timeout_s, _renew)
+
+
+def _renew(url: str) -> None:
+    """Drop drivers that hold one connection, which may be what is broken; the others renew theirs themselves."""
+    with contextlib.suppress(Exception):  # one that cannot be made: the next try says so
+        if not isinstance(filesystem(url)[0], AsyncFileSystem):
+            _made.cache_clear()
+
+
+# ----------------------------------------------------------------------------------------------------------- looking
+
+
+def entry(url: str, timeout_s: float = TIMEOUT_S) -> Entry | None:
+    """Size and version of what is at a URL; None where nothing is."""
+
+    def look(attempt: Attempt) -> Entry:
+        files, path = filesystem(url)
+        files.invalidate_cache()
+        return _entry(url, files.info(path))
+
+    try:
+        return _patiently("looked at", url, look, timeout_s)
+    except FileNotFoundError:
+        return None
+
+
+def exists(url: str, timeout_s: float = TIMEOUT_S) -> bool:
+    """Whether there is a file or a folder at a URL."""
+    return entry(url, timeout_s) is not None
+
+
+def listing(url: str, recursive: bool = False, timeout_s: float = TIMEOUT_S) -> list[Entry]:
+    """What is in a folder, in order of name; with `recursive`, all files below it and no folders. Empty where no such
+    folder is. A URL of a file lists that file."""
+    if not recursive:
+        return _listed(url, timeout_s, lambda files, path: files.ls(path, detail=True))
+    if urlsplit(url).scheme.lower() in OBJECT_STORES:
+        # One request lists thousands of objects. Elsewhere `find` walks, and takes a folder that fails for empty.
+        return _listed(url, timeout_s, lambda files, path: files.find(path, detail=True).values())
+    found = []
+    for one in listing(url, timeout_s=timeout_s):
+        found += listing(one.url, recursive=True, timeout_s=timeout_s) if one.folder else [one]
+    return sorted(found, key=lambda one: one.url)
+
+
+def _listed(url: str, timeout_s: float, ask: Callable[[Any, str], Iterable[dict[str, Any]]]) -> list[Entry]:
+    def look(attempt: Attempt) -> list[Entry]:
+        files, path = filesystem(url)
+        files.invalidate_cache()
+        entries = [_entry(_url_of(url, path, info["name"]), info) for info in ask(files, path)]
+        return [one for one in entries if not (one.url.rstrip("/") == url.rstrip("/") and (one.folder or not one.size))]
+
+    try:
+        return sorted(_patiently("listed", url, look, timeout_s), key=lambda one: one.url)
+    except FileNotFoundError:
+        return []
+
+
+def glob(url: str, timeout_s: float = TIMEOUT_S) -> list[Entry]:
+    """The files that a URL with `*`, `?`, `[...]` or `**` in it matches, in order of URL, hidden ones only where the
+    pattern names the dot; without any of these, the file at the URL or all files below it."""
+    found = _GLOB.search(url)
+    if found is None:
+        whole = entry(url, timeout_s)
+        return listing(url, recursive=True, timeout_s=timeout_s) if whole is None or whole.folder else [whole]
+    folder, _, first = url[: found.start()].rpartition("/")
+    return sorted(_matching(folder, (first + url[found.start() :]).split("/"), timeout_s), key=lambda one: one.url)
+
+
+def _matching(folder: str, segments: list[str], timeout_s: float) -> Iterator[Entry]:
+    """The files below a folder whose parts match; segment by segment, so that only folders that matter are listed."""
+    segment, rest = segments[0], segments[1:]
+    if segment == "**":
+        below = {join(folder, *parts[:n]) for one in listing(folder, recursive=True, timeout_s=timeout_s)
+                 for parts in [one.url[len(folder.rstrip("/")) + 1 :].split("/")] for n in range(len(parts))
+                 if not any(part.startswith(".") for part in parts[:n])}  # fmt: skip
+        for inner in below:
+            yield from _matching(inner, rest or ["*"], timeout_s)
+        return
+    if rest and not _GLOB.search(segment):
+        yield from _matching(join(folder, segment), rest, timeout_s)
+        return
+    for one in listing(folder, timeout_s=timeout_s):
+        if not fnmatch.fnmatchcase(one.name, segment) or (one.name.startswith(".") and not segment.startswith(".")):
+            continue
+        if rest and one.folder:
+            yield from _matching(one.url, rest, timeout_s)
+        elif not rest and not one.folder:
+            yield one
+
+
+def _url_of(folder: str, path: str, name: str) -> str:
+    """The URL of what a store calls `name`, from the URL and the name of a folder around it."""
+    base, own = path.rstrip("/"), name.rstrip("/")
+    if own == base:
+        return folder
+    if own.startswith(base + "/"):
+        return join(folder, own[len(base) + 1 :])
+    return own if is_url(own) else join(folder, own.rpartition("/")[2])
+
+
+def _entry(url: str, info: dict[str, Any]) -> Entry:
+    folder = info.get("type") == "directory"
+    version = next((info[key] for key in _VERSIONS if info.get(key) is not None), "")
+    return Entry(url, 0 if folder else int(info.get("size") or 0), str(version).strip('"'), folder)
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+def read_bytes(url: str, start: int = 0, stop: int | None = None, timeout_s: float = TIMEOUT_S) -> bytes:
+    """Bytes [start, stop) of a file; to its end where `stop` is None. Raises as the module says; a file that is
+    shorter than `stop` is a StorageError once the time is up."""
+    if stop is not None and stop - start > CHUNK_BYTES:  # in parts, as one that takes long must not look like a stall
+        bounds = [*range(start, stop, CHUNK_BYTES), stop]
+        return b"".join(read_bytes(url, a, b, timeout_s) for a, b in itertools.pairwise(bounds))
+
+    def read(attempt: Attempt) -> bytes:
+        files, path = filesystem(url)
+        if stop is not None and stop <= start:
+            return b""
+        data = bytes(files.cat_file(path, start=start or None, end=stop))
+        if stop is not None and len(data) != stop - start:
+            raise OSError(f"{len(data)} bytes came where {stop - start} were asked for")
+        return data
+
+    return _patiently("read", url, read, timeout_s)
+
+
+class _Ranges(io.RawIOBase):
+    """A file as its byte ranges: each read is an operation of its own, so one that breaks costs that range alone."""
+
+    def __init__(self, url: str, position: int, size: int, timeout_s: float) -> None:
+        self._url, self._position, self._size, self._timeout_s = url, position, size, timeout_s
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readall(self) -> bytes:
+        return b"".join(iter(lambda: self.read(CHUNK_BYTES) or b"", b""))  # the inherited one asks for 8 KiB each time
+
+    def readinto(self, buffer: Any) -> int:
+        stop = min(self._position + min(len(buffer), CHUNK_BYTES), self._size)
+        if stop <= self._position:
+            return 0
+        data = read_bytes(self._url, self._position, stop, self._timeout_s)
+        buffer[: len(data)] = data
+        self._position = stop
+        return len(data)
+
+
+def open_read(url: str, offset: int = 0, timeout_s: float = TIMEOUT_S) -> io.BufferedReader:
+    """A file object that reads from byte `offset` on and goes on where it was after an error. Raises FileNotFoundError
+    where there is no file."""
+    found = entry(url, timeout_s)
+    if found is None or found.folder:
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", shown(url))
+    return io.BufferedReader(_Ranges(url, offset, found.size, timeout_s), CHUNK_BYTES)
+
+
+def download(url: str, local: Path, timeout_s: float = TIMEOUT_S) -> None:
+    """Copy a file to a local path, where it appears complete or not at all. Raises OSError of the local disk too."""
+    temporary = local.with_name(f".{local.name}.{os.getpid()}.partial")
+    local.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open_read(url, timeout_s=timeout_s) as source, open(temporary, "wb") as target:
+            while chunk := source.read(CHUNK_BYTES):
+                target.write(chunk)
+            target.flush()
+            os.fsync(target.fileno())
+        os.replace(temporary, local)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
+
+
+def write_chunks(
+    url: str, make_chunks: Callable[[], Iterable[bytes | memoryview]], timeout_s: float = TIMEOUT_S
+) -> None:
+    """Write a file from chunks; `make_chunks` is called anew for each try and has to give the same ones."""
+
+    def write(attempt: Attempt) -> None:
+        files, path = filesystem(url)
+        with _target(files, url, path) as target:
+            done = 0
+            with _written(files, target) as file:
+                for chunk in make_chunks():
+                    file.write(chunk)
+                    done += len(chunk)
+                    attempt.at(done)
+            attempt.at(done)
+            if target != path and files.size(target) != done:
+                raise OSError(f"{files.size(target)} bytes arrived where {done} were written")
+
+    _patiently("written", url, write, timeout_s)
+
+
+def write_bytes(url: str, data: bytes | memoryview, timeout_s: float = TIMEOUT_S) -> None:
+    """Write a small file."""
+    write_chunks(url, lambda: [data], timeout_s)
+
+
+def upload(local: Path, url: str, timeout_s: float = TIMEOUT_S) -> int:
+    """Copy a local file to a URL and return its bytes, as many as it had when the copy began."""
+    size = local.stat().st_size
+
+    def chunks() -> Iterator[bytes]:
+        left = size
+        with open(local, "rb") as file:
+            while left and (chunk := file.read(min(left, CHUNK_BYTES))):
+                left -= len(chunk)
+                yield chunk
+
+    write_chunks(url, chunks, timeout_s)
+    return size
+
+
+@contextlib.contextmanager
+def _target(files: Any, url: str, path: str) -> Iterator[str]:
+    """The path to write to: the final one in an object store, else a temporary one that is then moved there."""
+    if urlsplit(url).scheme.lower() in OBJECT_STORES:
+        yield path
+        return
+    folder, _, name = path.rpartition("/")
+    temporary = f"{folder}/.{name}.{random.getrandbits(48):012x}.partial"
+    files.makedirs(folder, exist_ok=True)
+    try:
+        yield temporary
+        files.mv(temporary, path)
+    except BaseException:
+        for _ in range(3):  # best effort: the error that is on its way has more to say
+            with contextlib.suppress(Exception):
+                files.rm_file(temporary)
+                break
+        raise
+
+
+@contextlib.contextmanager
+def _written(files: Any, path: str) -> Iterator[Any]:
+    """A file open for writing that is complete when the block ends, and thrown away when it raises."""
+    file = files.open(path, "wb")
+    try:
+        yield file
+        file.close()
+    except BaseException:
+        if isinstance(file, AbstractBufferedFile):
+            # Closing one, which its garbage collection does as well, would make a file of what is there so far.
+            file.closed = True
+            with contextlib.suppress(Exception):
+                file.discard()
+        else:
+            with contextlib.suppress(Exception):
+                file.close()
+        raise
+
+
+def remove(urls: Iterable[str], timeout_s: float = TIMEOUT_S) -> None:
+    """Remove files; those that are not there are no error."""
+    for url in urls:
+
+        def drop(attempt: Attempt, url: str = url) -> None:
+            files, path = filesystem(url)
+            files.rm_file(path)
+
+        with contextlib.suppress(FileNotFoundError):
+            _patiently("removed", url, drop, timeout_s)
+
+
+# ------------------------------------------------------------------------------------------------------ local copies
+
+
+@contextlib.contextmanager
+def locked(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold an exclusive lock on this machine, which the kernel lets go when its holder dies. Raises ConfigError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with open(path, "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"another process has held {path} for {timeout_s:.0f} s while it makes the same files; wait "
+                        "for it or end it, then start again"
+                    ) from None
+            else:
+                if _same(file.fileno(), path):  # else it was removed between opening and locking
+                    os.utime(path)
+                    yield
+                    return
+        time.sleep(LOCK_POLL_S)
+
+
+def _same(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def copy_of(folder: str, cache: str) -> Path:
+    """Where the local copy of a folder at a URL lies in the cache; a local folder is its own copy."""
+    if not is_url(folder):
+        return Path(folder).expanduser()
+    url = folder.rstrip("/")
+    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
+    return local_cache(cache) / "fetched" / f"{url.rpartition('/')[2]}-{digest}"
+
+
+def fetch_folder(folder: str, cache: str, timeout_s: float = TIMEOUT_S, weights: bool = True) -> Path:
+    """Make the local copy of a folder of a model at a URL, complete or not at all; nothing where it is as new. Without
+    `weights`, they need not be in it.
+
+    Several processes may ask for it at once: one fetches, the others wait. Raises ConfigError where there is no
+    file, and when they wait for too long.
+    """
+    copy = copy_of(folder, cache)
+    if not is_url(folder):
+        return copy
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with locked(copy.with_name(f".{copy.name}.lock"), LOCK_TIMEOUT_S):
+        found = {entry.name: entry for entry in listing(folder, timeout_s=timeout_s) if _MODEL.search(entry.name)}
+        if any(name.endswith(".safetensors") for name in found):
+            found = {name: entry for name, entry in found.items() if not name.endswith(".bin")}
+        if not weights:
+            found = {name: entry for name, entry in found.items() if not name.endswith((".bin", ".safetensors"))}
+        if not found:
+            raise ConfigError(f"{shown(folder)} holds no file of a model; correct the URL")
+        state = {name: [entry.size, entry.version] for name, entry in found.items()}
+        mark = copy / ".source.json"
+        there = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
+        if all(there.get(name) == one for name, one in state.items()):
+            return copy
+        unfinished = copy.with_name(f".{copy.name}.partial")  # the lock's holder is the only one to write it
+        shutil.rmtree(unfinished, ignore_errors=True)
+        for name, entry in found.items():
+            download(entry.url, unfinished / name, timeout_s)
+        (unfinished / mark.name).write_text(json.dumps(state), encoding="utf-8")
+        if copy.exists():
+            old = copy.with_name(f".{copy.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(copy, old)
+            shutil.rmtree(old, ignore_errors=True)
+        os.rename(unfinished, copy)
+    return copy

@@ -1,0 +1,431 @@
+"""A run folder at a URL: the records live in a local working folder and are copied to the URL as they change.
+
+The URL is the truth: a start fetches its records first, and a checkpoint is committed only when the records up to its
+step are there. One process at a time may write: it holds a lease, an object that it renews every few seconds and that
+another start takes over when it has not been renewed for STALE_S. Who lost it commits nothing more.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import select
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import PhalanxError, RunError
+from phalanx.core.events import Kind, write_event
+from phalanx.core.json_lines import read_lines, write_atomic
+from phalanx.core.placement import ExitCode
+from phalanx.core.run_paths import MANIFEST, RunPaths, Url
+from phalanx.storage import files as storage
+
+PUSH_S = 3.0  # between two looks for changed records
+PUSH_SHARE = 25  # a copy that took t is followed by a pause of at least this times t
+BEAT_S, STALE_S, SETTLE_S, LOOK_S = 5.0, 30.0, 0.5, 0.5
+STOP = ".stop"  # exists at the URL while the process that holds the run is asked to stop
+
+Seen = dict[str, tuple[int, int]]  # name -> size and time of the version that has been copied
+
+
+def working(url: str, cache: str, timeout_s: float, rank: int = 0) -> RunPaths:
+    """The names of a run at a URL, with its working folder in the cache; ranks of a larger job have one each."""
+    place = Url(url.rstrip("/"), timeout_s)
+    digest = hashlib.sha256(place.text.encode()).hexdigest()[:12]
+    name = f"{place.name}-{digest}" + (f"-rank-{rank:05d}" if rank else "")
+    return RunPaths(storage.local_cache(cache) / "runs" / name, place)
+
+
+@contextmanager
+def records_of(run: str) -> Iterator[RunPaths]:
+    """The files of a run, a folder or a URL, that is only read; one at a URL is fetched for as long."""
+    if not storage.is_url(run):
+        yield RunPaths(Path(run))
+        return
+    with looked_at(run) as paths:
+        yield paths
+
+
+@contextmanager
+def looked_at(url: str, timeout_s: float = storage.TIMEOUT_S) -> Iterator[RunPaths]:
+    """The records of a run at a URL in a temporary folder, for who only reads them."""
+    place = Url(url.rstrip("/"), timeout_s)
+    with tempfile.TemporaryDirectory(prefix="phalanx-run-") as folder:
+        paths = RunPaths(Path(folder) / place.name, place)
+        paths.root.mkdir()
+        fetch(paths, also=[paths.nodes.name])
+        yield paths
+
+
+# ----------------------------------------------------------------------------------------------------------- records
+
+
+def fetch(paths: RunPaths, also: Sequence[str] = ()) -> None:
+    """Bring the records that a start reads into the working folder, and what is in folders that are named `also`. One
+    that only goes on where the URL's ends is kept: the process that wrote it was killed before it could copy the
+    rest."""
+    url = _url(paths)
+    folders = (paths.tokenizer.name, *also)
+    found = [*_files(url), *(f"{folder}/{name}" for folder in folders for name in _files(url / folder))]
+    found = [name for name in found if name != paths.report.name]  # it is large, and made anew
+    arrived = {name: paths.root / f".incoming.{name.replace('/', '.')}" for name in found}
+    for name, incoming in arrived.items():
+        storage.download((url / name).text, incoming, url.timeout_s)
+    if paths.config.name not in arrived or _is_another(paths.events, arrived.get(paths.events.name)):
+        for path in paths.root.iterdir():
+            if not path.name.startswith("."):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name, incoming in arrived.items():
+        local = paths.root / name
+        if local.is_file() and _begins_with(local, incoming):
+            incoming.unlink()
+        else:
+            local.parent.mkdir(exist_ok=True)
+            os.replace(incoming, local)
+    checkpoints = storage.listing((url / paths.has_checkpoints.name).text, recursive=True, timeout_s=url.timeout_s)
+    if any(entry.name == MANIFEST for entry in checkpoints):
+        paths.has_checkpoints.mkdir(exist_ok=True)
+    elif paths.has_checkpoints.exists():
+        paths.has_checkpoints.rmdir()
+
+
+def list_logs(paths: RunPaths) -> None:
+    """Make the names of a run's logs known in the local copy of its records: files that are empty until `refresh`."""
+    logs = paths.node_log(0).parent.name
+    for entry in storage.listing((_url(paths) / logs).text, recursive=True, timeout_s=_url(paths).timeout_s):
+        name = entry.url.rpartition(f"/{logs}/")[2]
+        local = paths.root / logs / name
+        if ".." not in name.split("/") and not local.exists():
+            local.parent.mkdir(parents=True, exist_ok=True)
+            local.touch()
+
+
+def refresh(paths: RunPaths, file: Path) -> None:
+    """Fetch one file of the records as it is now. Nothing happens where the URL has no such file."""
+    url = _url(paths)
+    incoming = paths.root / ".incoming"
+    with suppress(FileNotFoundError):
+        storage.download((url / str(file.relative_to(paths.root))).text, incoming, url.timeout_s)
+        os.replace(incoming, file)
+
+
+def _files(url: Url) -> list[str]:
+    entries = storage.listing(url.text, timeout_s=url.timeout_s)
+    return [entry.name for entry in entries if not entry.folder and not entry.name.startswith(".")]
+
+
+def _is_another(events: Path, arrived: Path | None) -> bool:
+    """Whether the events here are of another run than those of the URL, which has been emptied since then."""
+    if arrived is None or not events.is_file():
+        return False
+    with open(events, "rb") as here, open(arrived, "rb") as there:
+        return here.readline() != there.readline()  # with the time of the run's first event
+
+
+def _begins_with(longer: Path, shorter: Path) -> bool:
+    with open(longer, "rb") as one, open(shorter, "rb") as other:
+        while part := other.read(1 << 20):
+            if one.read(len(part)) != part:
+                return False
+    return True
+
+
+def push(paths: RunPaths, seen: Seen) -> None:
+    """Copy the records that have changed since `seen`, which is brought up to date. Raises as `storage` does."""
+    url = _url(paths)
+    with open(paths.root / ".copying", "w") as lock:
+        # Two processes copy: one that began earlier must not write older records over newer ones. It takes as long as
+        # the store is tried at most, and the kernel lets go for who dies.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name in _records(paths):
+            path = paths.root / name
+            with suppress(FileNotFoundError):  # it was a temporary one
+                now = path.stat()
+                stamp = (now.st_size, now.st_mtime_ns)
+                if seen.get(name) != stamp:
+                    storage.upload(path, (url / name).text, url.timeout_s)
+                    seen[name] = stamp
+
+
+def _records(paths: RunPaths) -> list[str]:
+    """Names of all files of the working folder but hidden ones, the configuration last: with it, a run is there."""
+    names = []
+    for folder, folders, files in os.walk(paths.root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names += [os.path.relpath(os.path.join(folder, name), paths.root) for name in files if name[0] != "."]
+    return sorted(names, key=lambda name: (name == paths.config.name, name))
+
+
+def before_commit(paths: RunPaths, seen: Seen) -> None:
+    """What has to be true before a checkpoint may be committed: this run still has the URL, and its records are there.
+
+    Raises RunError where another process has taken the run over, else as `storage` does.
+    """
+    _check(paths)
+    push(paths, seen)
+    _check(paths)  # that may have taken long
+
+
+def publish(paths: RunPaths, file: Path) -> None:
+    """Copy one file of the records to the URL."""
+    url = _url(paths)
+    storage.upload(file, (url / str(file.relative_to(paths.root))).text, url.timeout_s)
+
+
+def note(paths: RunPaths, kind: Kind, **details: Any) -> None:
+    """Add an event to the records at the URL, unless a run is going on there: its process alone writes them."""
+    if not in_use(paths):
+        events = _url(paths) / paths.events.name
+        with suppress(FileNotFoundError):  # a run may have gone on since the records were fetched
+            storage.download(events.text, paths.events, events.timeout_s)
+        write_event(paths.events, kind, _attempt(paths), **details)
+        publish(paths, paths.events)
+
+
+def _url(paths: RunPaths) -> Url:
+    assert paths.url is not None, paths.root
+    return paths.url
+
+
+# ------------------------------------------------------------------------------------------------------------- lease
+
+
+def take(paths: RunPaths, pid: int, stale_s: float = STALE_S) -> None:
+    """Make process `pid` of this machine the one that writes to the run. Raises RunError when another one does.
+
+    A lease whose process has ended on this machine is taken over at once, any other when `stale_s` pass without its
+    being renewed. Stores that fsspec speaks to have no lock in common: of two starts within SETTLE_S the later wins,
+    and should that go wrong, the one that finds the other's lease at its next renewal ends.
+    """
+    held = _read_lease(paths)
+    until = time.monotonic() + stale_s
+    while held is not None and not _has_ended(held) and time.monotonic() < until:
+        time.sleep(min(1.0, stale_s / 4))
+        before, held = held, _read_lease(paths)
+        if held is not None and held != before:
+            raise RunError(
+                f"the run {paths.shown} is in use by process {held.get('process')}; wait for it, stop it, or choose "
+                "another --run-dir"
+            )
+    token = uuid.uuid4().hex
+    mine = {
+        "owner": token,
+        "process": f"{pid} on {platform.node()}",
+        "pid": pid,
+        "machine": _machine(),
+        "beat": time.time(),
+    }
+    write_atomic(_lease(paths), json.dumps(mine))
+    _complaint(paths).unlink(missing_ok=True)  # of an earlier start
+    _write_lease(paths, mine)
+    time.sleep(SETTLE_S)
+    _check(paths)
+
+
+def renew(paths: RunPaths) -> None:
+    """Say that the process is still there. Raises RunError when another one has taken the run over."""
+    _check(paths)
+    _write_lease(paths, {**_mine(paths), "beat": time.time()})  # any other value than before would do
+
+
+def release(paths: RunPaths) -> None:
+    """Let others have the run."""
+    url = _url(paths)
+    held = _read_lease(paths)
+    if held is not None and held.get("owner") == _mine(paths)["owner"]:
+        storage.remove([(url / paths.lock.name).text], url.timeout_s)
+    _lease(paths).unlink()
+
+
+def in_use(paths: RunPaths) -> bool:
+    """Whether some process holds the run, or held it when it was killed."""
+    return _read_lease(paths) is not None
+
+
+def holder(paths: RunPaths) -> tuple[int, str] | None:
+    """The process that writes to the run, and its machine; None where there is none, or it has stopped renewing its
+    lease, by the clocks of both machines."""
+    held = _read_lease(paths)
+    if held is None or _has_ended(held) or type(held.get("pid")) is not int:
+        return None
+    beat = held.get("beat")
+    if not isinstance(beat, int | float) or abs(time.time() - beat) > STALE_S:
+        return None
+    return held["pid"], str(held.get("process")).rpartition(" on ")[2]
+
+
+def stop(paths: RunPaths) -> bool:
+    """Ask the process that holds the run, on whatever machine, to save and leave. Returns whether it has heard it: it
+    looks every BEAT_S."""
+    held, url = _read_lease(paths), _url(paths)
+    asked = (url / STOP).text
+    storage.write_bytes(asked, str((held or {}).get("owner")).encode(), timeout_s=url.timeout_s)
+    until = time.monotonic() + STALE_S
+    while time.monotonic() < until:
+        if not storage.exists(asked, url.timeout_s):
+            return True
+        time.sleep(LOOK_S)
+    storage.remove([asked], url.timeout_s)
+    return False
+
+
+def _is_asked_to_stop(paths: RunPaths) -> bool:
+    """Whether this process is asked to stop; what is asked of another one is of the past."""
+    url = _url(paths)
+    asked = (url / STOP).text
+    try:
+        owner = storage.read_bytes(asked, timeout_s=url.timeout_s).decode(errors="replace")
+    except FileNotFoundError:
+        return False
+    storage.remove([asked], url.timeout_s)
+    return owner == _mine(paths)["owner"]
+
+
+def _lease(paths: RunPaths) -> Path:
+    return paths.root / ".lease"
+
+
+def _mine(paths: RunPaths) -> dict[str, Any]:
+    mine: dict[str, Any] = json.loads(_lease(paths).read_text(encoding="utf-8"))
+    return mine
+
+
+def _check(paths: RunPaths) -> None:
+    """Raises RunError when this process is not the one that writes to the run any more."""
+    held = _read_lease(paths)
+    if held is None:  # a store that does not replace a file at one stroke is without it for a moment
+        time.sleep(SETTLE_S)
+        held = _read_lease(paths)
+    if held is None:
+        raise RunError(
+            f"the run {paths.shown} no longer has its lease ({paths.lock.name} is gone), so another process may have "
+            "written to it and this one must not any more; start it again, which goes on with what is there"
+        )
+    if held.get("owner") != _mine(paths)["owner"]:
+        raise RunError(
+            f"the run {paths.shown} has been taken over by process {held.get('process')}, so this one must not write to"
+            " it any more; let that one go on, or stop it and start again"
+        )
+
+
+def _read_lease(paths: RunPaths) -> dict[str, Any] | None:
+    url = _url(paths)
+    try:
+        held = json.loads(storage.read_bytes((url / paths.lock.name).text, timeout_s=url.timeout_s))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {"process": "unknown"}
+    return held if isinstance(held, dict) else {"process": "unknown"}
+
+
+def _write_lease(paths: RunPaths, lease: dict[str, Any]) -> None:
+    url = _url(paths)
+    storage.write_bytes((url / paths.lock.name).text, json.dumps(lease).encode(), timeout_s=url.timeout_s)
+
+
+def _machine() -> str:
+    """What tells machines, and containers that count processes anew, apart."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _has_ended(held: dict[str, Any]) -> bool:
+    if held.get("machine") != _machine() or type(held.get("pid")) is not int:
+        return False
+    try:
+        os.kill(held["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+# ------------------------------------------------------------------------------------------- the process that copies
+
+
+def follow(paths: RunPaths, told: int) -> int:
+    """The life of the process beside a run: keeps the lease and copies records until descriptor `told` says so, then
+    once more. Returns an exit code, CONFIG where the run is another process's now; `complaint` has the sentence."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # the run ends first: it has something to say still
+    seen: Seen = {}
+    ending = threading.Event()
+    lost: list[str] = []
+    beating = threading.Thread(target=_keep, args=(paths, ending, lost), daemon=True)
+    beating.start()
+    failing = False
+    while True:
+        began = time.monotonic()
+        try:
+            if not lost:
+                _check(paths)  # not only at the beats: this machine may have slept
+                push(paths, seen)
+            failing = False
+        except (OSError, PhalanxError) as error:
+            if not failing:
+                _warn(paths, f"the run's records cannot be copied to {paths.shown} now, and wait here: {error}")
+            failing = True
+        pause = max(PUSH_S, PUSH_SHARE * (time.monotonic() - began))
+        if select.select([told], [], [], pause)[0]:
+            break
+    ending.set()
+    try:
+        beating.join()
+        if lost:
+            raise RunError(lost[0])
+        _check(paths)
+        push(paths, seen)
+        release(paths)
+    except (OSError, PhalanxError) as error:
+        write_atomic(_complaint(paths), str(error))
+        return ExitCode.CONFIG if isinstance(error, RunError) else ExitCode.FAILED
+    return ExitCode.DONE
+
+
+def complaint(paths: RunPaths) -> str:
+    """Why the records are not all at the URL."""
+    try:
+        return _complaint(paths).read_text(encoding="utf-8")
+    except OSError:
+        return "the process that copies them has died"
+
+
+def _complaint(paths: RunPaths) -> Path:
+    return paths.root / ".mirror"
+
+
+def _keep(paths: RunPaths, ending: threading.Event, lost: list[str]) -> None:
+    """Renew the lease until the end. Once it is lost, the run is asked to stop."""
+    while not ending.wait(BEAT_S):
+        try:
+            renew(paths)
+            if _is_asked_to_stop(paths):
+                os.kill(os.getppid(), signal.SIGTERM)
+        except RunError as error:
+            lost.append(str(error))
+            _warn(paths, str(error))
+            os.kill(os.getppid(), signal.SIGTERM)
+            return
+        except (OSError, PhalanxError):
+            continue  # the copying says so
+
+
+def _warn(paths: RunPaths, message: str) -> None:
+    with suppress(OSError):  # no room there either: the end says it
+        write_event(paths.events, Kind.WARNING, _attempt(paths), message=message)
+
+
+def _attempt(paths: RunPaths) -> int:
+    attempts = (event.get("attempt") for event in read_lines(paths.events))
+    return max((number for number in attempts if type(number) is int), default=1)

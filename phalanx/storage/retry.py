@@ -1,0 +1,164 @@
+"""Patience with a store at a URL: an operation is tried again until it succeeds, is hopeless, or its time is up.
+
+One that fails is tried again after a growing, random pause. One that stalls (it neither returns nor moves on) is left
+behind in its daemon thread and tried anew. Errors that no retry mends (no credentials, no rights, no such bucket, no
+driver) end at once with a sentence. The time counts from the last byte that got farther than any before.
+"""
+
+import errno
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from phalanx.core.errors import ConfigError, StorageError
+from phalanx.core.run_paths import shown
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
+_CREDENTIAL_ERRORS = frozenset({
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "SSOError",
+    "SSOTokenLoadError", "UnauthorizedSSOTokenError", "TokenRetrievalError", "LoginRefreshRequired",
+    "DefaultCredentialsError", "RefreshError", "ClientAuthenticationError", "AuthenticationException",
+    "GatedRepoError", "LocalTokenNotFoundError",
+})  # fmt: skip
+_CREDENTIAL_CODES = frozenset({
+    "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired",
+    "AuthorizationHeaderMalformed", "InvalidSecurity", "NotSignedUp",
+})  # fmt: skip
+_NEVER_MENDED = (
+    ImportError, TypeError, ValueError, IsADirectoryError, NotADirectoryError, FileExistsError
+)  # fmt: skip
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG)
+
+T = TypeVar("T")
+
+
+class _Left(Exception):
+    """Raised inside an operation that nobody waits for any more."""
+
+
+class Attempt:
+    """One try of an operation: it tells how far it has got, and learns when it has been given up."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.moved = time.monotonic()
+        self.given_up = False
+
+    def at(self, position: int) -> None:
+        """Note that `position` bytes are done."""
+        if self.given_up:
+            raise _Left
+        self.position, self.moved = position, time.monotonic()
+
+
+def patiently(
+    what: str, url: str, action: Callable[[Attempt], T], timeout_s: float, renew: Callable[[str], None] | None = None
+) -> T:
+    """The result of `action`, tried until it succeeds, cannot succeed, or `timeout_s` pass without progress.
+
+    Args:
+        what: what is done to the URL, for errors, such as "read".
+        action: called in a daemon thread, once for each try; it calls `Attempt.at` where it may take long.
+        renew: called before each further try.
+
+    Raises FileNotFoundError for what is not there, ConfigError for what a user has to mend, else StorageError.
+    """
+    deadline, pause, farthest, tries = time.monotonic() + timeout_s, FIRST_PAUSE_S, 0, 0
+    while True:
+        attempt = Attempt()
+        tries += 1
+        try:
+            return _limited(attempt, action, timeout_s / 3)
+        except Exception as caught:
+            final = _hopeless(caught, what, url)
+            if final is not None:
+                raise final from caught
+            error = caught
+        if attempt.position > farthest:
+            farthest, pause, deadline = attempt.position, FIRST_PAUSE_S, attempt.moved + timeout_s
+        wait = pause * random.uniform(0.5, 1.0)
+        if time.monotonic() + wait >= deadline:
+            raise StorageError(
+                f"{shown(url)} could not be {what} for {timeout_s:g} s in {tries} tries ({words(error, url)}); look at"
+                " the store and the network, or raise resilience.storage_timeout_s"
+            ) from error
+        time.sleep(wait)
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+        if renew is not None:
+            renew(url)
+
+
+def _limited(attempt: Attempt, action: Callable[[Attempt], T], stall_s: float) -> T:
+    """`action(attempt)` in a thread that is left behind when nothing moves for `stall_s`."""
+    done = threading.Event()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(action(attempt))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=work, name="storage", daemon=True)
+    thread.start()
+    try:
+        while not done.wait(max(0.001, attempt.moved + stall_s - time.monotonic())):
+            if time.monotonic() >= attempt.moved + stall_s:
+                raise TimeoutError(f"nothing moved for {stall_s:g} s")
+    finally:
+        attempt.given_up = True
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _hopeless(error: Exception, what: str, url: str) -> Exception | None:
+    """The error to raise at once where another try would not help, else None."""
+    if isinstance(error, ConfigError):
+        return error
+    code = _store_code(error)
+    name = type(error).__name__
+    if name in _CREDENTIAL_ERRORS or code in _CREDENTIAL_CODES:
+        return ConfigError(
+            f"{shown(url)} cannot be {what}: the store's credentials are missing or not accepted ({code or name}); set "
+            "those of its driver in the environment or its own file (for s3, AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)"
+        )
+    if code in ("NoSuchBucket", "InvalidBucketName") or "bucket does not exist" in str(error):
+        return ConfigError(f"{shown(url)} cannot be {what}: its bucket does not exist; make it or correct the URL")
+    if isinstance(error, PermissionError):
+        return ConfigError(
+            f"{shown(url)} cannot be {what}: access is denied ({words(error, url)}); give these credentials the right,"
+            " or use others"
+        )
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, "there is no such file", shown(url))
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return StorageError(f"{shown(url)} cannot be {what} ({error.strerror}); make room there or use another URL")
+    if isinstance(error, _NEVER_MENDED) or name == "ParamValidationError":  # S3's word for a ValueError
+        return ConfigError(f"{shown(url)} cannot be {what} ({words(error, url)}); correct the URL or use another")
+    return None
+
+
+def _store_code(error: BaseException) -> str | None:
+    """What an S3 server called the error; s3fs keeps its answer as the cause."""
+    for one in (error, error.__cause__):
+        answer = getattr(one, "response", None)
+        if isinstance(answer, dict) and isinstance(answer.get("Error"), dict):
+            return str(answer["Error"].get("Code"))
+    return None
+
+
+def words(error: BaseException, url: str) -> str:
+    """An error in few words, without secrets of the URL."""
+    text = " ".join(str(error).split()).replace(url, shown(url))
+    secret = urlsplit(url).password
+    if secret:
+        text = text.replace(secret, "...")
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,0 +1,375 @@
+"""The one file that knows what kind of device there is; the rest goes through it or through torch.accelerator."""
+
+import contextlib
+import datetime
+import os
+import re
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.system import cpus
+from phalanx.system import memory as host_memory
+
+# Dense peak in FLOP/s by device name (whole words of it) and compute type, from the makers' data sheets, without
+# sparsity. An A100 of either memory size has the same peak. The longest matching name wins.
+PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
+    "V100": {torch.float16: 125e12, torch.float32: 15.7e12},
+    "V100-PCIE": {torch.float16: 112e12, torch.float32: 14e12},
+    "T4": {torch.float16: 65e12, torch.float32: 8.1e12},
+    "A10G": {torch.bfloat16: 70e12, torch.float16: 70e12, torch.float32: 35e12},
+    "A40": {torch.bfloat16: 149.7e12, torch.float16: 149.7e12, torch.float32: 37.4e12},
+    "A100": {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12, torch.float64: 19.5e12},
+    "L40S": {torch.bfloat16: 362e12, torch.float16: 362e12, torch.float32: 91.6e12},
+    "RTX 3090": {torch.bfloat16: 71e12, torch.float16: 71e12, torch.float32: 35.6e12},
+    "RTX 4090": {torch.bfloat16: 165.2e12, torch.float16: 165.2e12, torch.float32: 82.6e12},
+    "H100 NVL": {torch.bfloat16: 835e12, torch.float16: 835e12},
+    "H100 PCIe": {torch.bfloat16: 756e12, torch.float16: 756e12, torch.float32: 51e12, torch.float64: 51e12},
+    "H100": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12, torch.float64: 66.9e12},
+    "H200": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12, torch.float64: 66.9e12},
+    "H200 NVL": {torch.bfloat16: 835e12, torch.float16: 835e12},
+    "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 75e12, torch.float64: 37e12},
+}
+
+HIDDEN = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")  # with this in its environment none is seen
+CPUS = "CPUs"  # what a torch is built for that knows of no accelerator
+
+# The kind of device, and its groups, that scripts of other libraries name outright.
+NAMED_IN_SCRIPTS, GROUPS_NAMED_IN_SCRIPTS = "cuda", "nccl"
+
+# Beside a name of the table, these words mean a slower or faster chip, or a part of one.
+_ANOTHER_CHIP = re.compile(r"\b(Laptop|Mobile|Max-Q|MIG|Ti|SUPER|D)\b", re.IGNORECASE)
+
+
+def found() -> list[str]:
+    """Names of this machine's accelerators, such as ["cuda:0", "cuda:1"]; empty when there are none.
+
+    This may initialise the accelerator's driver: a process that forks workers must call it in a child.
+    """
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return [f"{kind.type}:{index}" for index in range(torch.accelerator.device_count())]
+
+
+def backend(device: torch.device) -> str:
+    """The process group backend string: gloo for host tensors, the device's own collectives for its tensors; gloo alone
+    where that kind of device has none, so that its tensors travel through host memory."""
+    own = torch.distributed.Backend.default_device_backend_map.get(device.type, "gloo")
+    there = own != "gloo" and torch.distributed.is_backend_available(own)  # torch may be built without it
+    return f"cpu:gloo,{device.type}:{own}" if there else "gloo"
+
+
+def kinds() -> list[str]:
+    """The kind of accelerator that torch was built for, if it was; asking touches no driver."""
+    kind = torch.accelerator.current_accelerator()
+    return [] if kind is None else [kind.type]
+
+
+def built_for() -> str:
+    """What this build of torch computes on, with the version of its libraries; asking touches no driver."""
+    for name in ("cuda", "hip", "xpu"):
+        if version := getattr(torch.version, name, None):
+            return f"{'ROCm' if name == 'hip' else name.upper()} {version}"
+    return kinds()[0] if kinds() else CPUS
+
+
+def mark(device: torch.device) -> torch.Event:
+    """A mark behind all that this thread has queued on the device; its `synchronize` holds the host until then."""
+    with torch.accelerator.device_index(device.index or 0):
+        event = torch.Event(device.type)
+        event.record()
+    return event
+
+
+def native_group(
+    device: torch.device, store: torch.distributed.Store, rank: int, world: int, timeout: datetime.timedelta
+) -> torch.distributed.ProcessGroup | None:
+    """A group of the device's own collectives for ranks that have each a device; None for a kind that has no NCCL."""
+    dist: Any = torch.distributed
+    if not backend(device).endswith(":nccl"):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    inner = dist.ProcessGroupNCCL(dist.PrefixStore("native", store), rank, world, options)
+    group: torch.distributed.ProcessGroup = dist.ProcessGroup(store, rank, world)
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    group._register_backend(torch.device(device.type), dist.ProcessGroup.BackendType.NCCL, inner)
+    inner._set_sequence_number_for_group()
+    return group
+
+
+def identity(device: torch.device) -> str:
+    """What tells this device from every other one; "" for a CPU, and where a kind of device has no such mark."""
+    if device.type == "cpu":
+        return ""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", ""))
+
+
+def hardware(device: torch.device, host: str) -> str:
+    """What two ranks cannot both have in collectives of the device's own; "" where nothing is known of it.
+
+    That is the `identity`, but for slices of a GPU (MIG): NCCL takes the GPU that they are of, which it finds by its
+    place in the machine `host`. Where torch does not tell the place, all slices there count as of one GPU.
+    """
+    found = identity(device)
+    if not found or not _is_slice(name(device)):
+        return found
+    properties = torch.get_device_module(device).get_device_properties(device)
+    place = [str(getattr(properties, f"pci_{part}_id", "?")) for part in ("domain", "bus", "device")]
+    return f"{host} {':'.join(place)}"
+
+
+def driver_identity(device_name: str) -> str:
+    """The `identity` of a device given by its own name, in the spelling of NVIDIA's driver; "" for other kinds."""
+    device = torch.device(device_name)
+    return spelt(identity(device), name(device)) if device.type == NAMED_IN_SCRIPTS else ""
+
+
+def spelt(uuid: str, device_name: str) -> str:
+    """A UUID as NVIDIA's driver writes it, for a GPU or a slice of one."""
+    if not uuid or uuid.startswith(("GPU-", "MIG-")):
+        return uuid
+    return f"{'MIG' if _is_slice(device_name) else 'GPU'}-{uuid}"
+
+
+def _is_slice(device_name: str) -> bool:
+    return re.search(r"\bMIG\b", device_name) is not None
+
+
+def host_cores() -> int:
+    """CPU cores that this process may use, by affinity and by its control groups' quota."""
+    return cpus.count()
+
+
+def threads_of(wanted: int, local_world: int) -> int:
+    """Host threads for each of a machine's ranks: as many as are `wanted`, or with 0 its part of the cores."""
+    return wanted or max(1, host_cores() // local_world)
+
+
+def use(device: torch.device, threads: int) -> None:
+    """Make `device` this process's current one, with `threads` host threads for operations on the CPU."""
+    torch.set_num_threads(max(1, threads))
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+def set_arithmetic(device: torch.device, *, tf32: bool, deterministic: bool) -> None:
+    """Have this process multiply float32 in TF32 or as it is, and use only deterministic kernels if asked to.
+
+    To be called before the device computes. An operation that has no deterministic kernel raises RuntimeError then.
+    """
+    if device.type != "cpu":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32  # torch's own default is to round in convolutions
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not, and torch raises
+        torch.use_deterministic_algorithms(True)
+
+
+def name(device: torch.device) -> str:
+    """What the maker calls the device; "cpu" for a CPU."""
+    if device.type == "cpu":
+        return "cpu"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Dense peak in FLOP/s, or None when the device is not in the table.
+
+    Names are compared by whole words: an RTX A4000 is no A40, and the laptop's version of a card is another chip.
+    """
+    if _ANOTHER_CHIP.search(device_name):
+        return None
+    matching = sorted((known for known in PEAK_FLOPS if re.search(rf"\b{re.escape(known)}\b", device_name)), key=len)
+    return PEAK_FLOPS[matching[-1]].get(dtype) if matching else None
+
+
+def model_of(device_name: str) -> str:
+    """`name` of a device given by its own name, such as "cuda:0"."""
+    return name(torch.device(device_name))
+
+
+def supports_bf16(device: str) -> bool:
+    """Whether the device computes in bfloat16 itself; one that only emulates it is slower than in float32.
+
+    True for a CPU and for a kind of device that cannot be asked. Asking an accelerator initialises its driver.
+    """
+    chosen = torch.device(device)
+    if chosen.type == "cpu":
+        return True
+    with torch.accelerator.device_index(chosen.index or 0):  # the answer is about the current device
+        return _says_bf16(torch.get_device_module(chosen))
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """That of a GPU as CUDA counts it, (major, minor); (0, 0) of any other device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def best_dtype(device: torch.device) -> torch.dtype:
+    """The fastest type that is good enough to train in: bfloat16, else float16, on a CPU float32."""
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if supports_bf16(str(device)) else torch.float16
+
+
+def _says_bf16(module: Any) -> bool:
+    try:
+        return bool(module.is_bf16_supported(including_emulation=False))
+    except AttributeError:  # a kind of device that knows no such question
+        return True
+    except TypeError:  # a kind of device that emulates nothing
+        return bool(module.is_bf16_supported())
+
+
+def page_lock(memory: torch.Tensor, device: torch.device) -> bool:
+    """Lock the pages of host memory that this process has mapped itself, for the rest of its life, so that copies from
+    and to the device need not be staged; False where the device's kind or the machine does not do that."""
+    if device.type == "cpu":
+        return False
+    try:
+        runtime = torch.get_device_module(device).cudart()
+    except AttributeError:  # a kind of device without
+        return False
+    with torch.accelerator.device_index(device.index or 0):
+        if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+            return True
+        with contextlib.suppress(RuntimeError):  # which the next kernel's check would raise as if it were its own
+            torch.zeros(1, device=device)
+    return False
+
+
+class HostCopy:
+    """A copy of small device tensors that is asked for now and read later."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        stacked = torch.stack([tensor.detach().reshape(()).to(torch.float64) for tensor in tensors])
+        self._event: torch.Event | None = None
+        if stacked.device.type == "cpu":
+            self._host = stacked
+            return
+        self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+        self._host.copy_(stacked, non_blocking=True)
+        self._event = torch.Event(stacked.device)
+        self._event.record()
+
+    def get(self) -> list[float]:
+        """The values; waits for the copy alone, not for what was queued after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+def used_here(tensor: torch.Tensor) -> None:
+    """Have the memory of a tensor that was made for another stream, once it is let go of, wait for what this thread has
+    queued."""
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+def side_stream(device: torch.device) -> Any:
+    """A stream of work beside the device's usual one, which can be entered as a context; None for a CPU."""
+    return None if device.type == "cpu" else torch.Stream(device)
+
+
+def wait_here(device: torch.device) -> None:
+    """Hold the host until the device has done all that this thread has queued."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def wait(device: torch.device) -> None:
+    """Hold the host until the device has done all that was queued."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new measurement of `peak_memory`."""
+    if device.type == "cpu":
+        # Linux: writing 5 resets the high-water mark of the resident set to its current size.
+        Path("/proc/self/clear_refs").write_text("5") if os.access("/proc/self/clear_refs", os.W_OK) else None
+    else:
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held since `reset_peak_memory`: resident memory of the process on CPU, allocated memory elsewhere."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    for line in _lines(Path("/proc/self/status")):
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_free(device: torch.device, local_world: int) -> int:
+    """Bytes that one rank may still take: on CPU its part of what the machine and its control group leave."""
+    if device.type != "cpu":
+        free, _ = torch.accelerator.get_memory_info(device)
+        return int(free)
+    return host_memory.free() // local_world
+
+
+def forget_unused(device: torch.device) -> None:
+    """Give blocks that the allocator keeps for later back to the device, so that `memory_free` counts them."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def memory_total(device: torch.device, local_world: int) -> int:
+    """Bytes that one rank could ever have: the device's own, or its part of this machine's and its control group's."""
+    if device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(device)[1])
+    return host_memory.limit() // local_world
+
+
+def memory_limit(device_name: str) -> int:
+    """Bytes that a device has, by its own name: an accelerator's memory, or what Linux and the control group let the
+    processes of this machine have together."""
+    return memory_total(torch.device(device_name), 1)
+
+
+def start_memory_history(device: torch.device) -> bool:
+    """Have the device's allocator note all that it gives out and takes back, with stacks; False where it cannot."""
+    try:
+        torch.get_device_module(device).memory._record_memory_history(max_entries=1_000_000)
+    except AttributeError:  # a kind of device without
+        return False
+    return True
+
+
+def save_memory_history(device: torch.device, path: Path) -> bool:
+    """Write what was noted as the file that PyTorch's memory_viz reads, and stop noting; False where there is none."""
+    try:
+        memory = torch.get_device_module(device).memory
+        memory._dump_snapshot(str(path))
+        memory._record_memory_history(enabled=None)
+    except AttributeError:
+        return False
+    return True
+
+
+def out_of_memory(message: str) -> Exception:
+    """What a device's allocator raises when there is no memory left."""
+    return torch.OutOfMemoryError(message)
+
+
+def _lines(path: Path) -> Sequence[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def cache_flushes(device: torch.device) -> int:
+    """How often the device's allocator has had to give all that it kept for later back, to find memory; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    return int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0))

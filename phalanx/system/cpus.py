@@ -1,0 +1,33 @@
+"""How many processors this process may use: those that it may run on, or fewer by the quota of a control group, where a
+container or a scheduler has set one. No torch here: agents ask too.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+from phalanx.system import cgroups
+from phalanx.system.cgroups import GROUPS, OWN
+
+
+def count(groups: Path = GROUPS, own: Path = OWN) -> int:
+    """Whole processors, at least one. More threads than a quota has time for are all stopped as soon as it is used up,
+    often while others wait for them: a rank with half a processor trained at half the speed with two threads."""
+    allowed = quota(groups, own)
+    seen = len(os.sched_getaffinity(0))
+    return seen if allowed is None else max(1, min(seen, int(allowed)))
+
+
+def quota(groups: Path = GROUPS, own: Path = OWN) -> float | None:
+    """Processors' worth of time that the control groups of this process allow: the least of its own and all above, None
+    without any. `groups` and `own` as for `control_groups.places`."""
+    found = []
+    for place, version in cgroups.places("cpu", groups, own):
+        with contextlib.suppress(OSError, ValueError):
+            if version == 1:
+                most, period = ((place / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            else:
+                most, period = (place / "cpu.max").read_text().split()
+            if most.strip() not in ("max", "-1"):
+                found.append(int(most) / int(period))
+    return min(found, default=None)

@@ -1,0 +1,158 @@
+"""Why a process ended: what it says about an exception of its own, and which of several ends was the first real cause.
+
+When one rank dies, the others fail a moment later because their collectives lost a peer; sometimes the agent even sees
+them first. Pure functions, no torch.
+"""
+
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.core.errors import PhalanxError, is_out_of_memory
+from phalanx.core.placement import ExitCode
+
+# What gloo, NCCL, the TCP store and sockets say when the other side has gone.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|connectFullMesh|pair closure|"
+    r"timed out (waiting|after)|(socket|wait) timeout|failed to recv|recvValue failed|sendBytes failed|"
+    r"remote process exited|ncclRemoteError|unhandled system error|process group .*(abort|timeout)",
+    re.IGNORECASE,
+)
+# What a rank says whose replica, or what it begins with, is on a node that has gone.
+_LOST_COPY = re.compile(r"state could not be (read|replicated|copied) (to|from) another node")
+FROM_ELSE = "from what else is kept"  # why there is another attempt after damage
+HANG, DEADLOCK = "Hang", "Deadlock"  # types of causes that an agent finds for a rank
+# Exceptions that speak of something outside the program.
+_OF_OTHERS = ("CollectiveError", "StorageError", "DamagedState")
+_LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "CutOff")
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """A JSON-able record of an exception: exit_code, type, message, reason (one line), traceback, step, time.
+
+    `step` is taken from a note that says "step N" (`error.add_note(f"step {n}")`), None without one. An exception that
+    says that memory ran out gets exit code OUT_OF_MEMORY whatever its class.
+    """
+    if isinstance(error, PhalanxError):
+        code, reason = int(error.exit_code), str(error)
+    else:
+        code = int(ExitCode.OUT_OF_MEMORY if is_out_of_memory(error) else ExitCode.FAILED)
+        reason = traceback.format_exception_only(error)[0].partition("\n")[0]
+    steps = re.findall(r"\bstep (\d+)", "\n".join(getattr(error, "__notes__", [])))
+    return {
+        "pid": os.getpid(),
+        "exit_code": code,
+        "type": type(error).__name__,
+        "message": str(error),
+        "reason": reason,
+        "traceback": "".join(traceback.format_exception(error)),
+        "step": int(steps[-1]) if steps else None,
+        "time": time.time(),
+    }
+
+
+@dataclass(frozen=True)
+class End:
+    """How one worker ended: by `signal` or with `exit_code` (the other is None), and what it left in its cause file."""
+
+    rank: int
+    pid: int
+    signal: int | None
+    exit_code: int | None
+    cause: dict[str, Any] | None = None
+    host: str | None = None  # where it ran, if that was another node
+
+    @property
+    def abnormal(self) -> bool:
+        return self.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
+
+    def details(self) -> dict[str, Any]:
+        """Fields of the event: rank, pid, signal or exit_code, reason; type, step and host where known."""
+        how: dict[str, Any] = {"exit_code": self.exit_code}
+        if self.signal is not None:
+            how = {"signal": signal_name(self.signal)}
+        if self.signal is not None:
+            reason = f"killed by {signal_name(self.signal)}"
+        elif self.cause is None:
+            reason = f"ended with exit code {self.exit_code} and no exception; its log may say why"
+        else:
+            reason = self.cause["reason"]
+            how["type"] = self.cause["type"]
+        if self.cause is not None and self.cause["step"] is not None:
+            how["step"] = self.cause["step"]
+        if self.host is not None:
+            how["host"] = self.host
+        return {"rank": self.rank, "pid": self.pid, **how, "reason": reason}
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; real-time signals have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def is_aftermath(end: End) -> bool:
+    """Whether an end looks like the consequence of another rank's: a lost peer, or an abort (gloo's answer to one)."""
+    return suspicion(end) >= 2
+
+
+def suspicion(end: End) -> int:
+    """0: a death by signal; 1: an exception of its own; 2: an abort, or state that did not come to another node; 3: an
+    exception that speaks of a lost peer."""
+    if end.signal is not None:
+        return 2 if end.signal == signal.SIGABRT else 0
+    if end.cause is None:
+        return 1
+    if end.cause.get("exit_code") == ExitCode.OUT_OF_MEMORY:  # NCCL says so in the same exception as a lost peer
+        return 1
+    if _LOST_COPY.search(end.cause["message"]):  # whoever keeps it ends with its node's ranks, whatever ended those
+        return 2
+    lost = end.cause["type"] in _LOST_PEER_TYPES or _LOST_PEER.search(end.cause["message"])
+    return 3 if lost else 1
+
+
+def is_damage(end: End | None) -> bool:
+    """Whether a rank found what it was to go on from damaged, and has made that void: the next attempt goes on from
+    something else."""
+    return end is not None and end.cause is not None and end.cause["type"] == "DamagedState"
+
+
+def place_of(end: End | None) -> tuple[int | None, str, str] | None:
+    """Where a rank failed by itself: the step, the class of its exception and the last line of its code that the
+    traceback names; whichever rank it was, the same mistake has the same place. None: it did not fail by itself."""
+    if end is None or end.signal is not None or end.cause is None or suspicion(end) != 1:
+        return None
+    if end.cause["type"] in _OF_OTHERS:
+        return None
+    lines = [line.strip() for line in str(end.cause.get("traceback", "")).splitlines()]
+    files = [line for line in lines if line.startswith("File ")]
+    return end.cause["step"], str(end.cause["type"]), files[-1] if files else ""
+
+
+def is_deterministic(places: Sequence[tuple[int | None, str, str] | None], times: int) -> bool:
+    """Whether the last `times` attempts, of whose ends these are the places, failed at the same one."""
+    last = places[-times:]
+    return len(last) == times and last[0] is not None and all(place == last[0] for place in last)
+
+
+def first_cause(ends: Sequence[End]) -> End:
+    """The end that brought down the others, out of a non-empty sequence in order of detection."""
+    return min(ends, key=suspicion)
+
+
+def sameness(end: End) -> str:
+    """What is the same whenever the same mistake ends a rank: class, step and words of the exception, or the signal of
+    a crash. Empty for a kill from outside, which says nothing of what comes next."""
+    if end.signal is not None:
+        return "" if end.signal in (signal.SIGKILL, signal.SIGTERM) else f"killed by {signal_name(end.signal)}"
+    if end.cause is None:
+        return f"exit code {end.exit_code}"
+    step = end.cause["step"]
+    return end.cause["reason"] + (f" in step {step}" if step is not None else "")

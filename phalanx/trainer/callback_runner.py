@@ -1,0 +1,343 @@
+"""Calling a user's callbacks: on rank 0, in a fixed order, with their state in checkpoints.
+
+What a callback is told is a function of the run alone. After a failure it gets its state from a checkpoint, and is told
+again what the run folder recorded since. All ranks agree on its requests at the end of a step, by the message that they
+exchange then anyway. So a run that was killed stops, saves and evaluates at the steps where it would have done so.
+"""
+
+import functools
+import hashlib
+import inspect
+import json
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.checkpoint.disk.load import Checkpoint, find, step_folder
+from phalanx.comm.json_objects import JsonGroup
+from phalanx.comm.mesh import Mesh
+from phalanx.core.errors import CheckpointError, ConfigError, PhalanxError
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import last_line, read_lines
+from phalanx.core.placement import Placement
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
+from phalanx.engine.interface import Engine
+from phalanx.models.user_code import file_of, load_class, where
+from phalanx.trainer.callback import Callback, Request, RunState
+from phalanx.workload.step_hooks import Moments
+
+if TYPE_CHECKING:
+    from phalanx.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+HEADER = "callbacks"  # the key of a checkpoint's header
+STOPPED = "a callback asked for it"  # on ranks that have no callbacks
+
+
+def callback_class(config: "Config", paths: RunPaths | None = None) -> type[Callback] | None:
+    """The class that `callback.code` names, from the run folder's copy where there is one; None without the key.
+
+    Raises ConfigError for a file that has no such class, and for options that it does not take.
+    """
+    if config.callback.code is None:
+        return None
+    kept = paths is not None and paths.callback_code.is_file()
+    file = paths.callback_code if paths is not None and kept else Path(config.callback.code)
+    found = load_class("callback.code", file, "Callback", Callback)
+    try:
+        inspect.signature(found).bind(**config.callback.options)
+    except TypeError as error:
+        raise ConfigError(f"callback.options do not fit the class Callback of {file}: {error}; change them") from None
+    return found
+
+
+@dataclass(frozen=True)
+class Named:
+    """A callback; `name` is for messages, `version` tells one with other code or options from it."""
+
+    callback: Callback
+    name: str
+    file: str
+    version: str
+
+
+def callbacks_of(config: "Config", paths: RunPaths, given: Sequence[Callback]) -> list[Named]:
+    """The recipe's callback, then those `given` to `launch.train`. Raises ConfigError for one that cannot be made."""
+    found = []
+    if (made := callback_class(config, paths)) is not None:
+        file = file_of(made)
+        text = Path(file).read_text(encoding="utf-8") + json.dumps(config.callback.options, sort_keys=True)
+        name = f"callback.code {config.callback.code}"
+        options = config.callback.options
+        callback = _called(name, file, "Callback(**callback.options)", lambda: made(**options))
+        found.append(Named(callback, name, file, hashlib.sha256(text.encode()).hexdigest()[:16]))
+    for callback in given:
+        kind = type(callback)
+        found.append(Named(callback, f"the callback {kind.__qualname__}", file_of(kind), kind.__qualname__))
+    return found
+
+
+class Hooks:
+    """The callbacks of a run. On rank 0 it is a sink: what it hears waits until the training loop has it told.
+
+    The same on all ranks: `due`, what is requested for the end of the last step, and `over`, why a callback has ended
+    training (but for the wording), None while none has.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Named] = (),
+        run: RunState | None = None,
+        paths: RunPaths | None = None,
+        group: JsonGroup | None = None,
+        parted: bool = False,
+    ) -> None:
+        """Without arguments there are no callbacks. `group` is for `begin`, on all ranks of a run with callbacks;
+        `parted`: ranks hold parts of layers."""
+        self.due = Request(0)
+        self.over: str | None = None
+        self.moments = Moments()
+        self._callbacks, self._run, self._paths, self._group, self._parted = callbacks, run, paths, group, parted
+        self._heard: deque[tuple[str, dict[str, Any]]] = deque()
+        self._requests, self._reason = Request(0), STOPPED  # of the next step to end
+        self._newest = 0  # the last step that was ever told
+        self._evaluated = 0  # the step of the last evaluation that was told
+        self._begun = False
+        if run is not None:
+            run.request = self._request
+
+    # --------------------------------------------------------------------------------------------------------- a sink
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        if self._callbacks:
+            self._heard.append(("step", record))
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        if self._callbacks and event["kind"] in (Kind.EVALUATED, Kind.CHECKPOINT_SAVED):
+            self._heard.append((event["kind"], event))
+
+    def close(self) -> None: ...
+
+    # ------------------------------------------------------------------------------------------------ the training loop
+
+    def begin(self, step: int, header: Mapping[str, Any] | None) -> None:
+        """Continue after `step`; `header` is that of its checkpoint, None where it was kept in memory. Collective."""
+        self.due, self.over = Request(0), None
+        if self._group is None:
+            return
+        if self._run is not None:
+            self._restore(step, header)
+        due, self.over = self._group.broadcast_object([int(self.due), self.over])
+        self.due = Request(due)
+
+    def take(self) -> Request:
+        """What is requested for the end of the step under way."""
+        requests, self._requests = self._requests, Request(0)
+        return requests
+
+    def agree(self, requests: int) -> None:
+        """All ranks have heard of the `requests` for the end of a step."""
+        self.due = Request(requests)
+        if Request.STOP in self.due:
+            self.over = self._reason
+
+    def tell(self) -> None:
+        """Tell the callbacks what was heard since the last time. Does nothing on other ranks."""
+        if self._run is None or not self._heard:
+            return
+        results: dict[str, dict[str, float | None]] = {}
+        while self._heard:
+            kind, record = self._heard.popleft()
+            if kind == Kind.EVALUATED:
+                results |= _results(record)
+                if self._heard and self._heard[0][0] == kind and self._heard[0][1]["step"] == record["step"]:
+                    continue
+                self._evaluation(int(record["step"]), results)
+                results = {}
+            elif kind == "step":
+                self._step(record)
+            else:
+                self._call("on_save", int(record["step"]))
+
+    def weights(self, engine: Engine) -> None:
+        """Give the callbacks the weights. Collective."""
+        with engine.full_parameters() as whole:
+            copies = {name: each.detach().cpu().clone() for name, each in whole.items()} if self._callbacks else {}
+        self._call("on_weights", copies)
+
+    def end(self, step: int, reason: str | None) -> None:
+        """Training ends after `step`, whose checkpoint is saved."""
+        self.tell()
+        if self._run is not None:
+            self._run.step = step
+        self._call("on_train_end", reason)
+
+    def header(self, step: int) -> dict[str, Any]:
+        """What the checkpoint of `step` keeps of the callbacks; nothing on other ranks."""
+        if not self._callbacks:
+            return {}
+        states = [self._state(each) for each in self._callbacks]
+        stop = self.over or (self._reason if Request.STOP in self._requests else None)
+        entry = {
+            "versions": [each.version for each in self._callbacks],
+            "states": states,
+            "requests": int(self._requests),
+            "stop": stop,
+            "over": self.over is not None,
+            "evaluated": self._evaluated >= step,
+        }
+        return {HEADER: entry}
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _request(self, request: Request, reason: str) -> None:
+        assert self._run is not None
+        if request == Request.WEIGHTS and self._parted:
+            raise ConfigError(
+                "gather_weights needs a rank that can hold all weights, and parallel.tensor or parallel.pipeline "
+                "divides them; read the checkpoint that on_save names instead, or set both to 1"
+            )
+        if request == Request.STOP and Request.STOP not in self._requests:
+            self._reason = reason
+        self._requests |= request
+
+    def _restore(self, step: int, header: Mapping[str, Any] | None) -> None:
+        """Bring the callbacks to `step`."""
+        assert self._run is not None
+        assert self._paths is not None
+        self._heard.clear()
+        self._requests = Request(0)
+        if not self._begun:
+            newest = (last_line(self._paths.metrics) or {}).get("step")
+            self._newest = max(step, newest) if type(newest) is int else step
+        since, entry = (step, header.get(HEADER)) if header is not None else _kept_before(step, self._paths)
+        self._load(since, entry)
+        first, self._begun = not self._begun, True
+        if first:
+            pending, self._requests = self._requests, Request(0)
+            self._run.step = step
+            self._call("on_train_begin")
+            new, self._requests = self._requests, pending
+        self._replay(since, step)
+        if first:
+            self._requests |= new
+
+    def _load(self, since: int, entry: Any) -> None:
+        self._evaluated = since
+        if not isinstance(entry, dict):
+            return
+        same = entry.get("versions") == [each.version for each in self._callbacks]
+        for each, state in zip(self._callbacks, entry.get("states", []), strict=False):
+            restore = functools.partial(each.callback.load_state_dict, state)
+            _called(each.name, each.file, "load_state_dict(state)", restore)
+        if not entry.get("evaluated", True):
+            self._evaluated = since - 1
+        if same:  # what other code or options have asked for is asked again by these, or not
+            self._requests, self._reason = Request(int(entry["requests"])), str(entry["stop"] or STOPPED)
+            self.over = self._reason if entry.get("over") else None
+
+    def _replay(self, since: int, step: int) -> None:
+        """Tell again what is recorded from behind `since` to `step`."""
+        assert self._paths is not None
+        if since == step and self._evaluated == since:
+            return
+        evaluations: dict[int, dict[str, dict[str, float | None]]] = {}
+        for event in read_lines(self._paths.events):
+            if event.get("kind") == Kind.EVALUATED and type(event.get("step")) is int:
+                evaluations.setdefault(event["step"], {}).update(_results(event))
+        records = {record["step"]: record for record in read_steps(self._paths.metrics)}
+        for number in range(since, step + 1):
+            if number > since:
+                self.agree(self.take())
+            if number > since and number in records:
+                self._step(records[number])
+            if number > self._evaluated and number in evaluations:
+                self._evaluation(number, evaluations[number])
+
+    def _step(self, record: dict[str, Any]) -> None:
+        assert self._run is not None
+        self._run.step = int(record["step"])
+        self._run.replayed = self._run.step <= self._newest
+        self._newest = max(self._newest, self._run.step)
+        self._call("on_step_end", dict(record))
+
+    def _evaluation(self, step: int, results: dict[str, dict[str, float | None]]) -> None:
+        assert self._run is not None
+        self._run.step = self._evaluated = step
+        self._call("on_evaluate", results)
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        if self._run is None or not self._callbacks:
+            return
+        self.moments.at("callback")
+        for each in self._callbacks:
+            function = functools.partial(getattr(each.callback, method), self._run, *arguments)
+            _called(each.name, each.file, f"{method} after step {self._run.step}", function)
+
+    def _state(self, each: Named) -> dict[str, Any]:
+        state = _called(each.name, each.file, "state_dict()", each.callback.state_dict)
+        try:
+            if not isinstance(state, dict):
+                raise TypeError(f"it is a {type(state).__name__}")
+            return dict(json.loads(json.dumps(state, allow_nan=False)))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{each.name}: state_dict() returns no dictionary of JSON values ({error}); checkpoints keep nothing "
+                "else, so return numbers, texts, lists and dictionaries"
+            ) from None
+
+
+def hooks_of(config: "Config", given: Sequence[Callback], paths: RunPaths, placement: Placement, mesh: Mesh) -> Hooks:
+    """The callbacks of a run, on rank 0; other ranks only take part in what all have to agree on."""
+    if config.callback.code is None and not given:
+        return Hooks()
+    group = JsonGroup(mesh.checkpoint)
+    if mesh.rank:
+        return Hooks(group=group)
+    run = RunState(lambda request, reason: None, config.train.steps, paths.root, mesh.world, placement.attempt)
+    return Hooks(callbacks_of(config, paths, given), run, paths, group, mesh.axes.model > 1)
+
+
+def _kept_before(step: int, paths: RunPaths) -> tuple[int, Any]:
+    """The newest checkpoint of `step` or before, and what it keeps of the callbacks; 0 and None without one."""
+    for saved in find(paths.checkpoints):
+        if saved > step:
+            continue
+        try:
+            checkpoint = Checkpoint(step_folder(paths.checkpoints, saved))
+        except CheckpointError:
+            continue
+        checkpoint.close()
+        return saved, checkpoint.header.get(HEADER)
+    return 0, None
+
+
+def _results(event: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Loss and scores by the set's name, as JSON has them: None for a loss that is no number."""
+    loss = event.get("loss")
+    return {
+        str(event.get("set")): {
+            "loss": loss if loss is not None and math.isfinite(loss) else None,
+            **event.get("scores", {}),
+        }
+    }
+
+
+def _called(name: str, file: str, said: str, function: Callable[[], Any]) -> Any:
+    """What a method of a callback returns. Raises ConfigError with the line of what it raises; the log has the
+    traceback."""
+    try:
+        return function()
+    except PhalanxError:
+        raise
+    except (Exception, SystemExit) as caught:
+        log.error("%s: %s fails", name, said, exc_info=caught)
+        raise ConfigError(
+            f"{name}: {said} fails: {where(caught, file)}; correct it (its traceback is in the log of rank 0)"
+        ) from caught

@@ -1,0 +1,223 @@
+"""From a run's newest checkpoint to a Hugging Face folder, tensor by tensor."""
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from phalanx.checkpoint.disk.load import Checkpoint, examine, find, newest_valid, step_folder
+from phalanx.config.schema import Config
+from phalanx.core.errors import CheckpointError, ConfigError, RunError
+from phalanx.core.events import Kind, write_event
+from phalanx.core.run_paths import RunPaths, Url
+from phalanx.models import hf_config, hf_mapping
+from phalanx.models.hf_export import copy_tokenizer, export, export_plain, new_folder
+from phalanx.models.hf_weights import Weights
+from phalanx.models.model import Architecture
+from phalanx.models.peft import save_adapter
+from phalanx.models.user_model import shapes_of
+from phalanx.parallel.parallelize import DTYPES
+from phalanx.trainer import export_target
+from phalanx.trainer.run_folder import next_attempt, saved_config
+from phalanx.workload import adapters, local_copies
+from phalanx.workload.workload import class_of_run, spec_from_run
+
+EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def export_run(
+    paths: RunPaths,
+    folder: Path | Url,
+    dtype: str | None,
+    progress: Callable[[int, int], None] | None = None,
+    note: bool = True,
+    merge: bool | None = False,
+    step: int | None = None,
+) -> int:
+    """Write the newest valid checkpoint of a run, or that of `step`, as a Hugging Face folder; returns its step.
+
+    `dtype`: bf16, fp16, fp32 or fp64; None: that of the folder the run started from, else the recipe's compute type.
+    A run of a task of the user's own is written under its own names, with its code and options beside it.
+    A run that trains adapters is written as an adapter of PEFT's, by default in the type of its masters, or with
+    `merge` as a whole model, each matrix added up in float32 and rounded once; None: merge where there are adapters.
+    `progress(done, total)` in bytes; `note` leaves an event in the run's records. At most one tensor is in memory, and
+    of an export to a URL one shard on the local disk; there config.json (or adapter_config.json) is written last, so
+    that a folder without it is no model. Raises RunError when `paths` holds no run, CheckpointError when it has no
+    checkpoint to export, ConfigError when there is nothing to merge.
+    """
+    wanted = saved_config(paths)
+    if wanted is None:
+        raise RunError(f"{paths.shown} holds no run (it has no {paths.config.name}); name a run folder")
+    if wanted.task.kind == "own":
+        return _export_own(wanted, paths, folder, dtype, progress, note, merge, step)
+    config = local_copies.here(wanted)
+    original = hf_config.read_config(paths.hf_config.parent) if config.model.from_hf else None
+    spec, code = spec_from_run(config, paths), class_of_run(config, paths)
+    if merge and spec.lora is None:
+        raise ConfigError(f"--merge is for a run that trains adapters, and {paths.shown} trains the weights themselves")
+    if merge is not False if spec.lora is not None else dtype is None:
+        local_copies.fetched(wanted)  # the weights that the run started from are read
+    checkpoint = _newest(paths) if step is None else _of_step(paths, step)
+    read: Callable[[str], torch.Tensor] = functools.partial(_read, checkpoint)
+    if spec.lora is not None and merge is False:
+        stored = EXPORT_DTYPES[dtype] if dtype is not None else DTYPES[_master_dtype(config)]
+        with export_target.target(folder, config) as (local, _), new_folder(local) as temporary:
+            named = functools.partial(hf_mapping.hf_name, model_class=code)
+            base = adapters.base_name(wanted), adapters.noted_base(paths)
+            save_adapter(temporary, spec.lora, spec.layers, read, stored, named, *base)
+            copy_tokenizer(paths.tokenizer, temporary)
+        return _noted(checkpoint, paths, folder, note)
+    read = _reader(checkpoint) if spec.lora is None else adapters.whole_model(config, spec, code, paths, read)
+    out_dtype = EXPORT_DTYPES[dtype] if dtype is not None else _natural_dtype(config, code)
+    total = sum(math.prod(shape) for shape in shapes_of(code, spec).values()) * out_dtype.itemsize
+    done = 0
+
+    def report(count_bytes: int) -> None:
+        nonlocal done
+        done += count_bytes
+        if progress is not None:
+            progress(done, total)
+
+    ids = _special_ids(paths.tokenizer)
+    with export_target.target(folder, config) as (local, finished):
+        export(
+            local,
+            spec,
+            read,
+            out_dtype,
+            original_config=original,
+            tokenizer_folder=paths.tokenizer,
+            bos_id=ids.get("bos"),
+            eos_id=ids.get("eos"),
+            progress=report,
+            model_class=code,
+            finished=finished,
+        )
+    return _noted(checkpoint, paths, folder, note)
+
+
+def _export_own(
+    config: Config,
+    paths: RunPaths,
+    folder: Path | Url,
+    dtype: str | None,
+    progress: Callable[[int, int], None] | None,
+    note: bool,
+    merge: bool | None,
+    step: int | None,
+) -> int:
+    """A network of a user's own: its parameters by their own names, a config.json of its options, and its code."""
+    if merge:
+        raise ConfigError(f"--merge is for a run that trains adapters, and {paths.shown} trains the weights themselves")
+    checkpoint = _newest(paths) if step is None else _of_step(paths, step)
+    shapes = {name: tuple(shape) for name, (shape, _) in checkpoint.parameters.items()}
+    out_dtype = EXPORT_DTYPES[dtype] if dtype is not None else DTYPES[_compute_dtype(config)]
+    total, done = sum(math.prod(shape) for shape in shapes.values()) * out_dtype.itemsize, 0
+
+    def report(count_bytes: int) -> None:
+        nonlocal done
+        done += count_bytes
+        if progress is not None:
+            progress(done, total)
+
+    about = {"task": {"code": paths.task_code.name, "options": config.task.options}, "step": checkpoint.header["step"]}
+    texts = {
+        paths.task_code.name: paths.task_code.read_text(encoding="utf-8"),
+        "config.json": json.dumps(about, indent=2) + "\n",
+    }
+    with export_target.target(folder, config) as (local, finished):
+        export_plain(local, shapes, _reader(checkpoint), out_dtype, texts, progress=report, finished=finished)
+    return _noted(checkpoint, paths, folder, note)
+
+
+def _newest(paths: RunPaths) -> Checkpoint:
+    refused: list[str] = []
+    checkpoint = newest_valid(paths.checkpoints, None, lambda kind, details: refused.append(details["reason"]))
+    if checkpoint is None:
+        why = f" ({refused[0]})" if refused else ""
+        raise CheckpointError(f"{paths.shown} has no usable checkpoint to export{why}; train it first")
+    return checkpoint
+
+
+def _of_step(paths: RunPaths, step: int) -> Checkpoint:
+    there = find(paths.checkpoints)
+    if step not in there:
+        known = ", ".join(str(other) for other in sorted(there)) or "none"
+        raise CheckpointError(
+            f"{paths.shown} has no checkpoint of step {step} (it has {known}); name one of these, or have the best one "
+            "kept by checkpoint.best=true"
+        )
+    checkpoint, why = examine(step_folder(paths.checkpoints, step), 0, 1, None)
+    if checkpoint is None:
+        raise CheckpointError(f"the checkpoint of step {step} of {paths.shown} cannot be used ({why}); name another")
+    return checkpoint
+
+
+def _compute_dtype(config: Config) -> str:
+    return "bf16" if config.train.dtype == "mixed" else config.train.dtype
+
+
+def _noted(checkpoint: Checkpoint, paths: RunPaths, folder: Path | Url, note: bool) -> int:
+    step = int(checkpoint.header["step"])
+    checkpoint.close()
+    if note:
+        write_event(paths.events, Kind.EXPORTED, max(1, next_attempt(paths) - 1), folder=str(folder), step=step)
+    return step
+
+
+def _natural_dtype(config: Config, code: type[Architecture]) -> torch.dtype:
+    """What the weights were imported as, else the compute type."""
+    if not config.model.from_hf:
+        return DTYPES[_compute_dtype(config)]
+    folder = Path(config.model.from_hf).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.from_hf {folder} is gone, so nobody knows in which dtype it stored its weights; choose one with "
+            f"--dtype {'|'.join(EXPORT_DTYPES)}"
+        )
+    return Weights(folder, code).dtype()
+
+
+def _master_dtype(config: Config) -> str:
+    return "fp64" if config.train.dtype == "fp64" else "fp32"
+
+
+def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    shape, dtype = checkpoint.parameters[name]
+    out = torch.empty(math.prod(shape), dtype=getattr(torch, dtype))
+    checkpoint.read(name, "param", 0, out.numel(), out)
+    return out.view(shape)
+
+
+def _reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
+    """As `_read`, but each takes the memory of the one before: to get new memory takes longer than to fill it."""
+    dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in checkpoint.parameters.items()}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, (shape, _) in checkpoint.parameters.items()}
+    memory = torch.empty(max(sizes.values()), dtype=torch.uint8)
+
+    def read(name: str) -> torch.Tensor:
+        out = memory[: sizes[name]].view(dtypes[name])
+        checkpoint.read(name, "param", 0, out.numel(), out)
+        return out
+
+    return read
+
+
+def _special_ids(tokenizer: Path) -> dict[str, int]:
+    """Ids of the beginning and end of a text, as far as the run's tokenizer names them."""
+    try:
+        config = json.loads((tokenizer / "tokenizer_config.json").read_text(encoding="utf-8"))
+        added = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+        tokens = {entry["content"]: int(entry["id"]) for entry in added}
+        named = {key: config.get(f"{key}_token") for key in ("bos", "eos")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    ids = {}
+    for key, token in named.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text in tokens:
+            ids[key] = tokens[text]
+    return ids

@@ -1,0 +1,216 @@
+"""Step records: measured here, written a step late so that the host never waits for the device to finish a step."""
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.comm.mesh import Mesh
+from phalanx.core.records import StepRecord
+from phalanx.engine.interface import Outcome
+from phalanx.system import accelerator
+from phalanx.system.accelerator import HostCopy
+from phalanx.workload.work_split import Sharing
+
+WAIT_S = 1.0  # who commits a step waits so long for its passes to be noted, which takes microseconds
+
+
+@dataclass
+class Speed:
+    """What turns tokens per second into model FLOPs utilisation."""
+
+    full: int  # model FLOPs of a token
+    causal: int
+    peak: float | None  # FLOP/s of all devices together
+
+    def mfu(self, tokens_per_s: float) -> tuple[float | None, float | None]:
+        if self.peak is None:
+            return None, None
+        return tokens_per_s * self.full / self.peak, tokens_per_s * self.causal / self.peak
+
+
+def speed_of(flops: tuple[int, int] | None, mesh: Mesh, dtype: torch.dtype) -> Speed:
+    """FLOPs of a token (full, causal) and peak of this job; the peak is unknown when any rank's device is not in the
+    table, and of no use when nobody knows the FLOPs."""
+    peak = accelerator.peak_flops(accelerator.name(mesh.device), dtype)
+    known, total = mesh.sum([float(peak is not None), peak or 0.0])
+    full, causal = flops or (0, 0)
+    return Speed(full, causal, total if known == mesh.world and full else None)
+
+
+@dataclass
+class _Measured:
+    """A step whose results are still on the device."""
+
+    step: int
+    values: HostCopy  # this rank's loss sum
+    outcome: Outcome
+    lr: float
+    step_s: float
+    data_s: float
+    wait_s: float
+    comm_bytes: int
+    memory_bytes: int
+    update_s: float
+
+
+class Recorder:
+    """Collects one step's measurements and hands out its record when the next step is under way.
+
+    `positions`: how many tokens the model is given in a step, all ranks. Where only answers are learnt they are more
+    than the labels that the loss is a mean of; speed and utilisation speak of all of them.
+    """
+
+    def __init__(
+        self, mesh: Mesh, speed: Speed, attempt: int, total_tokens: int, positions: int, sharing: Sharing
+    ) -> None:
+        self.total_tokens, self._positions, self._sharing = total_tokens, positions, sharing
+        self._mesh, self._speed, self._attempt = mesh, speed, attempt
+        self._waiting: _Measured | None = None
+        self._mark = time.perf_counter()
+        # Of the last two steps: the loss sum, the learning rate, seconds for data, when the step began.
+        self._computed: dict[int, tuple[HostCopy, float, float, float]] = {}
+        self._changed = threading.Condition()
+
+    def restart_clock(self) -> None:
+        """Leave out of the next step's time what was done since the last one (evaluation, a checkpoint)."""
+        self._mark = time.perf_counter()
+
+    def measured(
+        self,
+        step: int,
+        loss_sum: torch.Tensor,
+        outcome: Outcome,
+        lr: float,
+        data_s: float,
+        update_s: float = 0.0,
+    ) -> None:
+        """Take note of a step that has been queued; its loss sum is on the device. `update_s` went into updates since
+        the last call."""
+        assert self._waiting is None
+        now = time.perf_counter()
+        traffic = self._mesh.traffic.take()
+        wait_s = traffic.wait_s + self._mesh.bookkeeping.take().wait_s
+        self.total_tokens += outcome.weight
+        self._waiting = _Measured(
+            step, HostCopy([loss_sum]), outcome, lr, now - self._mark, data_s, wait_s,
+            traffic.payload_bytes, accelerator.peak_memory(self._mesh.device), update_s,
+        )  # fmt: skip
+        self._mark = now
+        accelerator.reset_peak_memory(self._mesh.device)
+
+    def computed(self, step: int, loss_sum: torch.Tensor, lr: float, data_s: float) -> None:
+        """The passes of a step are done, and the record of the step before is written."""
+        noted = HostCopy([loss_sum]), lr, data_s, self._mark
+        with self._changed:
+            self._computed = {old: each for old, each in self._computed.items() if old == step - 1} | {step: noted}
+            self._changed.notify_all()
+
+    def kept(self, step: int, outcome: Outcome) -> dict[str, Any] | None:
+        """What this rank knows of a step that is being committed, in case nobody lives to write its record; any thread
+        may ask. None where the main thread has not got there in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: max(self._computed, default=0) >= step, WAIT_S)
+            if step not in self._computed:
+                return None
+            values, lr, data_s, begun = self._computed[step]
+        norm, skip = outcome.get()
+        return {
+            "loss": _finite(values.get()[0]),
+            "lr": lr,
+            "weight": outcome.weight,
+            "grad_norm": _finite(norm),
+            "skipped": skip != 0.0,
+            "loss_scale": outcome.loss_scale,
+            "step_s": time.perf_counter() - begun,
+            "data_s": data_s,
+            "memory_bytes": accelerator.peak_memory(self._mesh.device),
+        }
+
+    def left(self, step: int, attempt: int, rows: Sequence[Mapping[str, Any]]) -> StepRecord:
+        """The record of a step that an attempt before committed and did not write: what its ranks, in order, had
+        `kept`. What they waited and sent is not known."""
+        first, step_s = rows[0], max(float(row["step_s"]) for row in rows)
+        losses = [row["loss"] for row in rows]
+        tokens_per_s = self._positions / step_s
+        mfu, mfu_causal = self._speed.mfu(tokens_per_s)
+        return StepRecord(
+            step=step,
+            attempt=attempt,
+            loss=None if None in losses or not first["weight"] else _finite(sum(losses) / first["weight"]),
+            grad_norm=first["grad_norm"],
+            lr=first["lr"],
+            tokens=first["weight"],
+            total_tokens=self.total_tokens,
+            step_s=step_s,
+            tokens_per_s=tokens_per_s,
+            wait_s=None,
+            comm_bytes=0,
+            data_s=first["data_s"],
+            mfu=mfu,
+            mfu_causal=mfu_causal,
+            memory_bytes=max(int(row["memory_bytes"]) for row in rows),
+            skipped=first["skipped"],
+            loss_scale=first["loss_scale"],
+        )
+
+    def mine(self) -> list[float]:
+        """What the others need of this rank for the record of the step noted last; nothing if there is none."""
+        if self._waiting is None:
+            return []
+        done = self._waiting
+        return [*done.values.get(), done.step_s, done.wait_s, float(done.memory_bytes)]
+
+    def flush(self, rows: Sequence[Sequence[float]] | None = None) -> StepRecord | None:
+        """The record of the step noted last, once. Every rank must call it: it adds up their losses. `rows` is what all
+        have given as `mine`, in order of rank; without it they are asked here."""
+        if self._waiting is None:
+            return None
+        # Losses are added in order of rank, the same everywhere.
+        losses, steps_s, waits_s, memories = zip(*(rows or self._everyones()), strict=True)
+        done, self._waiting = self._waiting, None
+        norm, skip = done.outcome.get()
+        weight = done.outcome.weight
+        step_s = max(steps_s)
+        tokens_per_s = self._positions / step_s
+        mfu, mfu_causal = self._speed.mfu(tokens_per_s)
+        on_host = self._mesh.device.type == "cpu"
+        division, busy_s = self._sharing.shown(done.step)
+        return StepRecord(
+            step=done.step,
+            attempt=self._attempt,
+            loss=_finite(sum(losses) / weight if weight else math.nan),
+            grad_norm=_finite(norm),
+            lr=done.lr,
+            tokens=weight,
+            total_tokens=self.total_tokens,
+            step_s=step_s,
+            tokens_per_s=tokens_per_s,
+            wait_s=sum(waits_s) / self._mesh.world if on_host else None,
+            comm_bytes=done.comm_bytes,
+            data_s=done.data_s,
+            mfu=mfu,
+            mfu_causal=mfu_causal,
+            memory_bytes=int(max(memories)),
+            skipped=skip != 0.0,
+            **({} if division is None else division.tree()),
+            busy_s=busy_s,
+            loss_scale=done.outcome.loss_scale,
+            update_s=done.update_s if on_host else None,
+        )
+
+    def _everyones(self) -> list[list[float]]:
+        """What each rank gives as `mine`, in order of rank."""
+        mine = self.mine()
+        table = [0.0] * (len(mine) * self._mesh.world)
+        table[len(mine) * self._mesh.rank : len(mine) * (self._mesh.rank + 1)] = mine
+        summed = self._mesh.sum(table)
+        return [summed[first : first + len(mine)] for first in range(0, len(summed), len(mine))]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

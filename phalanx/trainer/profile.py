@@ -1,0 +1,307 @@
+"""Looking inside a run: a trace of some steps by torch.profiler, and what one step did with memory."""
+
+import contextlib
+import gzip
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+from torch.autograd.profiler_util import FunctionEventAvg
+
+from phalanx.comm.mesh import Mesh
+from phalanx.core.events import Kind
+from phalanx.core.json_lines import write_atomic
+from phalanx.core.run_paths import RunPaths
+from phalanx.system import accelerator
+from phalanx.system.trace import PHASES, PREFIX
+from phalanx.workload.sinks import Records
+
+if TYPE_CHECKING:
+    from phalanx.config.schema import TrainSection
+
+OPERATORS = 10  # as many are named in an event and in the rank's log
+OUTSIDE = "between phases"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a look needs to know of the run it looks into."""
+
+    paths: RunPaths
+    mesh: Mesh
+    records: Records
+
+
+class Look(Protocol):
+    """A look at the steps from `first` to `last`."""
+
+    first: int
+    last: int
+
+    def start(self, step: int) -> None: ...
+
+    def finish(self, step: int, alone: bool) -> None:
+        """Write what was seen up to and including `step`; `alone`: the other ranks may be gone."""
+        ...
+
+
+class Inspection:
+    """The looks that a recipe asks for (`train.profile`, `train.memory_snapshot`); free of cost where it asks for none.
+
+    Call `at` when a step begins. Leaving the context writes what is still open, also after an error: what filled the
+    memory is worth most then.
+    """
+
+    def __init__(self, train: "TrainSection", paths: RunPaths, mesh: Mesh, records: Records) -> None:
+        self._where = where = Where(paths, mesh, records)
+        self._waiting: list[Look] = []
+        if train.profile is not None:
+            first, last = (int(part) for part in train.profile.split("-"))
+            self._waiting.append(Trace(first, last, where))
+        if train.memory_snapshot:
+            make = CpuMemory if mesh.device.type == "cpu" else AcceleratorMemory
+            self._waiting.append(make(train.memory_snapshot, train.memory_snapshot, where))
+        self._open: Look | None = None
+        self._step = 0  # the last that began
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(alone=error is not None)
+
+    def at(self, step: int) -> bool:
+        """Say that `step` begins; whether that took time which is not the step's."""
+        if self._open is None and not self._waiting:
+            return False
+        busy = False
+        if self._open is not None and step > self._open.last:
+            self.close()
+            busy = True
+        self._step = step
+        self._pass_over([look for look in self._waiting if look.last < step])
+        due = [look for look in self._waiting if look.first <= step]
+        if due and self._open is None:
+            self._open = due[0]
+            self._waiting.remove(due[0])
+            due[0].start(step)
+            busy = True
+        return busy
+
+    def _pass_over(self, looks: list[Look]) -> None:
+        """Say that steps cannot be looked into any more, unless an attempt before did it."""
+        for look in looks:
+            self._waiting.remove(look)
+            if not self._where.paths.inside.exists():
+                message = f"steps {look.first} to {look.last} are not looked into: they were done before this start"
+                self._where.records.event(Kind.WARNING, {"message": message})
+
+    def close(self, alone: bool = False) -> None:
+        """Finish what is open, with the step that began last as its last one."""
+        if self._open is not None:
+            look, self._open = self._open, None
+            look.finish(self._step, alone)
+
+
+class Trace:
+    """Every operation of some steps, our phases named: a trace for each rank, to be opened in Perfetto or
+    chrome://tracing."""
+
+    def __init__(self, first: int, last: int, where: Where) -> None:
+        self.first, self.last, self._where = first, last, where
+        self._profiler = _profiler(where.mesh.device)
+
+    def start(self, step: int) -> None:
+        self.first = step  # a run that goes on within the window sees the rest of it
+        self._profiler.start()
+
+    def finish(self, step: int, alone: bool) -> None:
+        mesh, paths = self._where.mesh, self._where.paths
+        accelerator.wait(mesh.device)
+        self._profiler.stop()
+        steps = step - self.first + 1
+        averages = self._profiler.key_averages()
+        mine = phase_seconds(averages, steps)
+        slowest = mine if alone else dict(zip(PHASES, mesh.max(list(mine.values())), strict=True))
+        operators = top_operators(averages, steps)
+        log.info("%s", _table(mine, operators))
+        path = paths.trace(mesh.rank, self.first, step)
+        with _whole(path, self._where.records) as temporary:
+            self._profiler.export_chrome_trace(str(temporary))
+        details = {"first": self.first, "last": step, "folder": f"{paths.shown}/{paths.inside.name}"}
+        both = {name: [_rounded(mine[name]), _rounded(slowest[name])] for name in PHASES if slowest[name]}
+        self._where.records.event(Kind.PROFILED, {**details, "phases": both, "operators": operators})
+
+
+class CpuMemory:
+    """What a step allocates on the host, by phase and operator. torch's allocator keeps no history there, so it is
+    taken from torch.profiler."""
+
+    def __init__(self, first: int, last: int, where: Where) -> None:
+        self.first, self.last, self._where = first, last, where
+        self._profiler = _profiler(where.mesh.device, memory=True)
+
+    def start(self, step: int) -> None:
+        self._profiler.start()
+
+    def finish(self, step: int, alone: bool) -> None:
+        self._profiler.stop()
+        path = self._where.paths.memory(self._where.mesh.rank, step, "json")
+        with _whole(path, self._where.records) as temporary:
+            trace = temporary.with_suffix(".json.gz")
+            try:
+                self._profiler.export_chrome_trace(str(trace))
+                with gzip.open(trace, "rt", encoding="utf-8") as file:
+                    found = allocations(json.load(file)["traceEvents"])
+            finally:
+                trace.unlink(missing_ok=True)
+            write_atomic(temporary, json.dumps({"step": step, "rank": self._where.mesh.rank, **found}, indent=2) + "\n")
+            details = {"step": step, "file": _shown(self._where.paths, path), "peak_bytes": found["peak_bytes"]}
+            details["phases"] = found["phases"]
+            self._where.records.event(Kind.MEMORY_RECORDED, details)
+
+
+class AcceleratorMemory:
+    """The history of the device's allocator in a step, as the file that pytorch.org/memory_viz reads."""
+
+    def __init__(self, first: int, last: int, where: Where) -> None:
+        self.first, self.last, self._where = first, last, where
+
+    def start(self, step: int) -> None:
+        if not accelerator.start_memory_history(self._where.mesh.device):
+            message = f"no memory snapshot: a device of kind {self._where.mesh.device.type} keeps no history"
+            self._where.records.event(Kind.WARNING, {"message": message})
+
+    def finish(self, step: int, alone: bool) -> None:
+        device = self._where.mesh.device
+        path = self._where.paths.memory(self._where.mesh.rank, step, "pickle")
+        with _whole(path, self._where.records) as temporary:
+            if accelerator.save_memory_history(device, temporary):
+                self._where.records.event(Kind.MEMORY_RECORDED, {"step": step, "file": _shown(self._where.paths, path)})
+
+
+def _shown(paths: RunPaths, path: Path) -> str:
+    return f"{paths.shown}/{path.relative_to(paths.root)}"
+
+
+def _profiler(device: torch.device, memory: bool = False) -> torch.profiler.profile:
+    everything = torch.profiler.supported_activities()
+    activities = [torch.profiler.ProfilerActivity.CPU] if device.type == "cpu" else everything
+    return torch.profiler.profile(activities=activities, profile_memory=memory)
+
+
+@contextlib.contextmanager
+def _whole(path: Path, records: Records) -> Iterator[Path]:
+    """A file beside `path` that takes its place if it was written. What a full disk does not take is only missed."""
+    temporary = path.with_name(f".{path.name}")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        yield temporary
+        if temporary.exists():
+            os.replace(temporary, path)
+    except OSError as error:
+        log.warning("%s could not be written: %s", path, error.strerror or error)
+        records.event(Kind.WARNING, {"message": f"{path} could not be written ({error.strerror or error})"})
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def phase_seconds(averages: Iterable[FunctionEventAvg], steps: int) -> dict[str, float]:
+    """Seconds of each phase in a step: of the host, or of the device where that worked longer in it."""
+    seconds = dict.fromkeys(PHASES, 0.0)
+    for entry in averages:
+        name = str(entry.key).removeprefix(PREFIX)
+        if str(entry.key).startswith(PREFIX) and name in seconds:
+            # An accelerator has an entry of its own for a phase, beside the host's of the same name.
+            seconds[name] = max(
+                seconds[name], entry.cpu_time_total / 1e6 / steps, entry.device_time_total / 1e6 / steps
+            )
+    return seconds
+
+
+def top_operators(averages: Iterable[FunctionEventAvg], steps: int) -> list[list[Any]]:
+    """[name, seconds of a step in itself alone, calls in a step] of the operators that took longest."""
+
+    def own(entry: FunctionEventAvg) -> float:
+        return float(entry.self_device_time_total or entry.self_cpu_time_total)
+
+    some = list(averages)
+    on_device = any(entry.self_device_time_total for entry in some)
+    operators = [
+        entry
+        for entry in some
+        if not entry.is_user_annotation and (entry.self_device_time_total or not on_device) and own(entry) > 0
+    ]
+    longest = sorted(operators, key=own, reverse=True)[:OPERATORS]
+    return [
+        [str(entry.key)[:80], _rounded(own(entry) / 1e6 / steps), round(entry.count / steps, 2)] for entry in longest
+    ]
+
+
+def allocations(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What a chrome trace with memory events says: the peak above the start, and a table by phase and by operator.
+
+    A phase's row has the bytes it allocated, how many more are held at its ends than at its beginnings, and the highest
+    total above the start while it ran. An allocation belongs to the innermost phase and to the innermost operator.
+    """
+    entries = sorted(
+        (event for event in events if event.get("cat") in ("user_annotation", "cpu_op", "cpu_instant_event")),
+        key=lambda event: (event["ts"], -event.get("dur", 0)),
+    )
+    phases: list[tuple[float, str]] = []  # (end, name) of those that are open
+    operators: dict[Any, list[tuple[float, str]]] = {}
+    by_phase: dict[str, dict[str, int]] = {}
+    by_operator: dict[str, dict[str, int]] = {}
+    held = peak = 0
+    for event in entries:
+        now, name = event["ts"], event["name"]
+        if event["cat"] == "user_annotation":
+            if name.startswith(PREFIX):
+                phases.append((now + event["dur"], name.removeprefix(PREFIX)))
+        elif event["cat"] == "cpu_op":
+            operators.setdefault(event["tid"], []).append((now + event["dur"], name))
+        elif name == "[memory]":
+            amount = int(event["args"]["Bytes"])
+            held += amount
+            peak = max(peak, held)
+            row = by_phase.setdefault(
+                _innermost(phases, now) or OUTSIDE, {"allocated_bytes": 0, "kept_bytes": 0, "peak_bytes": 0}
+            )
+            row["allocated_bytes"] += max(amount, 0)
+            row["kept_bytes"] += amount
+            row["peak_bytes"] = max(row["peak_bytes"], held)
+            if amount > 0:
+                by = _innermost(operators.get(event["tid"], []), now) or "no operator"
+                counts = by_operator.setdefault(by, {"allocated_bytes": 0, "allocations": 0})
+                counts["allocated_bytes"] += amount
+                counts["allocations"] += 1
+    most = sorted(by_operator.items(), key=lambda item: -item[1]["allocated_bytes"])
+    return {"peak_bytes": peak, "kept_bytes": held, "phases": by_phase, "operators": dict(most)}
+
+
+def _innermost(spans: list[tuple[float, str]], now: float) -> str | None:
+    while spans and spans[-1][0] < now:
+        spans.pop()
+    return spans[-1][1] if spans else None
+
+
+def _table(seconds: dict[str, float], operators: list[list[Any]]) -> str:
+    lines = ["seconds of a step by phase (gather and reduce lie within the others):"]
+    lines += [f"  {value:10.6f}  {name}" for name, value in seconds.items() if value]
+    lines += ["seconds of a step by operator, and calls:"]
+    lines += [f"  {value:10.6f}  {name}  x{calls:g}" for name, value, calls in operators]
+    return "\n".join(lines)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")

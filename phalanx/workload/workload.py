@@ -1,0 +1,166 @@
+"""What a run trains and on what, behind one interface: a model, a task and samples, whatever their kind.
+
+A subject is made anew wherever it is needed, from the configuration and files alone, and holds no memory worth naming:
+a launcher that looks for mistakes, a rank that trains and a probe that measures all ask the same thing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from phalanx.core.run_paths import RunPaths
+from phalanx.data.loader import Rows
+from phalanx.data.packing import Form, Sample, rows_of
+from phalanx.data.token_files import TokenFile
+from phalanx.layout.model_shape import ModelSpec, flops_per_token
+from phalanx.models.bert import Bert
+from phalanx.models.hf_config import read_config, spec_from_config
+from phalanx.models.hf_weights import Weights
+from phalanx.models.model import Architecture, Model
+from phalanx.models.user_model import model_class, on_meta
+from phalanx.parallel.materialize import Fill, drawn, imported, with_adapters
+from phalanx.tasks.language import LanguageModel
+from phalanx.tasks.task import Task
+from phalanx.workload import adapters
+from phalanx.workload.bert import Encoder
+from phalanx.workload.custom import Own
+
+if TYPE_CHECKING:
+    from phalanx.config.schema import Config
+
+
+class Subject(Protocol):
+    """What differs between kinds of tasks."""
+
+    spec: ModelSpec | None  # None where a network of a user's own has no such shape
+    unit: str  # what a step's speed counts: "tokens" or "samples"
+    positions: int  # how many of them one sample has
+
+    def model(self, layers: int | None = None) -> Model:
+        """The model on meta, with its adapters; with `layers` blocks to measure by, where there is a spec."""
+        ...
+
+    def task(self) -> Task: ...
+
+    def train(self, folders: Sequence[tuple[Path, float]]) -> list[tuple[Rows, float]]:
+        """What is trained on, with weights in the mixture; `folders` are the prepared sets, where there are such."""
+        ...
+
+    def held_out(self, folders: Mapping[str, Path]) -> dict[str, Rows]:
+        """What is evaluated on, by name."""
+        ...
+
+    def starting_weights(self, model: Model) -> Fill: ...
+
+    def flops(self) -> tuple[int, int] | None:
+        """Floating-point operations of forward and backward of one position: (full, causal), if they are known."""
+        ...
+
+    def warnings(self) -> list[str]:
+        """Sentences on what of the start is not as one might expect."""
+        ...
+
+    def trial_samples(self, count: int) -> list[Any]:
+        """Samples as the task's collate takes them, to measure by; of the length that the run's own have."""
+        ...
+
+
+def subject_of(config: "Config", spec: ModelSpec | None, paths: RunPaths | None = None) -> Subject:
+    """The subject of a resolved configuration; `paths` is where the run folder keeps code of a user's own."""
+    if config.task.kind == "own":
+        return Own(config, paths)
+    assert spec is not None
+    if spec.architecture == "bert":
+        return Encoder(config, spec)
+    return Text(config, spec, paths)
+
+
+def spec_if_any(config: "Config", paths: RunPaths | None = None) -> ModelSpec | None:
+    """The shapes of a resolved configuration; None where a task of a user's own brings its network."""
+    return None if config.task.kind == "own" else spec_from_run(config, paths)
+
+
+def spec_from_run(config: "Config", paths: RunPaths | None = None) -> ModelSpec:
+    """The shapes of a resolved configuration; a run begun from a Hugging Face folder kept that folder's config."""
+    from phalanx.config.schema import spec_of  # needs pydantic; the loop itself does not
+
+    if not config.model.from_hf:
+        return spec_of(config)
+    folder = Path(config.model.from_hf).expanduser()
+    kept = paths.hf_config if paths is not None and paths.hf_config.is_file() else folder / "config.json"
+    own = class_of_run(config, paths).hf_config
+    return spec_of(config, spec_from_config(read_config(kept.parent), str(kept), own))
+
+
+def class_of_run(config: "Config", paths: RunPaths | None = None) -> type[Architecture]:
+    """The model's class: the built-in one, or that of `model.code`, of which the run folder keeps a copy.
+
+    Raises ConfigError for a file that is none of a model.
+    """
+    if config.task.kind in ("masked", "tag", "classify"):
+        return Bert
+    kept = paths is not None and paths.model_code.is_file() and config.model.code is not None
+    return model_class(paths.model_code if paths is not None and kept else config.model.code)
+
+
+def form_of(config: "Config") -> Form:
+    """How documents become sequences."""
+    data = config.data
+    return Form(data.seq_len, data.format != "text", data.isolate_documents, data.too_long == "drop")
+
+
+class Text:
+    """Next tokens of token sets, by the built-in model or one that derives from it."""
+
+    unit = "tokens"
+
+    def __init__(self, config: "Config", spec: ModelSpec, paths: RunPaths | None = None) -> None:
+        self.spec: ModelSpec | None = spec
+        self.positions = config.data.seq_len
+        self._config, self._spec, self._code = config, spec, class_of_run(config, paths)
+        self._shapes: dict[str, tuple[int, ...]] | None = None  # of the whole model, once it was made
+
+    def model(self, layers: int | None = None) -> Model:
+        made = on_meta(self._spec if layers is None else replace(self._spec, layers=layers), self._code)
+        if layers is None:
+            self._shapes = {name: tuple(parameter.shape) for name, parameter in made.named_parameters()}
+        return made
+
+    def task(self) -> Task:
+        form = form_of(self._config)
+        return LanguageModel(form.seq_len, form.packed or form.isolated)
+
+    def train(self, folders: Sequence[tuple[Path, float]]) -> list[tuple[Rows, float]]:
+        form, seed = form_of(self._config), self._config.train.seed
+        return [(rows_of(TokenFile(folder), form, seed), weight) for folder, weight in folders]
+
+    def held_out(self, folders: Mapping[str, Path]) -> dict[str, Rows]:
+        # What is evaluated on is the same for every seed, its packing too.
+        return {name: rows_of(TokenFile(folder), form_of(self._config), 0) for name, folder in folders.items()}
+
+    def starting_weights(self, model: Model) -> Fill:
+        seed, from_hf, lora = self._config.train.seed, self._config.model.from_hf, self._config.model.lora
+        if not from_hf:
+            return drawn(model, seed)
+        weights = imported(Weights(Path(from_hf).expanduser(), self._code), self._spec)
+        if lora is None:
+            return weights
+        return with_adapters(weights, seed, adapters.opened(lora, self._spec.layers, self._code))
+
+    def flops(self) -> tuple[int, int] | None:
+        if self._shapes is None:  # to make a model takes as long as a few of its layers' passes
+            self.model()
+        assert self._shapes is not None
+        shapes = {name: shape for name, shape in self._shapes.items() if "lora_" not in name}
+        return flops_per_token(self._spec, self.positions, shapes)
+
+    def warnings(self) -> list[str]:
+        return []
+
+    def trial_samples(self, count: int) -> list[Any]:
+        shape, generator = (count, self.positions + 1), torch.Generator().manual_seed(0)
+        tokens = torch.randint(self._spec.vocab_size, shape, generator=generator).numpy()
+        return [Sample(row, position=position) for position, row in enumerate(tokens)]

@@ -1,0 +1,213 @@
+"""One turn of a node among others: whom it lets in, whom it believes, and for how long it waits to hear of them."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.elastic.membership.channel import Channel, Message, calling
+from phalanx.elastic.membership.heartbeat import GIVEN_UP, LIVES, Beat
+from phalanx.elastic.membership.member_list import roster_to_message
+from phalanx.elastic.membership.membership import Circle
+from tests.cluster.test_membership import PATIENCE_S, Nodes
+from tests.helpers import wait_until
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Iterator[Nodes]:
+    """Three nodes that have met."""
+    made = Nodes(3, tmp_path)
+    yield made
+    made.lose(*made.circles)
+
+
+class Called:
+    """A door that somebody has come through who says `hello`."""
+
+    def __init__(self, circle: Circle, there: Nodes, **hello: object) -> None:
+        self._open, self._circle = circle.door.tend, circle
+        other = there.circles[0 if circle.me.node else 1]
+        self.channel = calling((other.me.address, other.me.port))
+        circle.door.tend = lambda: [(self.channel, dict(hello))]  # type: ignore[method-assign]
+        circle._let_in()
+        circle.door.tend = self._open  # type: ignore[method-assign]
+
+
+def test_who_calls_as_no_member_is_the_owners_to_hear(there: Nodes) -> None:
+    called = Called(there.circles[0], there, role="status")
+    assert there.circles[0].callers == [(called.channel, {"role": "status"})]
+    assert called.channel.lost is None
+    called.channel.close("over")
+    there.circles[0].callers.clear()
+
+
+@pytest.mark.parametrize("node", [True, "2", None, 7, 2])
+def test_who_calls_as_a_member_has_that_members_token(there: Nodes, node: object) -> None:
+    """Anything else is no member; 2 is one, with another token."""
+    called = Called(there.circles[0], there, role="peer", node=node, token="00" * 8)
+    assert called.channel.lost is not None
+    assert there.circles[0].callers == []
+    assert there.circles[0]._links[2].channel is not called.channel
+
+
+def test_a_member_that_is_here_already_or_was_given_up_is_not_taken_in_twice(there: Nodes) -> None:
+    first, two = there.circles[0], there.circles[2].me
+    hello = {"role": "peer", "node": 2, "token": two.token}
+    assert Called(first, there, **hello).channel.lost is not None  # it is here
+    first._lose(2, "cut")
+    assert Called(first, there, **hello).channel.lost is not None
+    assert 2 not in first._links
+
+
+def test_a_member_that_calls_itself_takes_the_place_of_a_call_to_it(there: Nodes) -> None:
+    last, zero = there.circles[2], there.circles[0].me
+    link = last._links[0]
+    before, link.channel = link.channel, calling((zero.address, zero.port))
+    half, link.proof = link.channel, object()  # type: ignore[assignment]
+    link.waiting = [{"word": 1}]
+    said: list[Message] = []
+    Channel.say, inner = (lambda self, message: said.append(message)), Channel.say  # type: ignore[method-assign, assignment]
+    called = Called(last, there, role="peer", node=0, token=zero.token)
+    Channel.say = inner  # type: ignore[method-assign]
+    assert (link.channel, link.proof, link.waiting, said) == (called.channel, None, [], [{"word": 1}])
+    assert half.lost is not None
+    assert before is not None
+    before.close("over")
+
+
+def test_only_the_leader_says_that_a_job_is_over(there: Nodes) -> None:
+    for node, word, over in ((1, "finish", False), (0, "start", False), (0, "finish", True), (0, "dropped", True)):
+        circle = there.circles[2]
+        circle.finished = False
+        circle._take(node, {word: 0})
+        assert circle.finished is over, (node, word)
+
+
+def test_a_beat_counts_once_and_only_from_the_very_process_that_is_a_member(there: Nodes) -> None:
+    first, one = there.circles[0], there.circles[1].me
+    token, number = bytes.fromhex(one.token), 10**6
+
+    def heard(*beats: Beat) -> float:
+        """Seconds from when node 1 was heard last, long ago, to when it was with these."""
+        first.heard_at[1] = 0.0
+        for beat in beats:
+            there.circles[2]._beats.send(beat, (first.me.address, first.me.beats))
+        marker = Beat(LIVES, 1, 2, bytes.fromhex(there.circles[2].me.token), 2 * number + len(sent))
+        there.circles[2]._beats.send(marker, (first.me.address, first.me.beats))
+        sent.append(marker)
+        first.heard_at[2] = 0.0
+        until = time.monotonic() + PATIENCE_S
+        while first.heard_at[2] == 0.0 and time.monotonic() < until:
+            first._hear_beats(5.0)
+        return first.heard_at[1]
+
+    sent: list[Beat] = []
+    first._numbers = {}
+    assert heard(Beat(LIVES, 1, 1, b"another!", number)) == 0.0
+    assert heard(Beat(LIVES, 1, 1, token, 0)) == 0.0  # beats are counted from 1
+    assert heard(Beat(LIVES, 1, 1, token, 1)) == 5.0
+    assert heard(Beat(LIVES, 1, 1, token, number)) == 5.0
+    assert heard(Beat(LIVES, 1, 1, token, number)) == 0.0  # again, or late
+    assert heard(Beat(LIVES, 1, 1, token, number - 1)) == 0.0
+    assert heard(Beat(GIVEN_UP, 1, 0, b"another!", 1)) == 0.0
+    assert first.fenced is None
+
+
+@pytest.mark.parametrize(("ago_ms", "fenced"), [(9_000, True), (10_500, False), (15_000, False), (-1_000, False)])
+def test_who_was_given_up_hears_it_unless_the_answer_is_old(there: Nodes, ago_ms: int, fenced: bool) -> None:
+    """Or of a beat that this process has not sent yet: its number was another's."""
+    first = there.circles[0]
+    first._voice.number = lambda: 20_000  # type: ignore[method-assign]
+    beat = Beat(GIVEN_UP, 2, 0, bytes.fromhex(first.me.token), 20_000 - ago_ms)
+    there.circles[2]._beats.send(beat, (first.me.address, first.me.beats))
+    marker = Beat(LIVES, 1, 2, bytes.fromhex(there.circles[2].me.token), 10**6)
+    there.circles[2]._beats.send(marker, (first.me.address, first.me.beats))
+    first.heard_at[2], until = 0.0, time.monotonic() + PATIENCE_S
+    while first.heard_at[2] == 0.0 and time.monotonic() < until:
+        first._hear_beats(5.0)
+    assert (first.fenced is not None) == fenced
+
+
+def test_a_node_is_lost_once_and_only_a_member_can_be(there: Nodes) -> None:
+    circle = there.circles[0]
+    circle._lose(7, "never seen")
+    circle._lose(2, "the first reason")
+    circle._lose(2, "another")
+    assert circle.lost == {2: "the first reason"}
+    assert [(member.node, why) for member, why in circle.losses] == [(2, "the first reason")]
+
+
+def test_who_is_fenced_decides_nothing(there: Nodes) -> None:
+    circle, elected = there.circles[1], list[float]()
+    circle._elect = elected.append  # type: ignore[method-assign]
+    circle.lost = {circle.roster.leader: "silent"}
+    circle.fenced = "given up"
+    circle._decide(1.0)
+    assert elected == []
+    circle.fenced = None
+    circle._decide(2.0)
+    assert elected == [2.0]
+
+
+def test_who_overslept_gives_the_others_that_time_back(there: Nodes) -> None:
+    circle = there.circles[0]
+    circle._turn, circle.heard_at = 10.0, {1: 9.5, 2: 17.0}
+    circle._wake(15.0)
+    assert circle.heard_at == {1: 14.5, 2: 17.0}
+    circle.heard_at[1] = 12.0
+    circle._wake(20.0)
+    assert circle.heard_at == {1: 17.0, 2: 17.0 + 3.0}
+    circle._wake(20.2)  # in time
+    assert circle.heard_at[1] == 17.0
+
+
+def test_how_long_a_silent_member_is_waited_for(there: Nodes) -> None:
+    circle, now = there.circles[0], time.monotonic()
+    for other in (1, 2):
+        circle.heard_at[other] = now
+    assert not circle.suspected(1)
+    circle.heard_at[2] = now - 0.75 * PATIENCE_S
+    assert circle.suspected(2) and not circle.suspected(0)
+    assert 0.2 * PATIENCE_S < circle.due_s() <= 0.25 * PATIENCE_S
+    circle._judge(now)
+    assert circle.lost == {}
+    circle._judge(now + 0.26 * PATIENCE_S)
+    assert list(circle.lost) == [2]
+    assert 0.9 * PATIENCE_S < circle.due_s() <= PATIENCE_S  # of the other one
+    circle.leave("asked to")
+    assert circle.due_s() > 1000 * PATIENCE_S
+
+
+def test_who_begins_to_watch_another_gives_it_time_to_be_heard(there: Nodes) -> None:
+    circle, now = there.circles[0], time.monotonic()
+    circle._watched, circle.heard_at[1], circle.heard_at[2] = {2}, now - 9 * PATIENCE_S, now + 9 * PATIENCE_S
+    circle._judge(now)
+    assert circle.heard_at[1] == now + PATIENCE_S
+    assert circle.heard_at[2] == now + 9 * PATIENCE_S
+
+
+def test_poll_looks_at_all_that_may_speak_and_at_nothing_when_it_is_over(there: Nodes) -> None:
+    circle = there.circles[0]
+    channels = [link.channel for link in circle._links.values() if link.channel is not None]
+    looked = set(circle.descriptors())
+    wanted = {circle._beats.fileno(), *circle.door.descriptors(), *(channel.fileno() for channel in channels)}
+    assert len(channels) == 2 and len(wanted) == 4 and looked == wanted
+    gone = channels[0].fileno()
+    there.circles[1 if circle._links[1].channel is channels[0] else 2].close()
+    wait_until(lambda: not list(channels[0].heard()) and channels[0].lost is not None)
+    assert set(circle.descriptors()) == wanted - {gone}
+    circle.leave("asked to")
+    assert circle.descriptors() == {}
+
+
+def test_a_roster_of_somebody_who_was_not_voted_for_is_not_followed(there: Nodes) -> None:
+    last = there.circles[2]
+    roster = last.roster.with_members(last.roster.members, 1)
+    for said in (last.roster, roster):  # that of this epoch is no news; the other one's leader was not voted for
+        last._follow(1, said)
+        assert last.roster.epoch == 1
+    assert list(last.lost) == [1]
+    last._voted, last.lost = (1, True), {}
+    last._take(1, {"roster": roster_to_message(roster)})
+    assert (last.roster.epoch, last.roster.leader, last.before.leader if last.before else None) == (2, 1, 0)
